@@ -1,0 +1,1 @@
+"""PyTorch Lightning modules for reinforcement learning of language models whose rollouts come in groups."""

@@ -1,0 +1,126 @@
+"""What travels through the system: prompts, rollouts, groups of rollouts, and how to sample them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Messages = list[dict[str, Any]]
+"""A conversation in chat format: dictionaries with `role` and `content`."""
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: the model ended by itself (end token, stop token or stop string). `length`: cut at the limit."""
+
+
+@dataclass
+class Prompt:
+    """One prompt, ready for the sampler.
+
+    Attributes:
+        token_ids: The prompt as the model reads it, chat template applied.
+        prompt: What the data set held: a string, or a list of messages.
+        columns: Every other column of the row; reward functions receive them.
+        data_source: Name under which validation metrics are reported.
+    """
+
+    token_ids: list[int]
+    prompt: str | Messages = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+    data_source: str = "default"
+
+
+@dataclass
+class Rollout:
+    """One sampled completion.
+
+    Attributes:
+        token_ids: The sampled tokens, the end token included where the model produced one. May be empty.
+        logprobs: Log-probability of each token under the distribution that it was sampled from (temperature,
+            top-k, top-p and min-p applied), as the sampler computed it.
+        loss_mask: 1 where a token is trained, 0 where it is only context (tool output). None trains every token.
+        finish_reason: Why the completion ended.
+        reward: The combined reward; None where no reward function applied. Such a rollout is not trained.
+        rewards: The reward of each function by name, before weighting.
+        text: The completion as a string, special tokens left out.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    loss_mask: list[int] | None = None
+    finish_reason: FinishReason | None = None
+    reward: float | None = None
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "loss_mask"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.token_ids):
+                raise ValueError(
+                    f"Rollout.{name} has {len(values)} entries for {len(self.token_ids)} token_ids; "
+                    "pass one per token or None."
+                )
+
+
+@dataclass
+class RolloutGroup:
+    """One prompt and the rollouts sampled from it. Groups may have any number of rollouts, of any length.
+
+    Attributes:
+        prompt_ids: Tokens of the prompt, at least one.
+        rollouts: The completions.
+        group_id: Names the group in logs and tables.
+        columns: Columns of the data set that reward functions receive.
+        prompt: The prompt as the data set held it: a string, or a list of messages.
+        data_source: Name under which validation metrics are reported.
+    """
+
+    prompt_ids: list[int]
+    rollouts: list[Rollout]
+    group_id: Hashable | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    prompt: str | Messages = ""
+    data_source: str = "default"
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(
+                "RolloutGroup.prompt_ids is empty; the first token of a rollout is predicted from the last token of "
+                "its prompt, so pass at least one (a beginning-of-sequence token will do)."
+            )
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are sampled.
+
+    Attributes:
+        max_new_tokens: Longest completion in tokens; longer ones end with finish reason `length`.
+        temperature: Divides the logits; 0 means greedy decoding.
+        top_p: Keeps the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: Keeps the k most likely tokens; 0 keeps all.
+        min_p: Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
+        stop: Strings that end a completion. The tokens that complete the string are kept.
+        stop_token_ids: Tokens that end a completion, beside the model's own end tokens. Kept in the completion.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "0 (greedy) or larger"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (off) or larger"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+        }
+        for name, (valid, range_) in checks.items():
+            if not valid:
+                raise ValueError(f"SamplingConfig.{name} is {getattr(self, name)}; it must be {range_}.")
