@@ -1,1 +1,6 @@
-"""TODO."""
+"""Packed rows: which tokens share a prefix, and how groups of rollouts are laid out for one decoder call."""
+
+from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
+from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
+
+__all__ = ["ScoringBatch", "Segment", "SharedPrefixLayout", "Sharing", "pack"]

@@ -1,0 +1,145 @@
+"""From rollout groups to what the decoder reads and what is scored, with the prompt once or once per rollout.
+
+Legend: B rollouts, T packed tokens, L longest sequence, N response tokens of all rollouts one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.packing.layout import SharedPrefixLayout
+from pl_grouprl.types import RolloutGroup
+
+Sharing = Literal["shared", "repeated"]
+"""`shared` encodes each prompt once; `repeated` is the usual padded batch with the prompt in every row."""
+
+
+@dataclass(frozen=True)
+class ScoringBatch:
+    """Groups of rollouts as one decoder call, with the N response tokens to score.
+
+    Attributes:
+        model_inputs: Keyword arguments of the decoder: `input_ids` and `position_ids` of shape [1, T] and the
+            `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L].
+        predict_index_N: Where in the flattened hidden states each response token is predicted, int64.
+        targets_N: The response tokens, int64.
+        rollout_index_N: The rollout of each response token, counted through the groups in order, int64.
+        loss_mask_N: Which response tokens are trained, bool.
+        rollout_lengths: Response tokens of each of the B rollouts.
+        layout: The forest of the groups, whichever way they are encoded.
+        sharing: Which way that is.
+    """
+
+    model_inputs: dict[str, Any]
+    predict_index_N: Tensor
+    targets_N: Tensor
+    rollout_index_N: Tensor
+    loss_mask_N: Tensor
+    rollout_lengths: tuple[int, ...]
+    layout: SharedPrefixLayout
+    sharing: Sharing
+
+    @property
+    def num_rollouts(self) -> int:
+        """B."""
+        return len(self.rollout_lengths)
+
+    @property
+    def num_tokens_run(self) -> int:
+        """Tokens that go through the decoder, padding included."""
+        return self.model_inputs["input_ids"].numel()
+
+    @property
+    def num_tokens_repeated(self) -> int:
+        """Tokens of the same sequences with the prompt repeated, without padding."""
+        return sum(self.layout.repeated_lengths)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the encoded tokens that is padding; 0 where prefixes are shared."""
+        kept = self.layout.num_tokens if self.sharing == "shared" else self.num_tokens_repeated
+        return 1 - kept / max(self.num_tokens_run, 1)
+
+
+def pack(
+    groups: Sequence[RolloutGroup], sharing: Sharing = "shared", *, device: torch.device | str = "cpu"
+) -> ScoringBatch:
+    """Lay groups out for one decoder call. Rollouts keep the caller's order; nothing is sorted.
+
+    Args:
+        groups: Prompts with their rollouts, of any number and length. A group without rollouts takes no part.
+        sharing: One packed row with each prompt once, or a right-padded row for each rollout.
+        device: Where the tensors are put.
+
+    Raises:
+        ValueError: If there is no rollout at all, or `sharing` is unknown.
+    """
+    groups = [group for group in groups if group.rollouts]
+    if not groups:
+        raise ValueError("groups holds no rollout; pass at least one RolloutGroup with a rollout.")
+    if sharing not in ("shared", "repeated"):
+        raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    layout = SharedPrefixLayout.from_groups(
+        [(len(group.prompt_ids), [len(rollout.token_ids) for rollout in group.rollouts]) for group in groups],
+        [number if group.group_id is None else group.group_id for number, group in enumerate(groups)],
+    )
+    encode = _packed_row if sharing == "shared" else _padded_rows
+    model_inputs, predict_index_N = encode(groups, layout)
+    trained = [bit for r in rollouts for bit in (r.loss_mask if r.loss_mask is not None else [1] * len(r.token_ids))]
+    return ScoringBatch(
+        model_inputs={name: v.to(device) if isinstance(v, Tensor) else v for name, v in model_inputs.items()},
+        predict_index_N=predict_index_N.to(device),
+        targets_N=_int64([token for rollout in rollouts for token in rollout.token_ids]).to(device),
+        rollout_index_N=torch.arange(len(rollouts)).repeat_interleave(_int64(lengths)).to(device),
+        loss_mask_N=torch.tensor(trained, dtype=torch.bool, device=device),
+        rollout_lengths=tuple(lengths),
+        layout=layout,
+        sharing=sharing,
+    )
+
+
+def _packed_row(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor]:
+    tokens: list[int] = []
+    for group in groups:
+        tokens += group.prompt_ids
+        for rollout in group.rollouts:
+            tokens += rollout.token_ids
+    predict: list[int] = []
+    for segment in layout.segments:
+        if segment.parent is not None and segment.length:
+            # The last token of the prompt predicts the first of each rollout; the others are predicted in place.
+            predict += [layout.segments[segment.parent].stop - 1, *range(segment.start, segment.stop - 1)]
+    inputs = {
+        "input_ids": _int64(tokens)[None],
+        "position_ids": layout.position_ids[None],
+        "prefix_layout": layout,
+    }
+    return inputs, _int64(predict)
+
+
+def _padded_rows(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor]:
+    width = max(layout.repeated_lengths)
+    input_ids_BL = torch.zeros(len(layout.repeated_lengths), width, dtype=torch.long)
+    attention_mask_BL = torch.zeros_like(input_ids_BL)
+    predict: list[int] = []
+    row = 0
+    for group in groups:
+        prefix_len = len(group.prompt_ids)
+        for rollout in group.rollouts:
+            sequence = group.prompt_ids + rollout.token_ids
+            input_ids_BL[row, : len(sequence)] = _int64(sequence)
+            attention_mask_BL[row, : len(sequence)] = 1
+            predict += range(row * width + prefix_len - 1, row * width + len(sequence) - 1)
+            row += 1
+    return {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}, _int64(predict)
+
+
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.long)

@@ -1,0 +1,212 @@
+"""Which token of a packed row sees which: a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth).
+
+Legend: T packed tokens, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of consecutive tokens of a packed row.
+
+    Attributes:
+        start: Index of its first token in the row.
+        length: Number of tokens; 0 for an empty rollout.
+        parent: Index of the segment that it continues, or None for a root.
+        position: Position id of its first token: the length of all its ancestors together.
+        group_id: What the caller named the group that it belongs to.
+    """
+
+    start: int
+    length: int
+    parent: int | None
+    position: int
+    group_id: Hashable
+
+    @property
+    def stop(self) -> int:
+        """Index after its last token."""
+        return self.start + self.length
+
+
+class SharedPrefixLayout:
+    """A packed row of T tokens as a forest of segments, without padding.
+
+    A token sees its own segment causally and every ancestor segment whole; its position id counts the tokens of its
+    ancestors and those before it in its segment. A GRPO group is a root (the prompt) with one child for each rollout.
+    Segments stand in depth-first order: a parent before its children, and its descendants directly behind it.
+
+    Args:
+        lengths: Tokens of each segment, in the order of the row.
+        parents: Index of each segment's parent, or None for a root.
+        group_ids: A name for each segment's group; by default the index of its root.
+
+    Raises:
+        ValueError: If the arguments differ in length, a length is negative, or the order is not depth-first.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], parents: Sequence[int | None], group_ids: Sequence[Hashable] | None = None
+    ) -> None:
+        _check_forest(lengths, parents, group_ids)
+        segments: list[Segment] = []
+        roots: list[int] = []
+        start = 0
+        for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+            above = None if parent is None else segments[parent]
+            roots.append(index if parent is None else roots[parent])
+            group_id = roots[index] if group_ids is None else group_ids[index]
+            segments.append(Segment(start, length, parent, above.position + above.length if above else 0, group_id))
+            start += length
+        self.segments: tuple[Segment, ...] = tuple(segments)
+        self.num_tokens: int = start
+        self._memo: dict[Hashable, Any] = {}
+
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[tuple[int, Sequence[int]]], group_ids: Sequence[Hashable] | None = None
+    ) -> SharedPrefixLayout:
+        """Lay out prompts, each followed by its rollouts.
+
+        Args:
+            groups: For each group the length of its prompt and the lengths of its rollouts.
+            group_ids: A name for each group; by default its root's index.
+
+        Raises:
+            ValueError: If `group_ids` does not have one entry per group.
+        """
+        if group_ids is not None and len(group_ids) != len(groups):
+            raise ValueError(f"group_ids has {len(group_ids)} entries for {len(groups)} groups; pass one per group.")
+        lengths: list[int] = []
+        parents: list[int | None] = []
+        names: list[Hashable] = []
+        for number, (prefix_len, suffix_lens) in enumerate(groups):
+            root = len(lengths)
+            lengths += [prefix_len, *suffix_lens]
+            parents += [None, *[root] * len(suffix_lens)]
+            names += [root if group_ids is None else group_ids[number]] * (1 + len(suffix_lens))
+        return cls(lengths, parents, names)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Position of each token in its own sequence, shape [T], int64."""
+        return torch.cat(
+            [torch.arange(s.position, s.position + s.length) for s in self.segments]
+            or [torch.empty(0, dtype=torch.long)]
+        )
+
+    @cached_property
+    def subtree_stops(self) -> tuple[int, ...]:
+        """For each segment the index after the last token of its last descendant, shape [S]."""
+        stops = [segment.stop for segment in self.segments]
+        for index in reversed(range(len(self.segments))):
+            parent = self.segments[index].parent
+            if parent is not None:
+                stops[parent] = max(stops[parent], stops[index])
+        return tuple(stops)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Number of ancestors of each segment, shape [S]."""
+        depths: list[int] = []
+        for segment in self.segments:
+            depths.append(0 if segment.parent is None else depths[segment.parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """Indices of the segments without children. Each ends one sequence of the repeated run."""
+        parents = {segment.parent for segment in self.segments}
+        return tuple(index for index in range(len(self.segments)) if index not in parents)
+
+    @cached_property
+    def repeated_lengths(self) -> tuple[int, ...]:
+        """Length of each sequence that the repeated run would encode, one per leaf."""
+        return tuple(self.segments[leaf].position + self.segments[leaf].length for leaf in self.leaves)
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens of the repeated run over tokens of this row; 1 where nothing is shared."""
+        return sum(self.repeated_lengths) / self.num_tokens if self.num_tokens else 1.0
+
+    @property
+    def attention_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, over the whole row."""
+        return sum(s.length * s.position + s.length * (s.length + 1) // 2 for s in self.segments)
+
+    @property
+    def repeated_attention_pairs(self) -> int:
+        """The same for the repeated run."""
+        return sum(length * (length + 1) // 2 for length in self.repeated_lengths)
+
+    def memo(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
+        """Keep what is derived from this layout (masks, index tensors, plans) for the next layer that asks."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def per_token(self, per_segment: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+        """Repeat a number of each segment for each of its tokens, shape [T], int64."""
+        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.long)
+        return torch.tensor(per_segment, dtype=torch.long).repeat_interleave(lengths).to(device)
+
+    def subtree_bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For each token where its segment starts and where the last descendant of its segment stops, shape [T] each."""
+        return self.memo(
+            ("subtree_bounds", device),
+            lambda: (
+                self.per_token([segment.start for segment in self.segments], device),
+                self.per_token(self.subtree_stops, device),
+            ),
+        )
+
+    def visible(self, query: Tensor, key: Tensor, device: torch.device) -> Tensor:
+        """Whether tokens see tokens: the definition that every backend is measured by.
+
+        Args:
+            query: Indices of tokens, int64, any shape that broadcasts with `key`.
+            key: Indices of tokens.
+            device: Where both live.
+
+        Returns:
+            True where the key's segment is the query's own or an ancestor's, and the key is not behind the query.
+        """
+        # Depth-first order: what a segment is an ancestor of lies between its start and its subtree's stop.
+        starts, stops = self.subtree_bounds(device)
+        return (query >= starts[key]) & (query < stops[key]) & (key <= query)
+
+    def __repr__(self) -> str:
+        return (
+            f"SharedPrefixLayout(tokens={self.num_tokens}, segments={len(self.segments)}, "
+            f"token_ratio={self.token_ratio:.2f})"
+        )
+
+
+def _check_forest(lengths: Sequence[int], parents: Sequence[int | None], group_ids: Sequence[Hashable] | None) -> None:
+    if len(parents) != len(lengths):
+        raise ValueError(f"parents has {len(parents)} entries for {len(lengths)} lengths; pass one per segment.")
+    if group_ids is not None and len(group_ids) != len(lengths):
+        raise ValueError(f"group_ids has {len(group_ids)} entries for {len(lengths)} lengths; pass one per segment.")
+    open_path: list[int] = []
+    for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+        if length < 0:
+            raise ValueError(f"lengths[{index}] is {length}; a segment has 0 tokens or more.")
+        while open_path and open_path[-1] != parent:
+            open_path.pop()
+        if parent is not None and not open_path:
+            raise ValueError(
+                f"parents[{index}] is {parent}, which is not an open segment there; list segments depth-first: "
+                "a parent, then each of its children with all that lies below it."
+            )
+        open_path.append(index)
