@@ -1,0 +1,78 @@
+"""Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens.
+
+With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Approximating KL divergence", 2020):
+
+| kind | value | gradient with respect to logp |
+|---|---|---|
+| `k1` (`kl`) | -x | 1, whose expectation is zero: for a KL in the reward, useless in a loss |
+| `abs` | absolute value of x | sign(-x) |
+| `k2` (`mse`) | x^2 / 2 | -x, whose expectation is the gradient of KL(policy, reference) |
+| `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, whose expectation is the gradient of KL(reference, policy) |
+| each with `+` | that of the kind | -x, that of `k2` (straight-through) |
+
+The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
+
+What TRL and verl do: TRL has `k3` only, without any clamp. verl has all of these, limits x to [-20, 20] in `k3` and
+then its value to at most 10. Here x is limited in the same way (e^20 is 4.9e8; beyond it TRL's value differs), and
+the value is not, unless `max_value=10.0` asks for verl's. Where a limit acts, the gradient of a kind without `+` is
+zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are limited to plus or minus this before `exp`, in nats (as in verl)."""
+
+KL_KINDS = ("k1", "abs", "k2", "k3")
+_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: float | None = None) -> Tensor:
+    """Estimate KL(policy || reference) for each token; the module's table gives the formulas.
+
+    Args:
+        logp: Log-probabilities of the sampled tokens under the policy, in nats, any shape.
+        ref_logp: The same under the reference, same shape.
+        kind: `k1`, `abs`, `k2` or `k3`, or verl's names `kl`, `mse`, `low_var_kl`. A `+` at the end keeps the value and
+            takes the gradient of `k2`, that is (logp - ref_logp) times the gradient of logp.
+        max_value: Upper limit of the value for `k3`; 10 gives verl's numbers, None (TRL) sets none.
+
+    Returns:
+        One estimate per token, in nats, in the shape of `logp`.
+
+    Raises:
+        ValueError: If the shapes differ, the kind is unknown, or `max_value` is given for another kind than `k3`.
+    """
+    if logp.shape != ref_logp.shape:
+        raise ValueError(
+            f"ref_logp has shape {tuple(ref_logp.shape)} and logp has {tuple(logp.shape)}; pass one value per token."
+        )
+    name = kind.removesuffix("+")
+    base = _ALIASES.get(name, name)
+    if base not in KL_KINDS:
+        raise ValueError(
+            f"kind is {kind!r}; it must be one of {', '.join((*KL_KINDS, *_ALIASES))}, with or without '+' at the end."
+        )
+    if max_value is not None and base != "k3":
+        raise ValueError(f"max_value={max_value} has no meaning for kind={kind!r}; leave it None, or use k3.")
+    value = _value(logp, ref_logp, base, max_value)
+    if not kind.endswith("+"):
+        return value
+    surrogate = 0.5 * (logp - ref_logp).square()
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+def _value(logp: Tensor, ref_logp: Tensor, base: str, max_value: float | None) -> Tensor:
+    difference = logp - ref_logp
+    if base == "k1":
+        return difference
+    if base == "abs":
+        return difference.abs()
+    if base == "k2":
+        return 0.5 * difference.square()
+    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    value = torch.expm1(log_ratio) - log_ratio  # expm1: no cancellation where the two policies are close
+    return value if max_value is None else value.clamp(max=max_value)
