@@ -162,7 +162,7 @@ class SharedPrefixLayout:
         return torch.tensor(per_segment, dtype=torch.long).repeat_interleave(lengths).to(device)
 
     def subtree_bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For each token where its segment starts and where the last descendant of its segment stops, shape [T] each."""
+        """Where each token's segment starts and where the last descendant of that segment stops, shape [T] each."""
         return self.memo(
             ("subtree_bounds", device),
             lambda: (

@@ -1,0 +1,191 @@
+"""`shared_prefix(model)`: while it is in force, the model's decoder encodes shared prefixes once.
+
+Two ways in. A caller that knows packed rows passes `prefix_layout`. A caller that knows nothing of them passes an
+ordinary padded batch; rows with a common prefix are found, packed, run once and handed back row by row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pl_grouprl.attention.backend import get_backend
+from pl_grouprl.attention.registration import LayoutCall, register
+from pl_grouprl.attention.rows import SharedRows, share_rows, unsharable
+from pl_grouprl.attention.support import check_supported, find_decoder
+from pl_grouprl.packing import SharedPrefixLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """What became of one call of the decoder.
+
+    Attributes:
+        layout: The forest that was run, or None if the call went through untouched.
+        reason: Why it went through untouched, or None.
+        num_tokens_given: Tokens that the caller passed, padding included.
+        transparent: Whether the caller passed ordinary rows rather than a packed row.
+    """
+
+    layout: SharedPrefixLayout | None
+    reason: str | None
+    num_tokens_given: int
+    transparent: bool
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens with repeated prefixes over tokens run."""
+        return self.layout.token_ratio if self.layout is not None else 1.0
+
+
+class SharedPrefix:
+    """Context manager that lets a transformers decoder share prefixes; see `shared_prefix`.
+
+    Attributes:
+        model: The patched model.
+        backend: Name of the attention backend.
+        last_call: What became of the decoder's last call; None before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: str = "auto", min_saved_tokens: int = 16) -> None:
+        self.model, self.backend, self.min_saved_tokens = model, backend, min_saved_tokens
+        self._max_depth = get_backend(backend).max_depth
+        self.last_call: CallReport | None = None
+        self._handles: list[Any] = []
+        check_supported(model)
+        self.decoder = find_decoder(model)
+        self._parameters = list(inspect.signature(self.decoder.forward).parameters)
+        self._rotary = any("rotary" in type(module).__name__.lower() for module in self.decoder.modules())
+
+    def __enter__(self) -> SharedPrefix:
+        if self._handles:
+            raise RuntimeError("this shared_prefix context is already in force; make a new one to nest it.")
+        config = self.decoder.config
+        self._wrapped = config._attn_implementation or "eager"
+        config._attn_implementation = register(self.backend, self._wrapped)
+        self._handles = [
+            self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.decoder.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.decoder.config._attn_implementation = self._wrapped
+
+    @torch.compiler.disable(reason="looks for shared prefixes in Python; the decoder's layers compile")
+    def _before(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        kwargs = dict(zip(self._parameters, args, strict=False)) | kwargs
+        layout, group_ids = kwargs.pop("prefix_layout", None), kwargs.pop("group_ids", None)
+        if isinstance(layout, LayoutCall):  # an outer context has been here
+            return (), kwargs | {"prefix_layout": layout}
+        if layout is not None:
+            self._report(kwargs, layout, None, transparent=False)
+            return (), kwargs | self._packed_row(kwargs, layout)
+        if kwargs.get("input_ids") is None:  # embeddings cannot be compared
+            return (), kwargs
+        shared, reason = None, unsharable(kwargs)
+        if reason is None:
+            shared = share_rows(
+                kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), group_ids,
+                positions_are_relative=self._rotary, min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
+            )  # fmt: skip
+            reason = None if shared is not None else "no rows of the batch share a prefix"
+        self._report(kwargs, shared.layout if shared else None, reason, transparent=True)
+        if shared is None:
+            return (), kwargs
+        inputs = {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
+        return (), kwargs | inputs | self._packed_row(kwargs | inputs, shared.layout, shared)
+
+    def _packed_row(
+        self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
+    ) -> dict[str, Any]:
+        """Arguments that turn a decoder call into that of a packed row."""
+        tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        positions = kwargs.get("position_ids")
+        positions = layout.position_ids if positions is None else positions
+        changed = {
+            "position_ids": positions.to(tokens.device).reshape(1, -1),
+            # A mask with four dimensions is taken as it is by transformers: no [T, T] mask is built for the row.
+            "attention_mask": torch.zeros(1, 1, 1, 1, device=tokens.device),
+            "prefix_layout": _OwnCall(layout, owner=self, rows=rows),
+            "past_key_values": None,
+            "use_cache": False,
+        }
+        if kwargs.get("input_ids") is not None and tokens.dim() == 1:
+            changed["input_ids"] = tokens[None]
+        return changed
+
+    @torch.compiler.disable(reason="hands hidden states back row by row in Python; the decoder's layers compile")
+    def _after(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        call = kwargs.get("prefix_layout")
+        if not isinstance(call, _OwnCall) or call.owner is not self:
+            return None
+        layers = decoder.config.num_hidden_layers
+        if len(call.reached) != layers:
+            raise RuntimeError(
+                f"prefix_layout reached {len(call.reached)} attention modules of {layers} layers in "
+                f"{type(decoder).__name__}; the result would be wrong. Train this model with sharing='repeated'."
+            )
+        return None if call.rows is None else _hand_back(output, call.rows)
+
+    def _report(
+        self, kwargs: dict[str, Any], layout: SharedPrefixLayout | None, reason: str | None, *, transparent: bool
+    ) -> None:
+        tokens = kwargs.get("input_ids")
+        given = tokens.numel() if isinstance(tokens, Tensor) else 0
+        self.last_call = CallReport(layout, reason, given, transparent)
+
+
+def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_tokens: int = 16) -> SharedPrefix:
+    """Let a transformers model encode shared prefixes once, as long as the context lasts.
+
+    Inside it, `model(input_ids [1, T], prefix_layout=layout)` runs a packed row of T tokens, and an ordinary padded
+    batch `model(input_ids [B, L], attention_mask [B, L])` is packed, run and handed back row by row: the decoder's
+    hidden states, and with them logits, losses and gradients, are those of the repeated run; at padding they are zero.
+    Rows are compared by their tokens, within each group where `group_ids` (one per row) is passed. Calls that cannot
+    be shared (a cache, a mask of one's own, one row) go through untouched. Keep the context in force until the
+    backward pass is done: activation checkpointing runs the forward again.
+
+    Args:
+        model: A decoder, with or without a head.
+        backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
+        min_saved_tokens: Ordinary rows share a prefix only where that saves at least this many tokens.
+
+    Raises:
+        UnsupportedModelError: If the model would be silently wrong.
+        ValueError: If there is no such backend.
+    """
+    return SharedPrefix(model, backend, min_saved_tokens)
+
+
+@dataclass
+class _OwnCall(LayoutCall):
+    owner: SharedPrefix | None = None
+    rows: SharedRows | None = None
+
+
+def _hand_back(output: Any, rows: SharedRows) -> Any:
+    """Replace the packed hidden states of a decoder's output by those of the caller's rows."""
+    if isinstance(output, Tensor):
+        return rows.hand_back(output)
+    if isinstance(output, tuple):
+        return tuple(_hand_back(item, rows) if item is not None else None for item in output)
+    for name in ("last_hidden_state", "hidden_states"):
+        if output.get(name) is not None:
+            output[name] = _hand_back(output[name], rows)
+    return output

@@ -1,0 +1,188 @@
+"""From an ordinary padded batch to a packed forest and back: which rows share a prefix is read off their tokens.
+
+Legend: B rows, L their padded length, T packed tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.packing import SharedPrefixLayout
+
+_KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids"}
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows of a padded batch as one packed row.
+
+    Attributes:
+        layout: The forest that the rows form.
+        input_ids: The packed tokens, shape [1, T].
+        position_ids: Their positions, shape [1, T].
+        packed_index: For each token of each row its place in the packed row, shape [B, L]; 0 at padding.
+        kept: Where the rows have tokens, shape [B, L]; None if there is no padding.
+    """
+
+    layout: SharedPrefixLayout
+    input_ids: Tensor
+    position_ids: Tensor
+    packed_index: Tensor
+    kept: Tensor | None
+
+    def hand_back(self, packed: Tensor) -> Tensor:
+        """[1, T, D] -> [B, L, D], zero at padding."""
+        rows = packed[0].index_select(0, self.packed_index.flatten()).unflatten(0, self.packed_index.shape)
+        return rows if self.kept is None else rows * self.kept[..., None]
+
+
+def unsharable(arguments: dict[str, Any]) -> str | None:
+    """Why a decoder call must go through untouched, or None if its rows may be packed."""
+    input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    tensors = {name for name, value in arguments.items() if isinstance(value, Tensor)} - _KNOWN_ARGUMENTS
+    findings = {
+        "a cache is in use": arguments.get("past_key_values") is not None or bool(arguments.get("use_cache")),
+        "input_ids are not of shape [rows, tokens]": input_ids is None or input_ids.dim() != 2,
+        "it has one row": input_ids is not None and len(input_ids) < 2,
+        "attention_mask is not of shape [rows, tokens]": mask is not None and getattr(mask, "ndim", 0) != 2,
+        "attention weights are asked for": bool(arguments.get("output_attentions")),
+        "router logits are asked for": bool(arguments.get("output_router_logits")),
+        f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
+    }
+    return next((reason for reason, found in findings.items() if found), None)
+
+
+def share_rows(
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    group_ids: Sequence[Hashable] | Tensor | None = None,
+    *,
+    positions_are_relative: bool = True,
+    min_saved_tokens: int = 16,
+    max_depth: int | None = None,
+) -> SharedRows | None:
+    """Pack the rows of a padded batch, each common prefix once.
+
+    Args:
+        input_ids: Shape [B, L].
+        attention_mask: 1 where a row has a token, shape [B, L]; by default everywhere.
+        position_ids: Shape [B, L] or [1, L]; by default the column, as transformers counts.
+        group_ids: One per row; only rows of the same group are compared.
+        positions_are_relative: Whether the model sees distances only (rotary embeddings), so that rows whose
+            positions differ by a constant share all the same.
+        min_saved_tokens: A prefix is shared where that saves at least this many tokens.
+        max_depth: Deepest forest to build; None is any.
+
+    Returns:
+        The packed rows, or None if nothing is saved.
+
+    Raises:
+        ValueError: If `group_ids` does not have one entry per row.
+    """
+    batch, width = input_ids.shape
+    if group_ids is not None and len(group_ids) != batch:
+        raise ValueError(f"group_ids has {len(group_ids)} entries for {batch} rows of input_ids; pass one per row.")
+    columns = torch.arange(width).expand(batch, width)
+    kept = torch.ones(batch, width, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
+    positions = columns if position_ids is None else position_ids.cpu().expand(batch, width)
+    if attention_mask is None and bool((positions.diff(dim=1) != 1).any()):
+        return None  # positions that start again: the caller has packed sequences of its own
+    if positions_are_relative:
+        first = positions.gather(1, kept.int().argmax(dim=1, keepdim=True))
+        positions = positions - first
+    source = [columns[row][kept[row]] + row * width for row in range(batch)]
+    tokens, flat_positions = input_ids.cpu().flatten(), positions.flatten()
+    rows = [list(zip(tokens[index].tolist(), flat_positions[index].tolist(), strict=True)) for index in source]
+    names: list[Hashable] = [0] * batch if group_ids is None else _names(group_ids)
+    forest = _Forest(rows, names, min_saved_tokens, max_depth)
+    if forest.num_tokens == sum(map(len, rows)):
+        return None
+    layout = SharedPrefixLayout(forest.lengths, forest.parents, forest.group_ids)
+    taken = torch.cat([source[row][start:stop] for row, start, stop in forest.spans])
+    packed_index = torch.zeros(batch, width, dtype=torch.long)
+    for row, leaf in forest.leaf_of_row.items():
+        packed_index[row][kept[row]] = _path_index(layout, leaf)
+    device = input_ids.device
+    return SharedRows(
+        layout=layout,
+        input_ids=tokens[taken][None].to(device),
+        position_ids=flat_positions[taken][None].to(device),
+        packed_index=packed_index.to(device),
+        kept=None if bool(kept.all()) else kept.to(device),
+    )
+
+
+class _Forest:
+    """Grows segments from sorted rows: neighbours with a long enough common prefix get a common parent."""
+
+    def __init__(
+        self, rows: list[list[Any]], names: list[Hashable], min_saved_tokens: int, max_depth: int | None
+    ) -> None:
+        self.rows, self.names = rows, names
+        self.min_saved_tokens, self.max_depth = min_saved_tokens, max_depth
+        self.lengths: list[int] = []
+        self.parents: list[int | None] = []
+        self.group_ids: list[Hashable] = []
+        self.spans: list[tuple[int, int, int]] = []  # (row, start, stop) that a segment's tokens are taken from
+        self.leaf_of_row: dict[int, int] = {}
+        first_seen = {name: place for place, name in reversed(list(enumerate(names)))}
+        self.order = sorted(range(len(rows)), key=lambda row: (first_seen[names[row]], rows[row]))
+        self.common = [0] + [
+            _common_prefix(rows[a], rows[b]) if names[a] == names[b] else 0 for a, b in pairwise(self.order)
+        ]
+        self._grow(0, len(rows))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def _grow(self, first: int, last: int) -> None:
+        """Add the rows `order[first:last]`; a stack instead of recursion, for batches of any size."""
+        stack: list[tuple[int, int, int, int | None, int]] = [(first, last, 0, None, 0)]
+        while stack:
+            first, last, done, parent, depth = stack.pop()
+            if last - first == 1:
+                row = self.order[first]
+                self.leaf_of_row[row] = self._add(row, done, len(self.rows[row]), parent)
+                continue
+            shared = min(self.common[first + 1 : last])
+            saved = (last - first - 1) * (shared - done)
+            if saved >= self.min_saved_tokens and (self.max_depth is None or depth < self.max_depth):
+                parent, done, depth = self._add(self.order[first], done, shared, parent), shared, depth + 1
+            cuts = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
+            if self.max_depth is not None and depth >= self.max_depth:
+                cuts = list(range(first, last + 1))
+            stack += [(a, b, done, parent, depth) for a, b in reversed(list(pairwise(cuts)))]
+
+    def _add(self, row: int, start: int, stop: int, parent: int | None) -> int:
+        self.lengths.append(stop - start)
+        self.parents.append(parent)
+        self.group_ids.append(self.names[row])
+        self.spans.append((row, start, stop))
+        return len(self.lengths) - 1
+
+
+def _common_prefix(a: list[Any], b: list[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _path_index(layout: SharedPrefixLayout, leaf: int) -> Tensor:
+    """Places in the packed row of the tokens on the way from the root to a leaf."""
+    parts = []
+    index: int | None = leaf
+    while index is not None:
+        segment = layout.segments[index]
+        parts.append(torch.arange(segment.start, segment.stop))
+        index = segment.parent
+    return torch.cat(parts[::-1])
+
+
+def _names(group_ids: Sequence[Hashable] | Tensor) -> list[Hashable]:
+    return group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)

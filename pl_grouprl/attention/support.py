@@ -1,0 +1,74 @@
+"""Which models share a prefix exactly, decided before any forward: the others are refused with the reason."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MIXES_WITHOUT_ATTENTION = re.compile(
+    "Mamba|SSM|DeltaNet|DeltaAttention|ShortConv|Recurrent|Rwkv|LinearAttention|LightningAttention|RgLru|xLSTM"
+)
+"""Class names of layers that carry a state from token to token."""
+
+_MOVING_FREQUENCIES = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest sequence of the call."""
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose result would differ between a shared and a repeated prefix."""
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that turns tokens into hidden states, without the language model head."""
+    return model.get_decoder()
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse models that would be silently wrong with a shared prefix.
+
+    Raises:
+        UnsupportedModelError: With the model's name, the reason and what to do instead.
+    """
+    decoder = find_decoder(model)
+    reason = _reason(decoder, decoder.config)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"model {type(model).__name__} (model_type={decoder.config.model_type!r}) cannot share prefixes: {reason} "
+            "Train it with sharing='repeated', or choose a decoder with full causal attention."
+        )
+
+
+def _reason(decoder: PreTrainedModel, config: Any) -> str | None:
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder."
+    stateful = sorted(
+        {type(m).__name__ for m in decoder.modules() if _MIXES_WITHOUT_ATTENTION.search(type(m).__name__)}
+    )
+    if stateful:
+        return f"its layers {', '.join(stateful)} carry a state, which would run from one rollout into the next."
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if other:
+        return f"config.layer_types has {', '.join(other)}; only full_attention is supported."
+    if not decoder._can_set_attn_implementation():
+        return "its attention does not go through transformers' AttentionInterface, so the layout would not arrive."
+    return _config_reason(config)
+
+
+def _config_reason(config: Any) -> str | None:
+    window = getattr(config, "sliding_window", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    findings = {
+        f"config.sliding_window={window} limits attention to a window; set it to None if all sequences are shorter.":
+            window is not None and getattr(config, "use_sliding_window", True),
+        "config.attn_logit_softcapping caps the scores.": getattr(config, "attn_logit_softcapping", None) is not None,
+        "its attention has sinks.": config.model_type == "gpt_oss",
+        "its attention is latent (config.kv_lora_rank).": getattr(config, "kv_lora_rank", None) is not None,
+        "it biases scores by distance (config.alibi).": bool(getattr(config, "alibi", False)),
+        f"its rotary frequencies ({rope_type}) depend on the longest sequence of the call.":
+            rope_type in _MOVING_FREQUENCIES,
+    }  # fmt: skip
+    return next((reason for reason, found in findings.items() if found), None)

@@ -1,0 +1,56 @@
+"""From hidden states to logits by the model's own code: soft caps, scales and biases of its head included.
+
+Legend: N tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from pl_grouprl.attention import find_decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
+
+    The model's own forward runs with its decoder standing aside, so whatever it does between decoder and logits is
+    done here too.
+    """
+    decoder = find_decoder(model)
+
+    def logits(hidden_ND: Tensor) -> Tensor:
+        with _Aside(decoder, hidden_ND):
+            return model(inputs_embeds=hidden_ND[None], use_cache=False).logits[0]
+
+    return logits
+
+
+class _Aside:
+    """While entered, the decoder returns the given hidden states instead of running."""
+
+    def __init__(self, decoder: nn.Module, hidden_ND: Tensor) -> None:
+        self.decoder, self.hidden_ND = decoder, hidden_ND
+
+    def __enter__(self) -> None:
+        self.decoder.forward = self._forward
+
+    def __exit__(self, *exception: object) -> None:
+        del self.decoder.forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        class HiddenStatesAlone(BaseModelOutputWithPast):
+            """Has no router logits, cross attentions or whatever else a family's decoder returns beside."""
+
+            def __getattr__(self, name: str) -> None:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+
+        return HiddenStatesAlone(last_hidden_state=self.hidden_ND[None])

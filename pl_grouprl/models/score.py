@@ -1,0 +1,116 @@
+"""Score rollouts: log-probabilities and their kin of every response token, the prompt encoded once per group.
+
+Legend: N response tokens of all rollouts one after another, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.attention import SharedPrefix, find_decoder, shared_prefix
+from pl_grouprl.functional.logprobs import TokenScores, token_scores
+from pl_grouprl.models.head import logits_function
+from pl_grouprl.packing import ScoringBatch, Sharing, pack
+from pl_grouprl.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def predicting_hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
+    """Run the decoder and keep the hidden states that predict response tokens, shape [N, D].
+
+    A batch with shared prefixes needs `shared_prefix(model)` in force.
+    """
+    hidden = find_decoder(model)(**batch.model_inputs, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, batch.predict_index_N)
+
+
+def score(
+    model: PreTrainedModel,
+    batch: ScoringBatch,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+    score_norm: bool = False,
+) -> TokenScores:
+    """Score the response tokens of a batch in one pass, without a tensor of all logits.
+
+    Only the hidden states that predict response tokens reach the head, `chunk_size` at a time; with gradient enabled
+    each chunk's logits are computed again in the backward pass.
+
+    Args:
+        model: A causal language model. For a batch with shared prefixes `shared_prefix(model)` must be in force until
+            the backward pass is done.
+        batch: What `packing.pack` made, on the model's device.
+        temperature: Divides the logits: that of the sampler.
+        chunk_size: Tokens whose logits exist at the same time.
+        entropy: Also return the entropy of each distribution.
+        entropy_grad: Let gradients flow through the entropy.
+        score_norm: Also return the squared norm of the gradient of the log-probability by the logits.
+
+    Returns:
+        Tensors of shape [N], in the order of the batch's targets.
+    """
+    return token_scores(
+        predicting_hidden_states(model, batch),
+        batch.targets_N,
+        logits_function(model),
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy=entropy,
+        entropy_grad=entropy_grad,
+        score_norm=score_norm,
+    )
+
+
+def rollout_logprobs(
+    model: PreTrainedModel,
+    groups: Sequence[RolloutGroup],
+    *,
+    sharing: Sharing = "shared",
+    temperature: float = 1.0,
+    backend: str = "auto",
+    chunk_size: int = 512,
+) -> list[Tensor]:
+    """Log-probability of every token of every rollout given its prompt and what came before.
+
+    Args:
+        model: A causal language model. Its mode (train or eval) is left alone.
+        groups: Prompts with their rollouts, of any number and length.
+        sharing: `shared` encodes each prompt once, `repeated` once per rollout in a padded batch.
+        temperature: Divides the logits.
+        backend: Attention backend for shared prefixes; see `shared_prefix`.
+        chunk_size: Tokens whose logits exist at the same time.
+
+    Returns:
+        One tensor of shape [tokens] per rollout, through the groups in the caller's order, in float32 (float64 for a
+        float64 model); with gradient where it is enabled.
+
+    Raises:
+        UnsupportedModelError: If the model cannot share prefixes.
+        RuntimeError: If activation checkpointing would run the forward again after the patch is gone.
+    """
+    batch = pack(groups, sharing, device=model.device)
+    context = nullcontext() if sharing == "repeated" else _patched_for(model, backend)
+    with context:
+        logprobs_N = score(model, batch, temperature=temperature, chunk_size=chunk_size).logprobs_N
+    return list(logprobs_N.split(batch.rollout_lengths))
+
+
+def _patched_for(model: PreTrainedModel, backend: str) -> SharedPrefix:
+    recomputes = getattr(model, "is_gradient_checkpointing", False) and model.training
+    in_force = find_decoder(model).config._attn_implementation.startswith("shared_prefix_")
+    if recomputes and torch.is_grad_enabled() and not in_force:
+        raise RuntimeError(
+            "activation checkpointing runs the forward again in the backward pass, when this function's patch is gone; "
+            "put forward and backward into `with shared_prefix(model):`."
+        )
+    return shared_prefix(model, backend)
