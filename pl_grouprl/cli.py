@@ -1,0 +1,232 @@
+"""The command line: `fit`, `validate`, `test` and `parity`, configured by YAML files that add up.
+
+Constructor signatures are the configuration; see `python cli.py fit --help`. A configuration names classes to import,
+so it is code: run only files that you would run as a script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ActionConfigFile
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+if TYPE_CHECKING:
+    from pl_grouprl.attention import ParityReport
+
+CONFIG_FOLDERS = (Path("configs"), Path(__file__).resolve().parents[1] / "configs")
+"""Where `--config NAME` looks after the path itself: below the working directory, then next to the top-level cli.py."""
+
+_FILE_NAME = re.compile(r"[\w./\\:~-]+")
+
+
+def find_config(name: str) -> str:
+    """Find a configuration by path, or by its name in `configs/`, with or without `.yaml`.
+
+    Args:
+        name: A path, a name such as `grpo_pg.yaml` or `strategy/ddp`, or the YAML itself as a string.
+
+    Returns:
+        The path of an existing file, or the argument unchanged where it is no file name (inline YAML).
+
+    Raises:
+        TypeError: If it is a file name and no such file exists (the parser turns this into a usage error).
+    """
+    if not _FILE_NAME.fullmatch(name) or Path(name).is_file():
+        return name
+    candidates = [folder / f"{name}{suffix}" for folder in CONFIG_FOLDERS for suffix in ("", ".yaml")]
+    for candidate in candidates:
+        if candidate.is_file():
+            return str(candidate)
+    places = ", ".join(str(path) for path in (Path(name), *dict.fromkeys(c.parent for c in candidates)))
+    raise TypeError(f"--config {name}: no such file; looked at {places}. Pass a path or a name in one of them.")
+
+
+class ConfigFile(ActionConfigFile):
+    """`--config`: may be repeated; later files are merged over earlier ones."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Merge one file into the configuration."""
+        super().__call__(parser, cfg, find_config(values), option_string)
+
+
+class RLTrainer(Trainer):
+    """Lightning's Trainer and the work of one more sub-command, `parity`."""
+
+    def parity(
+        self,
+        model: LightningModule | str,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+    ) -> ParityReport:
+        """Compare log-probs and gradients of the shared with the repeated prefix on the configured policy.
+
+        Args:
+            model: A module that holds a policy, or the path or name of a Hugging Face model.
+            datamodule: Not needed; taken so that the configuration of a training run can be used as it is.
+            ckpt_path: Checkpoint whose weights are compared; without it, the weights that training starts from.
+
+        Returns:
+            The report; `passed` says whether the two agree within the tolerance of the dtype.
+        """
+        from pl_grouprl.attention import check_parity
+
+        return check_parity(_load_policy(model, ckpt_path))
+
+
+def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
+    """The transformers model inside a module, or loaded from a path, in evaluation mode."""
+    if isinstance(model, str):
+        from pl_grouprl.models import PretrainedPolicy
+
+        if ckpt_path is not None:
+            raise ValueError(
+                f"ckpt_path is {ckpt_path!r} while model names a Hugging Face model ({model!r}); a checkpoint belongs "
+                "to a LightningModule: pass the run's --config instead of --model."
+            )
+        return PretrainedPolicy(model).load().eval()
+    model.configure_model()
+    if ckpt_path is not None:
+        import torch
+
+        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+        model.load_state_dict(checkpoint["state_dict"])
+    policy = getattr(model, "policy", None)
+    if policy is None:
+        raise ValueError(
+            f"model is a {type(model).__name__} without an attribute `policy`; parity compares the transformers model "
+            "that a module holds under that name. Pass --model PATH to compare a model by itself."
+        )
+    return policy.eval()
+
+
+class RLCLI(LightningCLI):
+    """LightningCLI for any LightningModule and data module, with configurations by name and the `parity` command.
+
+    Differences from Lightning's: `--config NAME` also looks in `configs/`; a checkpoint's hyper-parameters are never
+    merged over the command line; `--ckpt_path last` finds the newest checkpoint of earlier runs of the same name, and
+    fails where there is none.
+    """
+
+    def __init__(self, args: Sequence[str] | None = None) -> None:
+        self._preparing: str | None = None
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            trainer_class=RLTrainer,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            args=None if args is None else list(args),
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The sub-commands, and which arguments of their Trainer method are not options."""
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": {"model", "dataloaders", "datamodule"},
+            "test": {"model", "dataloaders", "datamodule"},
+            "parity": {"model", "datamodule"},
+        }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser whose `--config` also finds names in `configs/`."""
+        kwargs.setdefault("description", "Reinforcement learning of language models with a shared prefix.")
+        parser = self.parser_class(**kwargs)
+        parser.add_argument(
+            "-c",
+            "--config",
+            action=ConfigFile,
+            help="Configuration file, by path or by name in configs/; may be repeated, later files win.",
+        )
+        return parser
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        self._preparing = subcommand
+        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Trainer, model and data; `parity` takes the path of a Hugging Face model in place of a module as well."""
+        if self._preparing != "parity":
+            super().add_core_arguments_to_parser(parser)
+            return
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.add_argument(
+            "--model", type=LightningModule | str, required=True, help="A module, or a Hugging Face model by path."
+        )
+        parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; when called from Python with arguments, those of the process are no concern of ours."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            super().parse_arguments(parser, args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as the command line gave it: a checkpoint brings weights and state, no options."""
+
+    def after_instantiate_classes(self) -> None:
+        """Settle one version for all loggers before the first of them creates its folder."""
+        for logger in self.trainer.loggers:
+            _ = logger.version
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if kwargs.get("ckpt_path") == "last":
+            kwargs["ckpt_path"] = last_checkpoint(self.trainer)
+        return kwargs
+
+    def parity(self, **kwargs: Any) -> None:
+        """Print the report; exit with 1 on a mismatch."""
+        assert isinstance(self.trainer, RLTrainer)
+        report = self.trainer.parity(**kwargs)
+        print(report)
+        if not report.passed:
+            sys.exit(1)
+
+
+def last_checkpoint(trainer: Trainer) -> str:
+    """The newest checkpoint that earlier runs with the same logger folder and name have left.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    folder = _runs_folder(trainer.loggers[0] if trainer.loggers else None, trainer.default_root_dir)
+    checkpoints = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.is_file()]
+    if not checkpoints:
+        raise ValueError(
+            f"ckpt_path is 'last' and there is no checkpoint below {folder}; leave --ckpt_path out to start anew, or "
+            "pass the path of a checkpoint."
+        )
+    newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name.startswith("last")))
+    rank_zero_info(f"ckpt_path 'last' is {newest}")
+    return str(newest)
+
+
+def _runs_folder(logger: Logger | None, default_root_dir: str) -> Path:
+    """Folder that holds the versions of a run: `<save_dir>/<name>`."""
+    if logger is None or logger.save_dir is None:
+        return Path(default_root_dir)
+    return Path(logger.save_dir, str(logger.name or ""))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; the arguments default to those of the process."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    RLCLI(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""A base policy made on the spot: a small model built from its config and warm-started on demonstrations.
+
+What one does with demonstrations before reinforcement learning, in the small: supervised training on (prompt,
+completion) pairs, the loss on the completions only. The result is a folder in Hugging Face format, kept in a cache
+under a hash of everything that determines it, so that the second run starts at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from pl_grouprl.utilities.distributed import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT_VERSION = 1
+"""Part of the cache key; raised when the same options begin to give another policy."""
+
+_SAMPLE = 64
+"""How many demonstrations go into the cache key: a change of the task changes them."""
+
+Demonstration = tuple[list[int], list[int]]
+"""Token ids of a prompt and of a completion, its end token included."""
+
+
+@runtime_checkable
+class Demonstrations(Protocol):
+    """A task that can be demonstrated."""
+
+    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """Return `count` pairs; the same seed gives the same pairs."""
+        ...
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the pairs."""
+        ...
+
+
+@dataclass(frozen=True)
+class WarmStartedPolicy:
+    """A policy source that trains its policy on demonstrations, once.
+
+    Attributes:
+        demonstrations: Where prompts and completions come from. The completions may be wrong in part; what a policy
+            learns from them is what reinforcement learning then improves.
+        architecture: The model's config: `model_type` as transformers names it, and any option of that config. The
+            vocabulary and the special tokens come from the tokenizer where they are not given.
+        steps: Supervised optimizer steps.
+        batch_size: Demonstrations per step.
+        learning_rate: Of AdamW, after a rise over the first tenth of the steps; falls to a tenth along half a cosine.
+        max_grad_norm: Clips the norm of the gradient.
+        seed: Of the initial weights and of the demonstrations.
+        cache_dir: Folder of finished policies, one folder for each set of options.
+        progress_bar: Show the bar of the supervised training.
+    """
+
+    demonstrations: Demonstrations
+    architecture: dict[str, Any]
+    steps: int = 600
+    batch_size: int = 16
+    learning_rate: float = 2e-3
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    cache_dir: str = ".cache/warm_start"
+    progress_bar: bool = True
+
+    def __post_init__(self) -> None:
+        if "model_type" not in self.architecture:
+            raise ValueError(
+                f"architecture has the options {sorted(self.architecture)} and no model_type; add the name of a "
+                "transformers family, such as model_type: qwen3."
+            )
+        checks = {
+            "steps": (self.steps >= 0, "0 (random weights) or larger"),
+            "batch_size": (self.batch_size >= 1, "at least 1"),
+            "learning_rate": (self.learning_rate >= 0, "0 or larger"),
+            "max_grad_norm": (self.max_grad_norm > 0, "larger than 0"),
+        }
+        for name, (valid, range_) in checks.items():
+            if not valid:
+                raise ValueError(f"WarmStartedPolicy.{name} is {getattr(self, name)}; it must be {range_}.")
+
+    @property
+    def folder(self) -> Path:
+        """Where the finished policy lies, or will."""
+        return Path(self.cache_dir).expanduser() / f"{self.architecture['model_type']}-{self._key()}"
+
+    def load(self) -> PreTrainedModel:
+        """Return the warm-started policy, from the cache where it is there. With several ranks, rank 0 trains it."""
+        from transformers import AutoModelForCausalLM
+
+        folder = self.folder
+        with _rank_zero_first():
+            if not folder.is_dir():
+                self._make(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer of the demonstrations."""
+        return self.demonstrations.tokenizer()
+
+    def _key(self) -> str:
+        """Hash of all that determines the weights: options, vocabulary, and the first demonstrations."""
+        options = asdict(self)
+        for name in ("demonstrations", "cache_dir", "progress_bar"):
+            del options[name]
+        parts = {
+            "format": FORMAT_VERSION,
+            "options": options,
+            "vocabulary": sorted(self.load_tokenizer().get_vocab().items()),
+            "sample": self.demonstrations.demonstrations(_SAMPLE, _demonstration_seed(self.seed, 0)),
+        }
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+    def _make(self, folder: Path) -> None:
+        """Train, and put the folder in place in one move, so that a reader sees all of it or nothing."""
+        tokenizer = self.load_tokenizer()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed("warm start", self.seed))
+            model = build_model(self.architecture, tokenizer)
+            self._train(model)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)
+        try:
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            os.chmod(unfinished, 0o755)  # noqa: S103 (mkdtemp hides the folder from other users)
+            os.replace(unfinished, folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, with the same result
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _train(self, model: PreTrainedModel) -> None:
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
+        with _progress("Warm start on demonstrations", self.steps, self.progress_bar) as advance:
+            for step in range(self.steps):
+                pairs = self.demonstrations.demonstrations(self.batch_size, _demonstration_seed(self.seed, step))
+                loss = supervised_loss(model, pairs)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
+                optimizer.step()
+                scheduler.step()
+                advance(float(loss.detach()))
+        model.eval()
+
+    def _learning_rate_factor(self, step: int) -> float:
+        """Rise over the first tenth of the steps, then half a cosine down to a tenth."""
+        progress = (step + 1) / max(self.steps, 1)
+        return min(progress / 0.1, 1.0) * (0.1 + 0.9 * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)
+
+
+def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel:
+    """Build a causal language model with random weights, its vocabulary and special tokens those of the tokenizer.
+
+    Args:
+        architecture: `model_type` and options of that family's config.
+        tokenizer: Gives `vocab_size` and the ids of the special tokens where `architecture` does not.
+
+    Raises:
+        ValueError: If an option is not one of the family's config: transformers would take it and do nothing.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **architecture,
+    }
+    known = AutoConfig.for_model(options["model_type"])
+    unknown = sorted(name for name in architecture if not hasattr(known, name))
+    if unknown:
+        raise ValueError(
+            f"architecture has {unknown}, which the config of model_type {options['model_type']!r} does not know; "
+            "remove or rename them."
+        )
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**options), dtype=torch.float32)
+
+
+def supervised_loss(model: nn.Module, pairs: list[Demonstration]) -> Tensor:
+    """Mean cross-entropy of the completion tokens, each given its prompt and what precedes it.
+
+    Rows are padded on the right, where a causal model cannot see it from the left, so no mask is needed. Only the
+    positions from the end of the shortest prompt on go through the output layer.
+
+    Args:
+        model: A transformers causal language model.
+        pairs: Prompt ids, at least one each, and completion ids.
+    """
+    device = next(model.parameters()).device
+    rows = [prompt + completion for prompt, completion in pairs]
+    length = max(len(row) for row in rows)
+    input_ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
+    targets = torch.full_like(input_ids, -100)
+    for i, (prompt, completion) in enumerate(pairs):
+        targets[i, len(prompt) - 1 : len(prompt) + len(completion) - 1] = torch.tensor(completion, device=device)
+    first = min(len(prompt) for prompt, _ in pairs) - 1
+    kept = torch.arange(first, length - 1, device=device)
+    logits = model(input_ids=input_ids, logits_to_keep=kept, use_cache=False).logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets[:, kept].flatten(), ignore_index=-100)
+
+
+def _demonstration_seed(seed: int, step: int) -> int:
+    return derive_seed("demonstrations", seed, step)
+
+
+@contextmanager
+def _rank_zero_first() -> Iterator[None]:
+    """Rank 0 runs the body before the other ranks."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else 0
+    if distributed and rank != 0:
+        torch.distributed.barrier()
+    try:
+        yield
+    finally:
+        if distributed and rank == 0:
+            torch.distributed.barrier()
+
+
+@contextmanager
+def _progress(description: str, total: int, enabled: bool) -> Iterator[Any]:
+    """A bar with time left and the mean loss of late; yields a function to call after each step."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    )
+    with Progress(*columns, disable=not enabled) as progress:
+        task = progress.add_task(description, total=total, loss=float("nan"))
+        average = None
+
+        def advance(loss: float) -> None:
+            nonlocal average
+            average = loss if average is None else 0.98 * average + 0.02 * loss
+            progress.update(task, advance=1, loss=average)
+
+        yield advance
