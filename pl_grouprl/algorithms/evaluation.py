@@ -1,0 +1,46 @@
+"""What validation and test report: mean@k, best@k and maj@k of each data source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pl_grouprl.algorithms.metrics import Record, rewards_by_function
+from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k
+
+
+def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, float]:
+    """Evaluate the rollouts of a whole validation or test run.
+
+    Args:
+        records: Of all groups, from all ranks. Rollouts without a reward are left out.
+        prefix: `val` or `test`.
+
+    Returns:
+        `{prefix}/reward` over all prompts, to choose checkpoints by; `{prefix}/rewards/{name}/mean` of each reward
+        function; for each data source `{prefix}/{data_source}/mean@k`, and with k > 1 `best@k` and `maj@k`, where
+        completions with the same text, spaces at its ends aside, vote together.
+    """
+    scored = [trimmed for record in records if (trimmed := _with_reward(record))["rewards"]]
+    metrics = {f"{prefix}/reward": mean_at_k([record["rewards"] for record in scored]) if scored else math.nan}
+    for name, values in rewards_by_function(records).items():
+        metrics[f"{prefix}/rewards/{name}/mean"] = float(values.mean())
+    for source in sorted({record["data_source"] for record in scored}):
+        own = [record for record in scored if record["data_source"] == source]
+        rewards = [record["rewards"] for record in own]
+        k = max(len(row) for row in rewards)
+        metrics[f"{prefix}/{source}/mean@{k}"] = mean_at_k(rewards)
+        if k > 1:
+            metrics[f"{prefix}/{source}/best@{k}"] = best_at_k(rewards)
+            metrics[f"{prefix}/{source}/maj@{k}"] = majority_at_k(rewards, [record["texts"] for record in own])
+    return metrics
+
+
+def _with_reward(record: Record) -> Record:
+    """Keep the rollouts that have a reward, and their texts without the spaces around them."""
+    kept = [i for i, reward in enumerate(record["rewards"]) if math.isfinite(reward)]
+    return {
+        "data_source": record["data_source"],
+        "rewards": [record["rewards"][i] for i in kept],
+        "texts": [(record["texts"][i] or "").strip() for i in kept],
+    }

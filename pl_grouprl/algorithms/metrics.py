@@ -1,0 +1,97 @@
+"""What is logged about rollouts, under TRL's names. Works on plain records, which ranks can exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.types import RolloutGroup
+
+Record = dict[str, Any]
+"""A group without its tokens: numbers, strings and lists of them."""
+
+
+def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
+    """Keep what metrics need. A missing reward becomes NaN."""
+    return [
+        {
+            "data_source": group.data_source,
+            "prompt_length": len(group.prompt_ids),
+            "lengths": [len(rollout.token_ids) for rollout in group.rollouts],
+            "truncated": [rollout.finish_reason == "length" for rollout in group.rollouts],
+            "texts": [rollout.text for rollout in group.rollouts],
+            "rewards": [_number(rollout.reward) for rollout in group.rollouts],
+            "by_function": [{name: _number(r) for name, r in rollout.rewards.items()} for rollout in group.rollouts],
+        }
+        for group in groups
+    ]
+
+
+def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
+    """Reward and completion statistics over all groups.
+
+    Returns:
+        `reward` (mean), `reward_std` (mean over groups of the standard deviation inside the group, Bessel-corrected),
+        `frac_reward_zero_std`, `rewards/{name}/mean` and `/std`, and `completions/...` lengths in tokens. Rollouts
+        without a reward are left out of the rewards.
+    """
+    spreads = [_std(_finite(record["rewards"])) for record in records]
+    lengths = torch.tensor([length for record in records for length in record["lengths"]], dtype=torch.float32)
+    truncated = [flag for record in records for flag in record["truncated"]]
+    metrics = {
+        "reward": _mean(_finite([reward for record in records for reward in record["rewards"]])),
+        "reward_std": sum(spreads) / max(len(spreads), 1),
+        "frac_reward_zero_std": sum(spread < 1e-6 for spread in spreads) / max(len(spreads), 1),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": sum(truncated) / len(truncated),
+    }
+    for name, values in rewards_by_function(records).items():
+        metrics[f"rewards/{name}/mean"] = _mean(values)
+        metrics[f"rewards/{name}/std"] = _std(values)
+    return metrics
+
+
+def rewards_by_function(records: Sequence[Record]) -> dict[str, Tensor]:
+    """Collect the rewards that each function gave, before weighting, those that do not apply left out."""
+    collected: dict[str, list[float]] = {}
+    for rewards in (rewards for record in records for rewards in record["by_function"]):
+        for name, value in rewards.items():
+            collected.setdefault(name, []).append(value)
+    return {name: _finite(values) for name, values in collected.items()}
+
+
+def count_tokens(records: Sequence[Record]) -> int:
+    """Tokens of all sequences, each with its prompt: what the trainer would read with the prompt repeated."""
+    return sum(record["prompt_length"] * len(record["lengths"]) + sum(record["lengths"]) for record in records)
+
+
+def merge_reward_metrics(per_rank: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Join what the ranks report about reward functions: counts are added, the rest is averaged."""
+    merged: dict[str, float] = {}
+    for name in sorted({name for metrics in per_rank for name in metrics}):
+        values = [metrics[name] for metrics in per_rank if name in metrics]
+        merged[name] = sum(values) if name.endswith(("/none", "/invalid")) else sum(values) / len(values)
+    return merged
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _finite(values: Sequence[float]) -> Tensor:
+    numbers = torch.tensor(values, dtype=torch.float64)
+    return numbers[numbers.isfinite()]
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _std(values: Tensor) -> float:
+    return float(values.std()) if len(values) > 1 else 0.0

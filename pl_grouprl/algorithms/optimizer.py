@@ -1,0 +1,104 @@
+"""One AdamW for all parts of a module, with a learning rate and a schedule for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and the schedule of its learning rate, in optimizer steps.
+
+    Attributes:
+        learning_rate: Its peak value.
+        weight_decay: Decoupled weight decay of weight matrices; vectors (norms, biases) are never decayed.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        warmup_steps: Steps over which the learning rate rises from 0.
+        schedule: After the warm-up: `constant`, or down to `final_fraction` along a line or half a cosine.
+        final_fraction: Share of the learning rate that is left at the last step.
+    """
+
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "learning_rate": (self.learning_rate >= 0, "0 or larger"),
+            "weight_decay": (self.weight_decay >= 0, "0 or larger"),
+            "warmup_steps": (self.warmup_steps >= 0, "0 (no warm-up) or larger"),
+            "schedule": (self.schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
+            "final_fraction": (0 <= self.final_fraction <= 1, "in [0, 1]"),
+        }
+        for name, (valid, range_) in checks.items():
+            if not valid:
+                raise ValueError(f"OptimizerConfig.{name} is {getattr(self, name)!r}; it must be {range_}.")
+
+    def learning_rate_factor(self, step: int, total_steps: float) -> float:
+        """Share of the peak learning rate at an optimizer step, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.schedule == "constant":
+            return 1.0
+        progress = min((step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1), 1.0)
+        falling = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.final_fraction + (1 - self.final_fraction) * falling
+
+
+def build_optimizer(
+    parts: Mapping[str, tuple[nn.Module, OptimizerConfig]], total_steps: Callable[[], float]
+) -> dict[str, Any]:
+    """Build what `configure_optimizers` returns.
+
+    Args:
+        parts: For each name of parameter groups the module and its options.
+        total_steps: Gives the optimizer steps of the whole run; asked only where a schedule needs it.
+
+    Raises:
+        ValueError: If a schedule needs the length of the run and the Trainer has none.
+    """
+    needs_total = any(config.schedule != "constant" for _, config in parts.values())
+    steps = total_steps() if needs_total else math.inf
+    if needs_total and math.isinf(steps):
+        raise ValueError("schedule is 'linear' or 'cosine' and the run has no end; set max_steps or max_epochs.")
+    groups: list[dict[str, Any]] = []
+    factors: list[Callable[[int], float]] = []
+    for name, (module, config) in parts.items():
+        for suffix, parameters, decay in _by_decay(module, config):
+            groups.append(
+                {
+                    "name": name + suffix,
+                    "params": parameters,
+                    "lr": config.learning_rate,
+                    "betas": config.betas,
+                    "eps": config.eps,
+                    "weight_decay": decay,
+                }
+            )
+            factors.append(lambda step, config=config: config.learning_rate_factor(step, steps))  # type: ignore[misc]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _by_decay(module: nn.Module, config: OptimizerConfig) -> list[tuple[str, list[nn.Parameter], float]]:
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if config.weight_decay == 0:
+        return [("", parameters, 0.0)]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    halves = [("", matrices, config.weight_decay), ("_no_decay", vectors, 0.0)]
+    return [half for half in halves if half[1]]

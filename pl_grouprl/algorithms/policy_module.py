@@ -1,0 +1,224 @@
+"""The side of a module that Lightning sees: policy, tokenizer, prefix sharing, one optimizer, exact loss division."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
+from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
+from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.packing import Sharing
+
+DEFAULT_OPTIMIZER = OptimizerConfig()
+
+
+class LossTerms(NamedTuple):
+    """A loss before it is divided, so that ranks and micro-batches add up to one loss of the step.
+
+    Attributes:
+        numerator: Sum over the mini-batch, with gradient.
+        denominator: This mini-batch's share of what the sum of the whole step is divided by.
+        metrics: Detached sums and their counts, by the name that their ratio is logged under.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+class PolicyModule(pl.LightningModule):
+    """Holds the policy and steps its optimizer; knows nothing of rollouts.
+
+    Args:
+        policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
+        optimizer: AdamW and its schedule.
+        sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
+        attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
+        verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
+        max_nonfinite_steps: Abort after so many steps in a row whose loss or gradient is NaN or infinite. A single one
+            is skipped on all ranks: weights and optimizer state stay as they are.
+
+    Attributes:
+        policy: The model, once `configure_model` has run.
+        reference: The frozen initial policy, where a subclass sets `uses_reference`. It is made again from the source
+            on every start and never part of a checkpoint.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    uses_reference: bool = False
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        *,
+        optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
+        sharing: Sharing = "shared",
+        attention_backend: str = "auto",
+        verify: bool = True,
+        max_nonfinite_steps: int = 10,
+    ) -> None:
+        super().__init__()
+        if sharing not in ("shared", "repeated"):
+            raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
+        if max_nonfinite_steps < 1:
+            raise ValueError(f"max_nonfinite_steps is {max_nonfinite_steps}; it must be at least 1.")
+        self.policy_source: PolicySource = PretrainedPolicy(policy) if isinstance(policy, str) else policy
+        self.optimizer_config = optimizer
+        self.sharing: Sharing = sharing
+        self.attention_backend = attention_backend
+        self.verify = verify
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.policy: Any = None
+        self.reference: Any = None
+        self.nonfinite_steps = 0
+        leave_out_of_checkpoints(self, "reference")
+        self._tokenizer: Any = None
+        self._reference_fingerprint: float | None = None
+        self._denominators: list[float] = []
+        self._contexts = contextlib.ExitStack()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer, loaded when it is first asked for."""
+        if self._tokenizer is None:
+            self._tokenizer = self.policy_source.load_tokenizer()
+        return self._tokenizer
+
+    def configure_model(self) -> None:
+        """Load the policy, and its frozen copy where one is used. Does nothing the second time."""
+        if self.policy is not None:
+            return
+        self.policy = self.policy_source.load().train()
+        if self.uses_reference:
+            self.reference = frozen_copy(self.policy)
+            self._reference_fingerprint = fingerprint(self.reference)
+
+    def on_fit_start(self) -> None:
+        """Check that sharing changes nothing but time, then share prefixes until the end of the fit."""
+        self._denominators.clear()
+        if self.sharing == "repeated":
+            rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
+            return
+        from pl_grouprl.attention import check_parity, shared_prefix
+
+        if self.verify:
+            with self.trainer.precision_plugin.forward_context():
+                report = check_parity(self.policy)
+            if not report.passed:
+                raise RuntimeError(f"verify=True found a mismatch; pass sharing='repeated'.\n{report}")
+            rank_zero_info(str(report))
+        for model in filter(None, (self.policy, self.reference)):
+            # In force for the whole fit: activation checkpointing runs the forward again in the backward pass.
+            self._contexts.enter_context(shared_prefix(model, self.attention_backend))
+        rank_zero_info(
+            f"sharing='shared': {type(self.policy).__name__} encodes each prompt once, "
+            f"attention backend {self.attention_backend!r}; prefix/token_ratio says what that saves."
+        )
+
+    def teardown(self, stage: str) -> None:
+        """Restore the models."""
+        self._contexts.close()
+
+    def optimized_parts(self) -> dict[str, tuple[nn.Module, OptimizerConfig]]:
+        """What is trained, by the name of its parameter groups. A subclass with a critic adds it here."""
+        return {"policy": (self.policy, self.optimizer_config)}
+
+    def configure_optimizers(self) -> Any:
+        """Build one AdamW over all parts."""
+        return build_optimizer(self.optimized_parts(), lambda: self.trainer.estimated_stepping_batches)
+
+    def sum_over_ranks(self, values: list[Tensor]) -> list[float]:
+        """Add up scalars over all ranks, in one exchange. Every rank passes the same quantities in the same order."""
+        stacked = torch.stack([value.detach().to(self.device, torch.float32) for value in values])
+        return self.trainer.strategy.reduce(stacked, reduce_op="sum").tolist()
+
+    def divide_loss(self, terms: LossTerms) -> tuple[Tensor, dict[str, float]]:
+        """Divide by the denominator of all ranks, and reduce the metrics over all ranks.
+
+        With gradient accumulation the denominator of the step is known after its last micro-batch only. Until then the
+        first one's is used; `on_before_optimizer_step` corrects the gradient.
+
+        Returns:
+            The loss to differentiate (ranks average their gradients, so it is multiplied by their number), and the
+            metrics with the loss of this mini-batch among them.
+        """
+        pairs = list(terms.metrics.values())
+        flat = [terms.numerator, terms.denominator, *(part for pair in pairs for part in pair)]
+        numerator, denominator, *sums = self.sum_over_ranks(flat)
+        self._denominators.append(denominator)
+        metrics = {
+            name: total / count if count else 0.0
+            for name, total, count in zip(terms.metrics, sums[::2], sums[1::2], strict=True)
+        }
+        metrics["loss"] = numerator / (denominator or 1.0)
+        return terms.numerator * (self.trainer.world_size / (self._denominators[0] or 1.0)), metrics
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Finish the division of accumulated gradients, and skip the step where the gradient is not finite."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        total, first = sum(self._denominators), self._denominators[0] or 1.0
+        # Lightning has divided each loss by the number of micro-batches.
+        factor = self.trainer.accumulate_grad_batches * first / (total or 1.0)
+        self._denominators.clear()
+        if factor != 1:
+            torch._foreach_mul_(gradients, factor)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.log("grad_norm", norm)
+        (broken_ranks,) = self.sum_over_ranks([~norm.isfinite()])
+        if not broken_ranks:
+            self.nonfinite_steps = 0
+            return
+        self.nonfinite_steps += 1
+        optimizer.zero_grad(set_to_none=True)  # AdamW leaves a parameter without gradient alone, and its state too
+        rank_zero_warn(f"gradient norm is {float(norm)} at step {self.global_step}; the step is skipped.")
+        if self.nonfinite_steps >= self.max_nonfinite_steps:
+            raise RuntimeError(
+                f"{self.nonfinite_steps} steps in a row had a loss or gradient that is not finite "
+                f"(max_nonfinite_steps={self.max_nonfinite_steps}); lower the learning rate or clip the gradient "
+                "(trainer.gradient_clip_val), and look at the rewards."
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what Lightning does not know of."""
+        checkpoint["pl_grouprl"] = {
+            "nonfinite_steps": self.nonfinite_steps,
+            "reference_fingerprint": self._reference_fingerprint,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore it.
+
+        Raises:
+            ValueError: If the source no longer gives the reference policy that the checkpoint was trained with.
+        """
+        state = checkpoint.get("pl_grouprl", {})
+        self.nonfinite_steps = state.get("nonfinite_steps", 0)
+        then, now = state.get("reference_fingerprint"), self._reference_fingerprint
+        if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
+            raise ValueError(
+                f"policy={self.policy_source!r} gives another model (sum of absolute weights {now}) than the checkpoint "
+                f"was trained with ({then}), so the reference policy would differ; restore it or start a new run."
+            )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, without gradients; afterwards each part is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

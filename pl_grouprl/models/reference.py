@@ -1,0 +1,37 @@
+"""The reference policy: a frozen copy of the initial policy that KL penalties compare with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Copy a model that is never trained: no gradients, evaluation mode."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
+    """Keep a child out of `module.state_dict()`, and do not miss it in `load_state_dict`, strict or not.
+
+    For weights that are made again from their source: a checkpoint would hold them twice.
+    """
+
+    def drop(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}{child}.")]:
+            del state[name]
+
+    def forgive(_: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [n for n in incompatible.missing_keys if not n.startswith(f"{child}.")]
+
+    module.register_state_dict_post_hook(drop)
+    module.register_load_state_dict_post_hook(forgive)
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> float:
+    """Sum of all absolute weights: enough to notice that a source now gives another model."""
+    return float(sum(parameter.abs().sum(dtype=torch.float64) for parameter in model.parameters()))

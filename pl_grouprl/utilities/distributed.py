@@ -1,0 +1,42 @@
+"""What the ranks of a run tell each other, beside gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import Any
+
+import torch
+
+
+def num_ranks() -> int:
+    """Number of processes that train together; 1 without a process group."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if initialized else 1
+
+
+def gather_plain(value: Any, device: torch.device | str = "cpu") -> list[Any]:
+    """Collect a value from every rank, in rank order. All ranks must call it.
+
+    Args:
+        value: Numbers, strings, tensors, and lists and dictionaries of them. What arrives is loaded with
+            `weights_only=True`: nothing that a rank sends is executed.
+        device: Where the communication happens; the rank's own GPU under NCCL.
+    """
+    if num_ranks() == 1:
+        return [value]
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    sent = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
+    return [
+        torch.load(io.BytesIO(bytes(received.cpu().tolist())), map_location="cpu", weights_only=True)
+        for received in gather_all_tensors(sent)
+    ]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Mix numbers and names into one seed, in [0, 2^63). The same parts give the same seed in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
