@@ -1,0 +1,211 @@
+"""Batches of prompts: what the training and the evaluation loops iterate over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pl_grouprl.types import Prompt
+
+
+class PromptBatch:
+    """This rank's prompts of one rollout.
+
+    A plain object and no collection on purpose: Lightning walks through collections and dataclasses to move tensors
+    and to guess a batch size, token by token. Pass `batch_size` when logging.
+
+    Attributes:
+        prompts: Prompts of this rank.
+        rollout_number: Counts rollouts from the start of the training, over all epochs; equal on all ranks. In
+            evaluation, counts batches.
+        update_index: How often this batch has come already: 0 when a rollout begins.
+        num_updates: How often this batch comes in all.
+    """
+
+    __slots__ = ("num_updates", "prompts", "rollout_number", "update_index")
+
+    def __init__(
+        self, prompts: Sequence[Prompt], rollout_number: int = 0, update_index: int = 0, num_updates: int = 1
+    ) -> None:
+        self.prompts = list(prompts)
+        self.rollout_number = rollout_number
+        self.update_index = update_index
+        self.num_updates = num_updates
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __repr__(self) -> str:
+        return (
+            f"PromptBatch({len(self)} prompts, rollout_number={self.rollout_number}, "
+            f"update {self.update_index + 1} of {self.num_updates})"
+        )
+
+
+class TrainPromptLoader:
+    """Yields each batch of prompts as often as it is trained on, epoch after epoch, and knows where it stands.
+
+    Lightning sees `len(loader)` batches per epoch. The order of the prompts depends on (seed, epoch) alone. Each rank
+    takes every `num_replicas`-th prompt of a batch, so ranks may have one prompt more or less.
+
+    It is not a torch DataLoader: those get samplers injected, and an unsized one is fetched one batch ahead, which
+    would start a rollout one optimizer step too early. The epoch comes through `set_epoch`, which Lightning calls on
+    the attribute `sampler`. The position goes into checkpoints through `state_dict`; it holds for any number of ranks.
+
+    Args:
+        prompts: All prompts, the same on every rank.
+        batch_size: Prompts of one rollout, over all ranks.
+        updates_per_rollout: How often each batch is yielded in a row.
+        shuffle: Draw a new order in each epoch.
+        seed: Determines the orders.
+        drop_last: Leave out the prompts of an epoch that do not fill a batch.
+        num_replicas: Number of ranks that share the data.
+        rank: This rank.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        batch_size: int,
+        updates_per_rollout: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.prompts = prompts
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self._settings = {
+            "batch_size": batch_size,
+            "updates_per_rollout": updates_per_rollout,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "num_prompts": len(prompts),
+        }
+        self._check()
+        self._epoch = 0
+        self._position = 0
+        self._resumed = False
+
+    @property
+    def rollouts_per_epoch(self) -> int:
+        """Number of different batches in an epoch."""
+        full, rest = divmod(len(self.prompts), self._settings["batch_size"])
+        return full + (rest > 0 and not self._settings["drop_last"])
+
+    def __len__(self) -> int:
+        return self.rollouts_per_epoch * self._settings["updates_per_rollout"]
+
+    @property
+    def sampler(self) -> TrainPromptLoader:
+        """The object whose `set_epoch` Lightning calls."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, unless the loader is in that epoch already."""
+        if epoch != self._epoch:
+            self._epoch, self._position, self._resumed = epoch, 0, False
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        """Iterate over the epoch that was set; without `set_epoch`, over the next one after each complete pass.
+
+        The first iteration after `load_state_dict` continues where the state was taken. (Nothing is read before the
+        first batch is asked for: Lightning makes iterators before it sets the epoch.)
+        """
+        if self._position >= len(self):
+            self._epoch, self._position = self._epoch + 1, 0
+        if not self._resumed:
+            self._position = 0
+        self._resumed = False
+        order, updates = self._order(), self._settings["updates_per_rollout"]
+        while self._position < len(self):
+            batch_index, update_index = divmod(self._position, updates)
+            self._position += 1
+            yield PromptBatch(
+                [self.prompts[index] for index in self._share(order, batch_index)],
+                rollout_number=self._epoch * self.rollouts_per_epoch + batch_index,
+                update_index=update_index,
+                num_updates=updates,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, the number of batches yielded in it, and the settings on which their meaning depends."""
+        return {"epoch": self._epoch, "position": self._position, **self._settings}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state, on any number of ranks.
+
+        Raises:
+            ValueError: If the settings differ: the position would mean other prompts.
+        """
+        differences = [
+            f"{name} was {state_dict.get(name)!r} and is {value!r}"
+            for name, value in self._settings.items()
+            if state_dict.get(name) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"The checkpoint was made with other training data: {'; '.join(differences)}. Its position in the data "
+                "has no meaning here; set what it was, or start a new run from the checkpoint's weights."
+            )
+        self._epoch, self._position = state_dict["epoch"], state_dict["position"]
+        self._resumed = True
+
+    def _order(self) -> np.ndarray:
+        if not self._settings["shuffle"]:
+            return np.arange(len(self.prompts))
+        return np.random.default_rng((self._settings["seed"], self._epoch)).permutation(len(self.prompts))
+
+    def _share(self, order: np.ndarray, batch_index: int) -> np.ndarray:
+        size = self._settings["batch_size"]
+        return order[batch_index * size : (batch_index + 1) * size][self.rank :: self.num_replicas]
+
+    def _check(self) -> None:
+        size, prompts, ranks = self._settings["batch_size"], len(self.prompts), self.num_replicas
+        if size < ranks:
+            raise ValueError(f"batch_size={size} leaves some of {ranks} ranks without a prompt; raise it to {ranks}.")
+        if prompts < size and self._settings["drop_last"]:
+            raise ValueError(
+                f"The training data has {prompts} prompts, fewer than batch_size={size}; lower batch_size, "
+                "add data, or set drop_last=False to train on a smaller batch."
+            )
+        rest = prompts % size
+        if not self._settings["drop_last"] and 0 < rest < ranks:
+            raise ValueError(
+                f"With drop_last=False the last batch of an epoch has {rest} prompts for {ranks} ranks "
+                f"({prompts} prompts, batch_size={size}); set drop_last=True or change batch_size."
+            )
+
+
+class EvalPromptLoader:
+    """Yields every prompt once, in order, in batches of about equal size.
+
+    No prompt comes twice and none is padded: each rank takes every `num_replicas`-th prompt of a batch. All ranks see
+    the same number of batches, which sharded models need; with fewer prompts than ranks a rank's batch is empty.
+
+    Args:
+        prompts: All prompts, the same on every rank.
+        batch_size: Largest number of prompts in a batch, over all ranks.
+        num_replicas: Number of ranks that share the data.
+        rank: This rank.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, num_replicas: int = 1, rank: int = 0) -> None:
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.num_replicas = num_replicas
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return -(-len(self.prompts) // self.batch_size)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for number, indices in enumerate(np.array_split(np.arange(len(self.prompts)), len(self))):
+            share = indices[self.rank :: self.num_replicas]
+            yield PromptBatch([self.prompts[index] for index in share], rollout_number=number)

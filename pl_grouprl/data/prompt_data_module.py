@@ -1,0 +1,152 @@
+"""The LightningDataModule that feeds prompts to training, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from pl_grouprl.data.encoding import EncodingOptions, OverlongPrompts, encode_rows
+from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
+from pl_grouprl.data.sources import PromptSource, read_source
+from pl_grouprl.types import Prompt
+
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}
+
+
+class PromptDataModule(LightningDataModule):
+    """Prompts from files, data sets in memory, or built-in tasks.
+
+    Two sets of columns are understood. TRL's: `prompt`, a string or messages; every other column reaches the reward
+    functions. verl's: `prompt` as messages, `data_source` (under which validation metrics are reported),
+    `reward_model` with `ground_truth`, `extra_info`. Prompts are tokenized once, when the run is set up, so a bad row
+    ends it before any training step.
+
+    In training each batch of prompts comes `updates_per_rollout` times in a row, an attribute of the LightningModule
+    (1 if it has none). Batches are `PromptBatch` objects.
+
+    Args:
+        train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
+            `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`).
+        val: The same, for validation. None: no validation.
+        test: The same, for the test stage.
+        batch_size: Prompts per rollout, over all ranks together (verl's `train_batch_size`). Need not be a multiple of
+            the number of ranks.
+        val_batch_size: Largest number of prompts in one batch of validation or test, over all ranks.
+        prompt_column: Column that holds the prompt.
+        max_prompt_length: Longest prompt in tokens, template included; None for no limit.
+        overlong_prompts: What happens to longer ones: `drop` leaves them out, `truncate` keeps their last
+            `max_prompt_length` tokens, `error` refuses the data. The number of prompts concerned is logged.
+        add_special_tokens: Let the tokenizer add its special tokens to string prompts. (For messages the chat template
+            writes them.)
+        chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
+        shuffle: Draw a new order of the training prompts in each epoch, from `seed` and the epoch's number.
+        seed: Determines the orders.
+        drop_last: Leave out the training prompts of an epoch that do not fill a batch; other ones in each epoch if
+            `shuffle` is on.
+        tokenizer: A transformers tokenizer, or the path or name of one; by default the LightningModule's `tokenizer`.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str] | PromptSource | Sequence[dict[str, Any]] | None = None,
+        val: str | list[str] | PromptSource | Sequence[dict[str, Any]] | None = None,
+        test: str | list[str] | PromptSource | Sequence[dict[str, Any]] | None = None,
+        *,
+        batch_size: int = 8,
+        val_batch_size: int = 64,
+        prompt_column: str = "prompt",
+        max_prompt_length: int | None = None,
+        overlong_prompts: OverlongPrompts = "drop",
+        add_special_tokens: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
+            if size < 1:
+                raise ValueError(f"PromptDataModule.{name} is {size}; it must be at least 1.")
+        self.sources = {"train": train, "val": val, "test": test}
+        self.batch_size = batch_size
+        self.val_batch_size = val_batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.tokenizer = tokenizer
+        self.encoding = EncodingOptions(
+            prompt_column=prompt_column,
+            max_prompt_length=max_prompt_length,
+            overlong_prompts=overlong_prompts,
+            add_special_tokens=add_special_tokens,
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
+        self.prompts: dict[str, list[Prompt]] = {}
+
+    def setup(self, stage: str) -> None:
+        """Read and tokenize what a stage needs (once).
+
+        Raises:
+            ValueError: If the data is missing, malformed, empty, or too small for a batch.
+            FileNotFoundError: If a path matches no file.
+        """
+        splits = _SPLITS_OF_STAGE[stage]
+        if splits and self.sources[splits[0]] is None:
+            raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and stage {stage!r} needs it; pass a data set.")
+        for split in splits:
+            if self.sources[split] is not None and split not in self.prompts:
+                self.prompts[split] = self._load(split)
+        if "train" in splits:
+            self.train_dataloader()  # its checks belong here, before anything else of the run
+
+    def train_dataloader(self) -> TrainPromptLoader:
+        """Return the loader of the training prompts; it knows its epoch and position, and saves them."""
+        return TrainPromptLoader(
+            self.prompts["train"],
+            batch_size=self.batch_size,
+            updates_per_rollout=getattr(self._module(), "updates_per_rollout", 1),
+            shuffle=self.shuffle and not getattr(self.trainer, "overfit_batches", 0),
+            seed=self.seed,
+            drop_last=self.drop_last,
+            **self._ranks(),
+        )
+
+    def val_dataloader(self) -> EvalPromptLoader | list[EvalPromptLoader]:
+        """Return the loader of the validation prompts; an empty list, which Lightning skips, if there are none."""
+        return self._eval_loader("val") if "val" in self.prompts else []
+
+    def test_dataloader(self) -> EvalPromptLoader:
+        """Return the loader of the test prompts."""
+        return self._eval_loader("test")
+
+    def _eval_loader(self, split: str) -> EvalPromptLoader:
+        return EvalPromptLoader(self.prompts[split], batch_size=self.val_batch_size, **self._ranks())
+
+    def _load(self, split: str) -> list[Prompt]:
+        rows = read_source(self.sources[split], split)
+        return encode_rows(rows, self._tokenizer(), self.encoding, split)
+
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer that was passed, or the LightningModule's."""
+        if isinstance(self.tokenizer, str):
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        tokenizer = self.tokenizer if self.tokenizer is not None else getattr(self._module(), "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError(
+                "PromptDataModule.tokenizer is None and there is no LightningModule with a `tokenizer`; "
+                "pass tokenizer=... or attach the data module to a Trainer whose module has one."
+            )
+        return tokenizer
+
+    def _module(self) -> Any:
+        return getattr(self.trainer, "lightning_module", None)
+
+    def _ranks(self) -> dict[str, int]:
+        """Return number and rank of the processes that share the data, as the Trainer's strategy counts them."""
+        kwargs = getattr(self.trainer, "distributed_sampler_kwargs", None) or {}
+        return {"num_replicas": kwargs.get("num_replicas", 1), "rank": kwargs.get("rank", 0)}

@@ -1,0 +1,111 @@
+"""From groups of rollouts to rewards: calls the functions, adds up, writes the rewards into the rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted
+from pl_grouprl.rewards.calls import score_all
+from pl_grouprl.rewards.conventions import PreparedReward, Score, flatten_groups, prepare_reward
+from pl_grouprl.types import Rollout, RolloutGroup
+
+Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
+"""What is accepted wherever reward functions are: one, or a list, weighted or not."""
+
+
+def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
+    """Check reward functions before a run: names, and which signature each has.
+
+    Raises:
+        ValueError: If the list is empty, names repeat, or a signature is none of the known ones.
+        TypeError: If something is not callable, or is a class.
+    """
+    return [prepare_reward(weighted) for weighted in as_weighted(rewards)]
+
+
+def apply_rewards(
+    groups: Sequence[RolloutGroup],
+    rewards: Rewards,
+    *,
+    tokenizer: Any = None,
+    retries: int = 1,
+    max_failed_share: float = 0.5,
+) -> dict[str, float]:
+    """Reward every rollout: sets `Rollout.rewards` (per function, unweighted) and `Rollout.reward`.
+
+    The combined reward is the weighted sum over the functions that apply, where None means "does not apply". It is
+    None, and the rollout is not trained, if no function applies, or if one with a weight other than 0 raised or gave
+    NaN or infinity: the sum of the rest would not be comparable with the other rollouts of the group.
+
+    Args:
+        groups: Any number of groups of any size. Changed in place.
+        rewards: One reward function or several, weighted or not.
+        tokenizer: Decodes completions whose `text` is None (and sets it). May be left out if all have their text.
+        retries: How often a call that raised is repeated.
+        max_failed_share: Share of rollouts on which a function may fail before that is an error, from 0 to 1.
+
+    Returns:
+        For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
+        are none), `/none` (rollouts to which it did not apply), `/invalid` (NaN, infinite, or the function raised),
+        and the mean of every other number that a verl function returned, as `rewards/{name}/{key}`. The keys of the
+        last kind depend on the data, so ranks may differ in them.
+
+    Raises:
+        ValueError: If a function returns the wrong type or length, or needs a column that the data lacks; if a text is
+            missing and there is no tokenizer.
+        RuntimeError: If a function fails on more rollouts than allowed.
+    """
+    if retries < 0:
+        raise ValueError(f"retries is {retries}; it must be 0 or larger.")
+    if not 0 <= max_failed_share <= 1:
+        raise ValueError(f"max_failed_share is {max_failed_share}; it must be in [0, 1].")
+    prepared = prepare_rewards(rewards)
+    _decode(groups, tokenizer)
+    inputs = flatten_groups(groups)
+    scores = score_all(prepared, inputs, retries=retries, max_failed_share=max_failed_share)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for index, rollout in enumerate(rollouts):
+        _write_reward(rollout, prepared, [own[index] for own in scores])
+    metrics: dict[str, float] = {}
+    for reward, own in zip(prepared, scores, strict=True):
+        metrics |= _metrics(f"rewards/{reward.name}", own)
+    return metrics
+
+
+def _decode(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        if rollout.text is not None:
+            continue
+        if tokenizer is None:
+            raise ValueError(
+                "Rollout.text is None and tokenizer is None; set the text or pass a tokenizer to decode it."
+            )
+        rollout.text = tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+
+
+def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
+    rollout.rewards = {
+        reward.name: None if score.invalid else score.value for reward, score in zip(prepared, scores, strict=True)
+    }
+    counted = [(reward.weight, score) for reward, score in zip(prepared, scores, strict=True) if reward.weight != 0]
+    applied = [weight * score.value for weight, score in counted if score.value is not None]
+    valid = bool(applied) and not any(score.invalid for _, score in counted)
+    rollout.reward = sum(applied) if valid else None
+
+
+def _metrics(prefix: str, scores: Sequence[Score]) -> dict[str, float]:
+    values = [score.value for score in scores if score.value is not None and not score.invalid]
+    mean = sum(values) / len(values) if values else math.nan
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1) if len(values) > 1 else 0.0
+    extras: dict[str, list[float]] = {}
+    for score in scores:
+        for key, number in score.extras.items():
+            extras.setdefault(key, []).append(number)
+    return {f"{prefix}/{key}": sum(numbers) / len(numbers) for key, numbers in extras.items()} | {
+        f"{prefix}/mean": mean,
+        f"{prefix}/std": math.sqrt(variance),
+        f"{prefix}/none": float(sum(score.value is None and not score.failed for score in scores)),
+        f"{prefix}/invalid": float(sum(score.invalid for score in scores)),
+    }

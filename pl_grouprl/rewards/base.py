@@ -1,0 +1,140 @@
+"""What a reward function is, how several are weighted, and how one is named by file path."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+RewardFunction = Callable[..., Any]
+"""A callable with one of two signatures, told apart by the names of its parameters. It may be `async`.
+
+TRL's, called once for all rollouts, returns one number (or None: does not apply) per completion::
+
+    f(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+verl's, called once per rollout, returns a number, or a dictionary whose `score` is the reward::
+
+    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
+
+This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
+a YAML file would be refused for not naming them.
+"""
+
+
+@dataclass
+class Weighted:
+    """A reward function together with its share in the combined reward.
+
+    Attributes:
+        function: The reward function.
+        weight: Factor in the weighted sum. 0 logs the function and leaves it out of the reward.
+        name: Name in metrics and in `Rollout.rewards`; the function's own name by default.
+    """
+
+    function: RewardFunction
+    weight: float = 1.0
+    name: str | None = None
+
+
+class FunctionFromFile:
+    """A reward function named by file and function, as in verl's `custom_reward_function`.
+
+    The file is run when the object is made: it is code of the person who wrote the configuration.
+
+    Args:
+        path: A Python file. Relative paths start at the working directory.
+        name: Name of a function (or of any other callable) in that file.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file defines no callable of that name.
+    """
+
+    def __init__(self, path: str, name: str = "compute_score") -> None:
+        self.path = path
+        self.name = name
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"FunctionFromFile(path={path!r}): no such file; give the path of a Python file, absolute or "
+                f"relative to the working directory ({Path.cwd()})."
+            )
+        function = getattr(_run_file(file.resolve()), name, None)
+        if not callable(function):
+            raise ValueError(
+                f"FunctionFromFile(path={path!r}, name={name!r}): the file defines no callable of that name; "
+                "give the name of a function at its top level."
+            )
+        self.function: RewardFunction = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function of the file."""
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return FunctionFromFile, (self.path, self.name)
+
+
+def reward_name(function: RewardFunction) -> str:
+    """Return the name that metrics show for a function: its own, or that of its class."""
+    if isinstance(function, FunctionFromFile):
+        return function.name
+    if isinstance(function, functools.partial):
+        return reward_name(function.func)
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def as_weighted(rewards: Sequence[Weighted | RewardFunction] | Weighted | RewardFunction) -> list[Weighted]:
+    """Bring a reward function, or a list of them, weighted or not, into one form: weighted and named.
+
+    Raises:
+        ValueError: If the list is empty or two functions share a name.
+        TypeError: If something in the list is not a reward function.
+    """
+    items = list(rewards) if isinstance(rewards, Sequence) else [rewards]
+    if not items:
+        raise ValueError("rewards is empty; pass at least one reward function.")
+    weighted = [item if isinstance(item, Weighted) else Weighted(item) for item in items]
+    for item in weighted:
+        _check_callable(item.function)
+    named = [Weighted(item.function, item.weight, item.name or reward_name(item.function)) for item in weighted]
+    names = [item.name for item in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"rewards has {names.count(name)} functions named {name!r}, whose metrics would overwrite each other; "
+                "name them apart with Weighted(function, name=...)."
+            )
+    return named
+
+
+def _check_callable(function: RewardFunction) -> None:
+    if inspect.isclass(function):
+        raise TypeError(
+            f"rewards contains the class {function.__qualname__}; pass an instance of it "
+            "(in YAML: a `class_path` entry instead of the bare name)."
+        )
+    if not callable(function):
+        raise TypeError(
+            f"rewards contains {function!r} of type {type(function).__name__}; pass a function, an object with "
+            "__call__, Weighted(function, weight), or FunctionFromFile(path, name)."
+        )
+
+
+def _run_file(file: Path) -> ModuleType:
+    """Run a Python file as a module of its own, without making it importable by name."""
+    spec = importlib.util.spec_from_file_location(f"pl_grouprl_reward_file_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"FunctionFromFile(path={str(file)!r}): not a Python file; its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and annotations in the file look their module up while the file runs.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,272 @@
+"""The two signatures of reward functions: telling them apart, what each is called with, what each returns."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal
+
+from pl_grouprl.rewards.base import FunctionFromFile, RewardFunction, Weighted
+from pl_grouprl.types import Messages, RolloutGroup
+
+Convention = Literal["trl", "verl"]
+
+_TRL_INPUTS = ("prompts", "completions", "completion_ids")
+_VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass
+class RewardInputs:
+    """The rollouts of all groups in one flat list, as reward functions see them.
+
+    Attributes:
+        prompts: Prompt of each rollout, length B: a string or messages.
+        texts: Completion of each rollout, decoded.
+        completion_ids: Tokens of each completion.
+        data_sources: Name of the data set that each prompt is from.
+        columns: Every column of the data, one value per rollout; None where a prompt's row lacks it.
+        groups: Which group each rollout is from, counted from 0.
+    """
+
+    prompts: list[str | Messages]
+    texts: list[str]
+    completion_ids: list[list[int]]
+    data_sources: list[str]
+    columns: dict[str, list[Any]]
+    groups: list[int]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a function said of one rollout.
+
+    Attributes:
+        value: The reward. None: the function does not apply.
+        extras: Further numbers to be logged.
+        failed: True where the function raised.
+    """
+
+    value: float | None = None
+    extras: dict[str, float] = field(default_factory=dict)
+    failed: bool = False
+
+    @property
+    def invalid(self) -> bool:
+        """True where there should be a number and there is none: the function raised, or gave NaN or infinity."""
+        return self.failed or (self.value is not None and not math.isfinite(self.value))
+
+
+@dataclass(frozen=True)
+class PreparedReward:
+    """A reward function whose convention is known.
+
+    Attributes:
+        function: What is called.
+        name: Name in metrics.
+        weight: Factor in the weighted sum.
+        convention: Whose signature the function has.
+        parameters: Names that the function takes; None if it takes any (`**kwargs`).
+        required: Names without which it cannot be called.
+        is_async: True for a coroutine function.
+    """
+
+    function: RewardFunction
+    name: str
+    weight: float
+    convention: Convention
+    parameters: frozenset[str] | None
+    required: frozenset[str]
+    is_async: bool
+
+
+def prepare_reward(weighted: Weighted) -> PreparedReward:
+    """Find out which signature a named function has.
+
+    A parameter `solution_str` makes it verl's; `completions`, or `**kwargs` alone, makes it TRL's.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    function, name = weighted.function, weighted.name or ""
+    if isinstance(function, FunctionFromFile):
+        function = function.function
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Reward function {name!r} has no readable signature; wrap it in a Python function."
+        ) from error
+    by_name = {
+        parameter.name: parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    if "solution_str" in by_name:
+        convention: Convention = "verl"
+    elif "completions" in by_name or takes_any:
+        convention = "trl"
+    else:
+        raise ValueError(
+            f"Reward function {name!r} has the signature {signature}, which is none of the two known ones; write "
+            "f(prompts, completions, **columns) -> list[float | None] (TRL) or "
+            "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict (verl)."
+        )
+    return PreparedReward(
+        function=function,
+        name=name,
+        weight=weighted.weight,
+        convention=convention,
+        parameters=None if takes_any else frozenset(by_name),
+        required=frozenset(key for key, parameter in by_name.items() if parameter.default is parameter.empty),
+        is_async=_is_async(function),
+    )
+
+
+def flatten_groups(groups: Sequence[RolloutGroup]) -> RewardInputs:
+    """List the rollouts of all groups, in order. Every rollout must have its text."""
+    pairs = [(index, group, rollout) for index, group in enumerate(groups) for rollout in group.rollouts]
+    names = {name: None for group in groups for name in group.columns}  # a dictionary keeps the order
+    return RewardInputs(
+        prompts=[group.prompt for _, group, _ in pairs],
+        texts=[rollout.text or "" for _, _, rollout in pairs],
+        completion_ids=[rollout.token_ids for _, _, rollout in pairs],
+        data_sources=[group.data_source for _, group, _ in pairs],
+        columns={name: [group.columns.get(name) for _, group, _ in pairs] for name in names},
+        groups=[index for index, _, _ in pairs],
+    )
+
+
+def call_units(reward: PreparedReward, inputs: RewardInputs) -> list[list[int]]:
+    """Return the rollouts of each call: all in one call for TRL's signature, one per call for verl's."""
+    everything = list(range(len(inputs.texts)))
+    if not everything:
+        return []
+    return [everything] if reward.convention == "trl" else [[index] for index in everything]
+
+
+def smaller_units(reward: PreparedReward, unit: list[int], inputs: RewardInputs) -> list[list[int]]:
+    """Divide a call that failed into one call per group, so that a single bad completion costs only its group."""
+    if reward.convention == "verl":
+        return []
+    by_group: dict[int, list[int]] = {}
+    for index in unit:
+        by_group.setdefault(inputs.groups[index], []).append(index)
+    return list(by_group.values()) if len(by_group) > 1 else []
+
+
+def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
+    """Return the keyword arguments of one call.
+
+    Raises:
+        ValueError: If the function requires an argument that neither the convention nor a column provides.
+    """
+    make = _trl_arguments if reward.convention == "trl" else _verl_arguments
+    available = make(reward, inputs, unit)
+    missing = sorted(reward.required - available.keys())
+    if missing:
+        raise ValueError(
+            f"Reward function {reward.name!r} requires {missing}, and the data has the columns "
+            f"{sorted(inputs.columns)}; add the column, or give the parameter a default."
+        )
+    if reward.parameters is None:
+        return available
+    return {key: value for key, value in available.items() if key in reward.parameters}
+
+
+def read_result(reward: PreparedReward, result: Any, unit: list[int]) -> list[Score]:
+    """Turn what a function returned into one score per rollout of the call.
+
+    Raises:
+        ValueError: If it has the wrong type or length.
+    """
+    if inspect.iscoroutine(result):
+        result.close()
+        raise ValueError(f"Reward function {reward.name!r} returned a coroutine; define it with `async def`.")
+    if reward.convention == "verl":
+        return [_read_verl(reward, result)]
+    if hasattr(result, "tolist"):  # arrays and tensors
+        result = result.tolist()
+    if not isinstance(result, (list, tuple)):
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {type(result).__name__} instead of a list; "
+            f"return one number or None per completion ({len(unit)} of them)."
+        )
+    if len(result) != len(unit):
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {len(result)} rewards for {len(unit)} completions; "
+            "return one number or None per completion, in their order."
+        )
+    return [Score(_number(reward, value)) for value in result]
+
+
+def _trl_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
+    columns = {name: [values[index] for index in unit] for name, values in inputs.columns.items()}
+    completions: list[Any] = []
+    for index in unit:
+        text, conversational = inputs.texts[index], not isinstance(inputs.prompts[index], str)
+        completions.append([{"role": "assistant", "content": text}] if conversational else text)
+    return columns | {
+        "prompts": [inputs.prompts[index] for index in unit],
+        "completions": completions,
+        "completion_ids": [inputs.completion_ids[index] for index in unit],
+    }
+
+
+def _verl_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
+    (index,) = unit
+    columns = {name: values[index] for name, values in inputs.columns.items()}
+    return {
+        "data_source": inputs.data_sources[index],
+        "solution_str": inputs.texts[index],
+        "ground_truth": _ground_truth(reward, columns),
+        "extra_info": columns.get("extra_info"),
+    }
+
+
+def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
+    """Find the reference: `reward_model["ground_truth"]` as verl has it, or a column `ground_truth` or `answer`."""
+    reward_model = columns.get("reward_model")
+    if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    for name in ("ground_truth", "answer"):
+        if columns.get(name) is not None:
+            return columns[name]
+    if "ground_truth" not in reward.required:
+        return None
+    raise ValueError(
+        f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
+        f"{sorted(columns)}; add reward_model.ground_truth (verl), or a column `ground_truth` or `answer`."
+    )
+
+
+def _read_verl(reward: PreparedReward, result: Any) -> Score:
+    if not isinstance(result, Mapping):
+        return Score(_number(reward, result))
+    if "score" not in result:
+        raise ValueError(
+            f"Reward function {reward.name!r} returned a dictionary with the keys {sorted(result)}; "
+            "it must have the key 'score'."
+        )
+    extras = {key: float(value) for key, value in result.items() if key != "score" and isinstance(value, Real)}
+    return Score(_number(reward, result["score"]), extras)
+
+
+def _number(reward: PreparedReward, value: Any) -> float | None:
+    if value is None:
+        return None
+    if hasattr(value, "item"):  # scalar arrays and tensors
+        value = value.item()
+    if not isinstance(value, Real):
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {value!r} of type {type(value).__name__} as the reward of a "
+            "rollout; return a number or None."
+        )
+    return float(value)
+
+
+def _is_async(function: RewardFunction) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

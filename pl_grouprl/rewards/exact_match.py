@@ -1,0 +1,28 @@
+"""Reward for a completion that is the reference answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ExactMatch:
+    """1 if the completion equals the reference, else 0. Has verl's signature.
+
+    Args:
+        strip: Leave white space at both ends out of the comparison.
+        ignore_case: Compare without regard to upper and lower case.
+    """
+
+    def __init__(self, strip: bool = True, ignore_case: bool = False) -> None:
+        self.strip = strip
+        self.ignore_case = ignore_case
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    ) -> float:
+        """Score one completion against its reference (compared as a string)."""
+        return float(self._normal_form(solution_str) == self._normal_form(str(ground_truth)))
+
+    def _normal_form(self, text: str) -> str:
+        text = text.strip() if self.strip else text
+        return text.casefold() if self.ignore_case else text

@@ -1,0 +1,33 @@
+"""Reward that grows with every leading character of the answer that is right."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any
+
+
+def leading_correct_share(completion: str, answer: str) -> float:
+    """Return the share of characters, counted from the start, that are right before the first wrong one.
+
+    The share is of the longer of the two strings, so characters after the answer cost something, and the result is 1
+    exactly where both are equal. `sevex` for `seven` gives 4/5, `sevens` 5/6, `even` 0.
+    """
+    longest = max(len(completion), len(answer))
+    if longest == 0:
+        return 1.0
+    right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(completion, answer, strict=False)))
+    return right / longest
+
+
+class LeadingCorrectCharacters:
+    """Share of leading characters that are right, see `leading_correct_share`. Has verl's signature.
+
+    A sampled completion earns something for every step in the right direction, which gives a policy that is seldom
+    exactly right something to learn from.
+    """
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    ) -> float:
+        """Score one completion against its reference."""
+        return leading_correct_share(solution_str, str(ground_truth))
