@@ -7,9 +7,11 @@ ordinary padded batch; rows with a common prefix are found, packed, run once and
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +33,16 @@ class CallReport:
     Attributes:
         layout: The forest that was run, or None if the call went through untouched.
         reason: Why it went through untouched, or None.
-        num_tokens_given: Tokens that the caller passed, padding included.
-        transparent: Whether the caller passed ordinary rows rather than a packed row.
+        input_ids: What was run: the packed row [1, T], or the caller's rows [B, L].
+        position_ids: Positions of the packed row, shape [1, T]; None if the call went through untouched.
+        padding_fraction: Share of the tokens that the caller passed that is padding.
     """
 
     layout: SharedPrefixLayout | None
     reason: str | None
-    num_tokens_given: int
-    transparent: bool
+    input_ids: Tensor = field(repr=False)
+    position_ids: Tensor | None = field(repr=False)
+    padding_fraction: float = 0.0
 
     @property
     def token_ratio(self) -> float:
@@ -52,13 +56,18 @@ class SharedPrefix:
     Attributes:
         model: The patched model.
         backend: Name of the attention backend.
+        decoder: Its decoder.
         last_call: What became of the decoder's last call; None before the first.
+        listeners: Called with the `CallReport` of each call of the decoder.
+        paused: Set it to let every call through untouched for a while.
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "auto", min_saved_tokens: int = 16) -> None:
         self.model, self.backend, self.min_saved_tokens = model, backend, min_saved_tokens
         self._max_depth = get_backend(backend).max_depth
         self.last_call: CallReport | None = None
+        self.listeners: list[Callable[[CallReport], None]] = []
+        self.paused = False
         self._handles: list[Any] = []
         check_supported(model)
         self.decoder = find_decoder(model)
@@ -75,6 +84,7 @@ class SharedPrefix:
             self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self.decoder.register_forward_hook(self._after, with_kwargs=True),
         ]
+        _IN_FORCE.setdefault(self.decoder, []).append(self)
         return self
 
     def __exit__(
@@ -83,6 +93,7 @@ class SharedPrefix:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        _IN_FORCE[self.decoder].remove(self)
         self.decoder.config._attn_implementation = self._wrapped
 
     @torch.compiler.disable(reason="looks for shared prefixes in Python; the decoder's layers compile")
@@ -94,9 +105,10 @@ class SharedPrefix:
         if isinstance(layout, LayoutCall):  # an outer context has been here
             return (), kwargs | {"prefix_layout": layout}
         if layout is not None:
-            self._report(kwargs, layout, None, transparent=False)
-            return (), kwargs | self._packed_row(kwargs, layout)
-        if kwargs.get("input_ids") is None:  # embeddings cannot be compared
+            kwargs |= self._packed_row(kwargs, layout)
+            self._report(kwargs, layout)
+            return (), kwargs
+        if self.paused or kwargs.get("input_ids") is None:  # embeddings cannot be compared
             return (), kwargs
         shared, reason = None, unsharable(kwargs)
         if reason is None:
@@ -105,11 +117,13 @@ class SharedPrefix:
                 positions_are_relative=self._rotary, min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
             )  # fmt: skip
             reason = None if shared is not None else "no rows of the batch share a prefix"
-        self._report(kwargs, shared.layout if shared else None, reason, transparent=True)
         if shared is None:
+            self._report(kwargs, None, reason)
             return (), kwargs
-        inputs = {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
-        return (), kwargs | inputs | self._packed_row(kwargs | inputs, shared.layout, shared)
+        kwargs |= {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
+        kwargs |= self._packed_row(kwargs, shared.layout, shared)
+        self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
+        return (), kwargs
 
     def _packed_row(
         self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
@@ -144,11 +158,18 @@ class SharedPrefix:
         return None if call.rows is None else _hand_back(output, call.rows)
 
     def _report(
-        self, kwargs: dict[str, Any], layout: SharedPrefixLayout | None, reason: str | None, *, transparent: bool
+        self,
+        kwargs: dict[str, Any],
+        layout: SharedPrefixLayout | None,
+        reason: str | None = None,
+        padding_fraction: float = 0.0,
     ) -> None:
-        tokens = kwargs.get("input_ids")
-        given = tokens.numel() if isinstance(tokens, Tensor) else 0
-        self.last_call = CallReport(layout, reason, given, transparent)
+        if kwargs.get("input_ids") is None:
+            return
+        positions = kwargs.get("position_ids") if layout is not None else None
+        self.last_call = CallReport(layout, reason, kwargs["input_ids"].detach(), positions, padding_fraction)
+        for listener in self.listeners:
+            listener(self.last_call)
 
 
 def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_tokens: int = 16) -> SharedPrefix:
@@ -171,6 +192,16 @@ def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_to
         ValueError: If there is no such backend.
     """
     return SharedPrefix(model, backend, min_saved_tokens)
+
+
+def in_force(model: PreTrainedModel) -> SharedPrefix | None:
+    """The outermost `shared_prefix` context that the model is in, or None."""
+    contexts = _IN_FORCE.get(find_decoder(model))
+    return contexts[0] if contexts else None
+
+
+_IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary()
+"""The contexts that each decoder is in, outermost first."""
 
 
 @dataclass

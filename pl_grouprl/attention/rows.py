@@ -36,6 +36,11 @@ class SharedRows:
     packed_index: Tensor
     kept: Tensor | None
 
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the rows that is padding."""
+        return 0.0 if self.kept is None else 1 - self.kept.float().mean().item()
+
     def hand_back(self, packed: Tensor) -> Tensor:
         """[1, T, D] -> [B, L, D], zero at padding."""
         rows = packed[0].index_select(0, self.packed_index.flatten()).unflatten(0, self.packed_index.shape)

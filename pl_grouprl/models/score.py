@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention import SharedPrefix, find_decoder, shared_prefix
+from pl_grouprl.attention import SharedPrefix, find_decoder, in_force, shared_prefix
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.models.head import logits_function
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
@@ -107,8 +107,7 @@ def rollout_logprobs(
 
 def _patched_for(model: PreTrainedModel, backend: str) -> SharedPrefix:
     recomputes = getattr(model, "is_gradient_checkpointing", False) and model.training
-    in_force = find_decoder(model).config._attn_implementation.startswith("shared_prefix_")
-    if recomputes and torch.is_grad_enabled() and not in_force:
+    if recomputes and torch.is_grad_enabled() and in_force(model) is None:
         raise RuntimeError(
             "activation checkpointing runs the forward again in the backward pass, when this function's patch is gone; "
             "put forward and backward into `with shared_prefix(model):`."
