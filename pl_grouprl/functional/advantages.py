@@ -153,13 +153,10 @@ def _gather_groups(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> _Group
     zeros_P = rewards_B.new_zeros(len(unique_P))
     count_P = zeros_P.index_add(0, index_B, valid_B.to(torch.float64))
     mean_P = zeros_P.index_add(0, index_B, rewards_B) / count_P.clamp(min=1)
-    largest_P = (zeros_P - torch.inf).index_reduce(
-        0, index_B, rewards_B.masked_fill(~valid_B, -torch.inf), "amax", include_self=False
-    )
-    smallest_P = (zeros_P + torch.inf).index_reduce(
-        0, index_B, rewards_B.masked_fill(~valid_B, torch.inf), "amin", include_self=False
-    )
-    return _Groups(rewards_B, valid_B, index_B, count_P, mean_P, largest_P > smallest_P, dtype)
+    highest_B, lowest_B = rewards_B.masked_fill(~valid_B, -torch.inf), rewards_B.masked_fill(~valid_B, torch.inf)
+    highest_P = (zeros_P - torch.inf).scatter_reduce(0, index_B, highest_B, "amax")
+    lowest_P = (zeros_P + torch.inf).scatter_reduce(0, index_B, lowest_B, "amin")
+    return _Groups(rewards_B, valid_B, index_B, count_P, mean_P, highest_P > lowest_P, dtype)
 
 
 def _check_rewards(rewards: Tensor, ids_B: Tensor) -> None:

@@ -1,0 +1,84 @@
+import math
+
+import pytest
+import torch
+
+from pl_grouprl.functional.kl import kl_estimate
+
+# ref_logp - logp = log 2, 0, -1
+LOGP = torch.tensor([-2.0, -1.0, -0.5], dtype=torch.float64)
+REF_LOGP = LOGP + torch.tensor([math.log(2), 0.0, -1.0], dtype=torch.float64)
+VALUES = {
+    "k1": [-math.log(2), 0.0, 1.0],
+    "abs": [math.log(2), 0.0, 1.0],
+    "k2": [math.log(2) ** 2 / 2, 0.0, 0.5],
+    "k3": [2 - math.log(2) - 1, 0.0, math.exp(-1) + 1 - 1],
+}
+GRADIENTS = {
+    "k1": [1.0, 1.0, 1.0],
+    "abs": [-1.0, 0.0, 1.0],
+    "k2": [-math.log(2), 0.0, 1.0],
+    "k3": [1 - 2.0, 0.0, 1 - math.exp(-1)],
+}
+ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def _value_and_gradient(kind, **options):
+    logp = LOGP.clone().requires_grad_()
+    value = kl_estimate(logp, REF_LOGP, kind, **options)
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    return value.detach(), gradient
+
+
+@pytest.mark.parametrize("kind", [*VALUES, *ALIASES])
+@pytest.mark.parametrize("suffix", ["", "+"])
+def test_value_and_gradient_by_hand(kind, suffix):
+    base = ALIASES.get(kind, kind)
+    value, gradient = _value_and_gradient(kind + suffix)
+    torch.testing.assert_close(value, torch.tensor(VALUES[base], dtype=torch.float64))
+    expected = GRADIENTS["k2" if suffix else base]
+    torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_expected_value_and_gradient_over_a_vocabulary():
+    """Enumerated: k1 and k3 have the value of the KL; only the gradient of k2 (hence of every '+') is that of the KL."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.0, 0.5, -0.2, 1.0], dtype=torch.float64).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    exact = (logp.exp() * (logp - ref)).sum()
+    (exact_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    probs = logp.detach().exp()
+    for kind in ("k1", "k3", "k1+", "k3+"):
+        torch.testing.assert_close((probs * kl_estimate(logp, ref, kind)).sum(), exact)
+    for kind in ("k2", "k1+", "k3+", "abs+", "k2+"):
+        estimate = (probs * kl_estimate(logp, ref, kind)).sum()
+        (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, exact_gradient)
+    (gradient,) = torch.autograd.grad((probs * kl_estimate(logp, ref, "k3")).sum(), logits, retain_graph=True)
+    swapped = (ref.exp() * (ref - logp)).sum()
+    (swapped_gradient,) = torch.autograd.grad(swapped, logits)
+    torch.testing.assert_close(gradient, swapped_gradient)
+
+
+def test_log_ratio_is_limited_and_value_only_on_request():
+    logp, ref_logp = torch.tensor([-100.0, -5.0]), torch.tensor([0.0, 0.0])
+    value = kl_estimate(logp, ref_logp, "k3")
+    torch.testing.assert_close(value, torch.tensor([math.exp(20) - 21, math.exp(5) - 6]))
+    assert kl_estimate(logp, ref_logp, "k3", max_value=10.0).tolist() == [10.0, 10.0]
+
+
+def test_close_policies_do_not_cancel():
+    logp = torch.zeros(2)
+    value = kl_estimate(logp, torch.tensor([1e-4, -1e-4]), "k3")
+    torch.testing.assert_close(value, torch.tensor([5.00017e-9, 4.99983e-9]), rtol=1e-2, atol=0)
+    assert (value >= 0).all()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"ref_logp has shape \(1,\) and logp has \(2,\); pass one value per token"):
+        kl_estimate(torch.zeros(2), torch.zeros(1), "k1")
+    for kind in ("k4", "", "+", "k3++"):
+        with pytest.raises(ValueError, match="kind is .*; it must be one of k1, abs, k2, k3, kl, mse, low_var_kl"):
+            kl_estimate(torch.zeros(1), torch.zeros(1), kind)
+    with pytest.raises(ValueError, match=r"max_value=10.0 has no meaning for kind='k1'"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k1", max_value=10.0)
