@@ -108,7 +108,7 @@ def _score_chunk(
         return logprobs_M, entropy_M, None
     with torch.no_grad():
         probs_MV = all_logprobs_MV.exp()
-        score_norm_M = _score_norm(probs_MV, logprobs_M, targets_M) if options.score_norm else None
+        score_norm_M = _score_norm(probs_MV, targets_M) if options.score_norm else None
         if options.entropy and entropy_M is None:
             # A logit of -inf has p = 0 and contributes 0 * -inf, which is 0 here. A NaN logit stays NaN in logprobs_M.
             entropy_M = -probs_MV.mul_(all_logprobs_MV).nan_to_num_(nan=0.0).sum(dim=-1)
@@ -120,14 +120,14 @@ def _entropy_with_gradient(all_logprobs_MV: Tensor) -> Tensor:
     return -(all_logprobs_MV.exp() * finite_MV).sum(dim=-1)
 
 
-def _score_norm(probs_MV: Tensor, logprobs_M: Tensor, targets_M: Tensor) -> Tensor:
-    """Return (1 - p_a)^2 + sum over v != a of p_v^2: the same number without cancellation where p_a is close to 1."""
+def _score_norm(probs_MV: Tensor, targets_M: Tensor) -> Tensor:
+    """Return (sum of the other p_v)^2 + sum of the other p_v^2: the same without cancellation where p_a is near 1."""
     column = targets_M[:, None]
     target_probs = probs_MV.gather(-1, column)
     probs_MV.scatter_(-1, column, 0.0)
-    others_M = torch.linalg.vector_norm(probs_MV, dim=-1).square()
+    norm_M = probs_MV.sum(dim=-1).square() + torch.linalg.vector_norm(probs_MV, dim=-1).square()
     probs_MV.scatter_(-1, column, target_probs)
-    return torch.expm1(logprobs_M).square() + others_M
+    return norm_M
 
 
 def _check(

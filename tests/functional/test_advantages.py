@@ -16,10 +16,12 @@ NAN = math.nan
 
 
 def test_group_scale_by_hand():
-    # Group 5: rewards 1, 3: mean 2, std sqrt((1 + 1) / 1) = sqrt(2). Group -2: 0, 0, 3: mean 1, std sqrt((1 + 1 + 4) / 2).
+    # Group 5: rewards 1, 3: mean 2, variance (1 + 1) / 1. Group -2: 0, 0, 3: mean 1, variance (1 + 1 + 4) / 2.
     rewards = torch.tensor([0.0, 1.0, 0.0, 3.0, 3.0])
     group_ids = torch.tensor([-2, 5, -2, 5, -2])
-    expected = torch.tensor([-1 / math.sqrt(3), -1 / math.sqrt(2), -1 / math.sqrt(3), 1 / math.sqrt(2), 2 / math.sqrt(3)])
+    expected = torch.tensor(
+        [-1 / math.sqrt(3), -1 / math.sqrt(2), -1 / math.sqrt(3), 1 / math.sqrt(2), 2 / math.sqrt(3)]
+    )
     torch.testing.assert_close(group_relative_advantages(rewards, group_ids, eps=0.0), expected)
 
 
@@ -62,7 +64,10 @@ def test_equal_rewards_give_exactly_zero(scale, size):
 def test_every_group_degenerate_is_all_zero():
     rewards = torch.tensor([0.3, 0.3, 0.9, NAN, NAN])
     for advantages in (
-        *(group_relative_advantages(rewards, torch.tensor([0, 0, 1, 1, 2]), scale=s) for s in ("group", "batch", "none")),
+        *(
+            group_relative_advantages(rewards, torch.tensor([0, 0, 1, 1, 2]), scale=s)
+            for s in ("group", "batch", "none")
+        ),
         rloo_advantages(rewards, torch.tensor([0, 0, 1, 1, 2])),
     ):
         assert advantages.tolist() == [0.0] * 5
@@ -98,7 +103,12 @@ def test_order_of_rollouts_does_not_matter(scale):
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64), (torch.int64, torch.float32)],
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.float32),
+    ],
 )
 def test_result_is_at_least_float32_and_without_gradient(dtype, expected):
     rewards = torch.tensor([0, 1, 1, 0]).to(dtype)
@@ -107,13 +117,16 @@ def test_result_is_at_least_float32_and_without_gradient(dtype, expected):
     advantages = group_relative_advantages(rewards, [0, 0, 1, 1])
     assert advantages.dtype == expected
     assert not advantages.requires_grad
-    torch.testing.assert_close(advantages, torch.tensor([-1, 1, 1, -1], dtype=expected) * math.sqrt(0.5), atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        advantages, torch.tensor([-1, 1, 1, -1], dtype=expected) * math.sqrt(0.5), atol=2e-6, rtol=0
+    )
 
 
 def test_inputs_are_left_alone_and_empty_batches_work():
     rewards = torch.tensor([1.0, NAN])
     group_relative_advantages(rewards, torch.tensor([0, 0]))
-    assert rewards[0] == 1 and rewards[1].isnan()
+    assert rewards[0] == 1
+    assert rewards[1].isnan()
     assert rloo_advantages(torch.zeros(0), []).shape == (0,)
     assert group_relative_advantages(torch.zeros(0), [], scale="batch").shape == (0,)
 
@@ -129,7 +142,9 @@ def test_class_pairs_and_registry():
 
 def test_errors_name_argument_value_and_remedy():
     rewards = torch.tensor([1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match=r"group_ids has 2 entries .* for 3 rewards; pass the prompt's number once per"):
+    with pytest.raises(
+        ValueError, match=r"group_ids has 2 entries .* for 3 rewards; pass the prompt's number once per"
+    ):
         group_relative_advantages(rewards, torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"group_ids has 2 entries .* for 3 rewards"):
         rloo_advantages(rewards, [0, 1])
@@ -137,7 +152,9 @@ def test_errors_name_argument_value_and_remedy():
         rloo_advantages(rewards[:, None], [0, 0, 0])
     with pytest.raises(ValueError, match=r"group_ids has dtype torch.float32; pass integers"):
         rloo_advantages(rewards, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"rewards is infinite for rollouts \[1\] \(1 in all\); return a finite reward"):
+    with pytest.raises(
+        ValueError, match=r"rewards is infinite for rollouts \[1\] \(1 in all\); return a finite reward"
+    ):
         group_relative_advantages(torch.tensor([0.0, -math.inf]), [0, 0])
     with pytest.raises(ValueError, match=r"scale is 'std'; it must be one of group, batch, none"):
         group_relative_advantages(rewards, [0, 0, 0], scale="std")

@@ -41,7 +41,7 @@ def test_value_and_gradient_by_hand(kind, suffix):
 
 
 def test_expected_value_and_gradient_over_a_vocabulary():
-    """Enumerated: k1 and k3 have the value of the KL; only the gradient of k2 (hence of every '+') is that of the KL."""
+    """Enumerated: k1 and k3 have the value of the KL; k2, hence every '+', has its gradient."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.0, 0.5, -0.2, 1.0], dtype=torch.float64).log_softmax(-1)
     logp = logits.log_softmax(-1)
@@ -78,7 +78,7 @@ def test_errors():
     with pytest.raises(ValueError, match=r"ref_logp has shape \(1,\) and logp has \(2,\); pass one value per token"):
         kl_estimate(torch.zeros(2), torch.zeros(1), "k1")
     for kind in ("k4", "", "+", "k3++"):
-        with pytest.raises(ValueError, match="kind is .*; it must be one of k1, abs, k2, k3, kl, mse, low_var_kl"):
+        with pytest.raises(ValueError, match=r"kind is .*; it must be one of k1, abs, k2, k3, kl, mse, low_var_kl"):
             kl_estimate(torch.zeros(1), torch.zeros(1), kind)
     with pytest.raises(ValueError, match=r"max_value=10.0 has no meaning for kind='k1'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k1", max_value=10.0)

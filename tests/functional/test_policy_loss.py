@@ -77,7 +77,7 @@ def test_on_policy_gradient_is_that_of_the_plain_policy_gradient(name):
 
 
 def test_gspo_by_hand():
-    """Rollout 1 has ratios 1, 4 (geometric mean 2), rollout 0 has 0.25, 1, 1 of which the middle one is masked (0.5)."""
+    """Rollout 1 has the ratios 1 and 4 (geometric mean 2), rollout 0 has 0.25 and 1 (0.5) and a masked token."""
     policy, old = _logprobs([1.0, 0.25, 4.0, 100.0, 1.0])
     rollouts = torch.tensor([1, 0, 1, 0, 0])
     mask = torch.tensor([True, True, True, False, True])
@@ -184,8 +184,14 @@ def test_class_pairs_equal_the_functions():
     rollouts = {"rollout_index_N": torch.tensor([0, 0, 1, 1]), "num_rollouts": 2}
     arguments = (policy, old, advantages)
     pairs = [
-        (ClippedPolicyLoss(0.1, 0.3, 2.0), clipped_policy_loss(*arguments, mask_N=mask, epsilon=0.1, epsilon_high=0.3, delta=2.0)),
-        (GSPOPolicyLoss(0.1, 0.3), gspo_policy_loss(*arguments, mask_N=mask, **rollouts, epsilon=0.1, epsilon_high=0.3)),
+        (
+            ClippedPolicyLoss(0.1, 0.3, 2.0),
+            clipped_policy_loss(*arguments, mask_N=mask, epsilon=0.1, epsilon_high=0.3, delta=2.0),
+        ),
+        (
+            GSPOPolicyLoss(0.1, 0.3),
+            gspo_policy_loss(*arguments, mask_N=mask, **rollouts, epsilon=0.1, epsilon_high=0.3),
+        ),
         (CISPOPolicyLoss(epsilon_max=2.0), cispo_policy_loss(*arguments, mask_N=mask, epsilon_max=2.0)),
     ]
     for loss, expected in pairs:
