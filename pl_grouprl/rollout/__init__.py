@@ -1,1 +1,6 @@
-"""TODO."""
+"""Rollout engines: from prompts to sampled completions."""
+
+from pl_grouprl.rollout.engine import RolloutEngine
+from pl_grouprl.rollout.hf import HFRolloutEngine
+
+__all__ = ["HFRolloutEngine", "RolloutEngine"]

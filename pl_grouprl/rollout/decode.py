@@ -1,0 +1,145 @@
+"""Decode a batch of sequences until each has ended.
+
+Shapes: B sequences that are still being decoded, V vocabulary, T steps for which random numbers are at hand.
+
+One step is: draw a token per sequence, take those that have ended out of the batch, run the model on the rest.
+Sequences leave as soon as they end (`kv_cache.drop_rows` makes that cheap), so that a step costs in proportion to the
+sequences that remain. What happens per step is vectorised; only stop strings, where given, are looked for
+sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache
+from pl_grouprl.rollout.prefill import NextTokenLogits, Prefix, left_padding_mask
+from pl_grouprl.rollout.sampling import sample_tokens, uniforms
+from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.types import Rollout, SamplingConfig
+
+STEPS_AT_HAND = 64
+"""Random numbers are made for so many steps at once. Does not change them."""
+
+
+class DecodeBatch:
+    """Sequences that are decoded together.
+
+    Args:
+        parts: Encoded prompts and their row for each sequence, as `PrefixStore.select` returns them.
+        sequences: (prompt index, generation index) of each: names its random stream.
+        sampling: How to sample.
+        end_ids: Tokens that end a sequence.
+        stop: Strings that end a sequence.
+        seed: Of the random streams.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Prefix, list[int]]],
+        sequences: Sequence[tuple[int, int]],
+        sampling: SamplingConfig,
+        *,
+        end_ids: Sequence[int],
+        stop: StopStrings,
+        seed: int,
+    ) -> None:
+        device = parts[0][0].logits_PV.device
+        indexed = [(prefix, torch.tensor(rows, device=device)) for prefix, rows in parts]
+        lengths = [prefix.lengths[row] for prefix, rows in parts for row in rows]
+        self.sequences, self.sampling, self.stop, self.seed = sequences, sampling, stop, seed
+        self.end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
+        self.width = max(prefix.width for prefix, _ in parts)
+        limit = self.width + sampling.max_new_tokens
+        self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit)
+        self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
+        # What follows has one row per live sequence and is reordered when sequences leave.
+        self.row_B = torch.arange(len(sequences), device=device)
+        self.prompt_length_B = torch.tensor(lengths, device=device)
+        self.prompt_mask_BS = left_padding_mask(lengths, self.width, device)
+        self.uniforms_BT: Tensor | None = None
+        self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
+        # What has been drawn so far, one entry per step.
+        self._drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._stopped: list[Tensor] = []
+
+    def run(self, logits: NextTokenLogits) -> list[Rollout]:
+        """Decode to the end.
+
+        Returns:
+            A rollout per sequence, in order, without text.
+
+        Raises:
+            FloatingPointError: If the model's logits were not finite.
+        """
+        for step in range(self.sampling.max_new_tokens):
+            tokens_B, finished_B = self._draw(step)
+            if step + 1 == self.sampling.max_new_tokens or bool(finished_B.all()):
+                break
+            if bool(finished_B.any()):
+                tokens_B = tokens_B[self._drop(finished_B)]
+            self.logits_BV = logits(
+                tokens_B.unsqueeze(-1), self.cache, (self.prompt_length_B + step).unsqueeze(-1), self._mask(step + 1)
+            )
+        return self._collect()
+
+    def _draw(self, step: int) -> tuple[Tensor, Tensor]:
+        """Draw the token of this step for every sequence, and say which sequences it ends."""
+        tokens_B, logprobs_B = sample_tokens(self.logits_BV, self.sampling, self._uniforms(step))
+        finished_B = torch.isin(tokens_B, self.end_ids)
+        if self.tail_BW is not None:
+            self.tail_BW = torch.cat([self.tail_BW[:, 1:], tokens_B.unsqueeze(-1)], dim=-1)
+            tails = [[token for token in tail if token >= 0] for tail in self.tail_BW.tolist()]
+            finished_B = finished_B | torch.tensor(self.stop.found(tails), device=finished_B.device)
+        self._drawn.append((self.row_B, tokens_B, logprobs_B))
+        self._stopped.append(self.row_B[finished_B])
+        return tokens_B, finished_B
+
+    def _uniforms(self, step: int) -> Tensor | None:
+        if self.sampling.temperature == 0:
+            return None
+        if self.uniforms_BT is None or step % STEPS_AT_HAND == 0:
+            live = [self.sequences[row] for row in self.row_B.tolist()]
+            count = min(STEPS_AT_HAND, self.sampling.max_new_tokens - step)
+            self.uniforms_BT = uniforms(self.seed, live, step, count).to(self.row_B.device)
+        return self.uniforms_BT[:, step % STEPS_AT_HAND]
+
+    def _mask(self, new_tokens: int) -> Tensor | None:
+        if self.prompt_mask_BS is None:
+            return None
+        return torch.nn.functional.pad(self.prompt_mask_BS, (0, new_tokens), value=1)
+
+    def _drop(self, finished_B: Tensor) -> Tensor:
+        """Take finished sequences out; returns for each remaining row which one it was."""
+        order = drop_rows(self.cache, finished_B)
+        self.row_B = self.row_B[order]
+        self.prompt_length_B = self.prompt_length_B[order]
+        if self.prompt_mask_BS is not None:
+            self.prompt_mask_BS = self.prompt_mask_BS[order]
+        if self.uniforms_BT is not None:
+            self.uniforms_BT = self.uniforms_BT[order]
+        if self.tail_BW is not None:
+            self.tail_BW = self.tail_BW[order]
+        return order
+
+    def _collect(self) -> list[Rollout]:
+        """Turn the steps into one rollout per sequence."""
+        rows, tokens, logprobs = (torch.cat(columns).cpu() for columns in zip(*self._drawn, strict=True))
+        if not bool(logprobs.isfinite().all()):
+            raise FloatingPointError(
+                "the model's logits are not finite (NaN or infinite); check its weights, and whether its dtype can "
+                "hold its activations (try bfloat16 or float32 in place of float16)."
+            )
+        counts = torch.bincount(rows, minlength=len(self.sequences)).tolist()
+        order = rows.argsort(stable=True)
+        stopped = set(torch.cat(self._stopped).tolist())
+        pieces = zip(tokens[order].split(counts), logprobs[order].split(counts), strict=True)
+        return [
+            Rollout(
+                token_ids=ids.tolist(), logprobs=values.tolist(), finish_reason="stop" if row in stopped else "length"
+            )
+            for row, (ids, values) in enumerate(pieces)
+        ]

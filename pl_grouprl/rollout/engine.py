@@ -1,0 +1,84 @@
+"""What every rollout engine does: a policy is bound once, then prompts go in and groups of rollouts come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from pl_grouprl.types import Rollout, SamplingConfig
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples completions from the policy."""
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Name the policy to sample from. Called before the first `generate`; calling it again is harmless.
+
+        Args:
+            model: The policy. Later calls of `generate` see its weights as they are then.
+            tokenizer: Decodes completions and knows the end token; None where only tokens are wanted.
+        """
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        seed: int,
+    ) -> list[list[Rollout]]:
+        """Sample `num_generations` completions of every prompt.
+
+        Args:
+            prompts: Tokens of each prompt, at least one token each; lengths may differ.
+            sampling: How to sample.
+            num_generations: Rollouts per prompt, at least 1.
+            seed: The same (weights, prompts, sampling, seed) give the same rollouts.
+
+        Returns:
+            For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.
+        """
+        ...
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    num_generations: int,
+    *,
+    max_positions: int | None,
+    vocab_size: int | None,
+) -> None:
+    """Refuse a request that no model could serve, before any work is done.
+
+    Args:
+        prompts: Tokens of each prompt.
+        sampling: How to sample; `max_new_tokens` is read.
+        num_generations: Rollouts per prompt.
+        max_positions: Positions that the model has; None where there is no limit.
+        vocab_size: Number of tokens the model knows; None where that is not known.
+
+    Raises:
+        ValueError: If a prompt is empty, too long, or holds an unknown token, or if `num_generations` is below 1.
+    """
+    if num_generations < 1:
+        raise ValueError(f"num_generations is {num_generations}; it must be at least 1.")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(
+                f"prompts[{index}] is empty; the first token is predicted from the last token of the prompt, so pass "
+                "at least one (a beginning-of-sequence token will do)."
+            )
+        if max_positions is not None and len(prompt) + sampling.max_new_tokens > max_positions:
+            raise ValueError(
+                f"prompts[{index}] has {len(prompt)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
+                f"exceeds the model's max_position_embeddings={max_positions}; shorten the prompt (max_prompt_length) or "
+                "lower max_new_tokens."
+            )
+        if vocab_size is not None and (min(prompt) < 0 or max(prompt) >= vocab_size):
+            raise ValueError(
+                f"prompts[{index}] holds token ids from {min(prompt)} to {max(prompt)}, but the model has vocab_size="
+                f"{vocab_size}; use the tokenizer that belongs to the model."
+            )

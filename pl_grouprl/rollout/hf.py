@@ -1,0 +1,177 @@
+"""Rollouts with a transformers decoder, in the process and on the weights of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pl_grouprl.rollout.engine import check_request
+from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
+from pl_grouprl.types import Rollout, SamplingConfig
+
+
+class HFRolloutEngine:
+    """Samples from a transformers decoder; every distinct prompt is encoded once.
+
+    The cache of a prompt is copied to its rollouts, which are decoded in a batch that sequences leave as soon as they
+    end. Prompts of different lengths go together, padded on the left. Models with full or sliding-window attention
+    are supported.
+
+    Reproducible: each sequence draws from its own random stream, named by (seed, index of the prompt in the call, index
+    of the rollout). Results do not depend on `max_sequences` or on the other prompts, except where rounding, which
+    may differ between batch shapes, moves a probability across a drawn number. The same call gives the same bits on
+    the same machine. No global random state is read or changed.
+
+    Args:
+        model: The policy; may be given later by `bind`.
+        tokenizer: Decodes completions and looks for stop strings; optional.
+        max_sequences: Most sequences that are decoded at once, which bounds the memory of the cache; None decodes all
+            at once. A prompt whose rollouts are cut in two is still encoded once.
+        max_prefill_tokens: Most prompt tokens in one forward pass, padding included.
+
+    Raises:
+        ValueError: If a limit is below 1, or the model is not a decoder.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        tokenizer: Any = None,
+        *,
+        max_sequences: int | None = None,
+        max_prefill_tokens: int = 8192,
+    ) -> None:
+        for name, value in (("max_sequences", max_sequences), ("max_prefill_tokens", max_prefill_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        self.max_sequences = max_sequences
+        self.max_prefill_tokens = max_prefill_tokens
+        self.model: Any = None
+        self.tokenizer: Any = None
+        if model is not None:
+            self.bind(model, tokenizer)
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Name the policy to sample from; the last call counts.
+
+        Args:
+            model: A transformers decoder with a language-model head. Not copied.
+            tokenizer: Its tokenizer; None returns rollouts without text.
+
+        Raises:
+            ValueError: If the model is an encoder-decoder.
+        """
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
+                "models, pass one (AutoModelForCausalLM)."
+            )
+        self.model, self.tokenizer = model, tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        seed: int,
+    ) -> list[list[Rollout]]:
+        """Sample completions; see `RolloutEngine.generate`.
+
+        The model is in evaluation mode during the call and gets back the mode of every submodule afterwards.
+
+        Returns:
+            For each prompt, in the caller's order, `num_generations` rollouts: tokens with the end token included,
+            log-probabilities under the distribution sampled from (`sampling.sample_tokens`), finish reason, and text if
+            there is a tokenizer.
+
+        Raises:
+            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`), or stop strings
+                are given without a tokenizer, or a layer of the model has a state other than keys and values.
+            FloatingPointError: If the model's logits are not finite.
+        """
+        if self.model is None:
+            raise ValueError(
+                "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
+            )
+        config = self.model.config.get_text_config(decoder=True)
+        limits = {
+            "max_positions": getattr(config, "max_position_embeddings", None),
+            "vocab_size": getattr(config, "vocab_size", None),
+        }
+        check_request(prompts, sampling, num_generations, **limits)
+        stop = StopStrings(self.tokenizer, sampling.stop)
+        with _evaluating(self.model):
+            groups = self._generate(prompts, sampling, stop, num_generations, seed)
+        if self.tokenizer is not None:
+            for rollout in (rollout for group in groups for rollout in group):
+                rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        return groups
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        stop: StopStrings,
+        num_generations: int,
+        seed: int,
+    ) -> list[list[Rollout]]:
+        from pl_grouprl.rollout.decode import DecodeBatch  # imports transformers
+        from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore
+
+        distinct, sequences = _arrange(prompts, num_generations)
+        logits = NextTokenLogits(self.model)
+        store = PrefixStore(logits, distinct, self.max_prefill_tokens)
+        end_ids = end_token_ids(self.model, self.tokenizer, sampling)
+        groups: list[list[Rollout]] = [[] for _ in prompts]
+        size = self.max_sequences or len(sequences)
+        for start in range(0, len(sequences), size or 1):
+            chunk, later = sequences[start : start + size], sequences[start + size : start + size + 1]
+            parts = store.select([key for key, _, _ in chunk], later[0][0] if later else len(distinct))
+            names = [(prompt, generation) for _, prompt, generation in chunk]
+            batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed)
+            del parts  # the prompts' caches have been copied
+            for (prompt, _), rollout in zip(names, batch.run(logits), strict=True):
+                groups[prompt].append(rollout)
+        return groups
+
+
+def _arrange(
+    prompts: Sequence[Sequence[int]], num_generations: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, int, int]]]:
+    """List the distinct prompts by length, and the sequences to decode in that order.
+
+    Returns:
+        Distinct prompts, and (index of its distinct prompt, index of its prompt, index of its rollout) per sequence.
+    """
+    owners: dict[tuple[int, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        owners.setdefault(tuple(prompt), []).append(index)
+    distinct = sorted(owners, key=len)
+    sequences = [
+        (key, index, generation)
+        for key, prompt in enumerate(distinct)
+        for index in owners[prompt]
+        for generation in range(num_generations)
+    ]
+    return distinct, sequences
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in.
+
+    Inference mode is switched off inside, even where the caller has it on (Lightning's validation): buffers that a
+    model renews in its forward pass, rotary frequencies for one, could not take part in training later.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,138 @@
+"""From logits to a token: temperature, filters, random numbers, and the draw itself.
+
+Shapes: B sequences that are decoded together, V vocabulary, T steps.
+
+Every sequence has a random stream of its own, so that neither its neighbours in the batch, nor the size of the
+batch, nor a neighbour that finishes changes what it draws. The stream is Philox, a counter-based generator
+(Salmon et al., 2011): its key is (seed, prompt, generation), its counter the step. Streams of different keys are
+independent by construction, nothing is carried from step to step, and no global generator is touched.
+
+One uniform number per step is enough: the token is found by inverting the cumulative distribution. The
+cumulative sums are integers (probabilities times 2^52), which makes them exact: they never decrease, a token of
+probability zero is never drawn, and they do not depend on the order of summation, which differs between devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pl_grouprl.types import SamplingConfig
+
+_FIXED_POINT = 2.0**52
+_DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words at each value of its counter
+
+
+def filter_logits(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Apply temperature, then top-k, top-p and min-p, in that order; each sees what the one before has left.
+
+    The order and the meaning are those of the `LogitsProcessor` classes of transformers. Tokens that tie with the
+    last one kept are kept too.
+
+    Args:
+        logits_BV: Logits, shape [B, V], any floating dtype.
+        sampling: Its temperature must be above 0.
+
+    Returns:
+        Logits of the distribution to sample from, float32, shape [B, V], not normalised; -inf where a token is left
+        out.
+    """
+    scores_BV = logits_BV.float()
+    if sampling.temperature != 1.0:
+        scores_BV = scores_BV / sampling.temperature
+    if 0 < sampling.top_k < scores_BV.shape[-1]:
+        kth_B1 = scores_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        scores_BV = scores_BV.masked_fill(scores_BV < kth_B1, -math.inf)
+    if sampling.top_p < 1.0:
+        scores_BV = _keep_top_p(scores_BV, sampling)
+    if sampling.min_p > 0.0:
+        threshold_B1 = scores_BV.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+        scores_BV = scores_BV.masked_fill(scores_BV < threshold_B1, -math.inf)
+    return scores_BV
+
+
+def _keep_top_p(scores_BV: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Keep the most likely tokens until their probability reaches `top_p`, at least one."""
+    probs_BV = scores_BV.softmax(dim=-1)
+    if 0 < sampling.top_k < scores_BV.shape[-1]:  # all that is left of the vocabulary, ties aside: no full sort
+        sorted_BK = probs_BV.topk(sampling.top_k, dim=-1).values
+    else:
+        sorted_BK = probs_BV.sort(dim=-1, descending=True).values
+    weights_BK = _fixed_point(sorted_BK)
+    before_BK = weights_BK.cumsum(dim=-1) - weights_BK
+    total_B1 = _fixed_point(probs_BV).sum(dim=-1, keepdim=True)
+    kept_B1 = (before_BK < sampling.top_p * total_B1.double()).sum(dim=-1, keepdim=True).clamp(min=1)
+    return scores_BV.masked_fill(probs_BV < sorted_BK.gather(-1, kept_B1 - 1), -math.inf)
+
+
+def sample_tokens(logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draw one token per sequence.
+
+    Args:
+        logits_BV: Logits of the next token, shape [B, V], any floating dtype.
+        sampling: How to sample. Temperature 0 takes the most likely token and ignores the filters.
+        uniforms_B: Float64 in [0, 1), shape [B]; None will do for temperature 0.
+
+    Returns:
+        Tokens, int64 [B], and the log-probability of each under the distribution that it was drawn from, float32
+        [B]. A greedy token carries its log-probability at temperature 1 without filters: the one that scoring
+        reports for it. Log-probabilities are NaN where the logits were.
+
+    Raises:
+        ValueError: If `uniforms_B` is missing where it is needed.
+    """
+    if sampling.temperature == 0:
+        logprobs_BV = logits_BV.float().log_softmax(dim=-1)
+        tokens_B1 = logprobs_BV.argmax(dim=-1, keepdim=True)
+    elif uniforms_B is None:
+        raise ValueError(f"uniforms_B is None at temperature={sampling.temperature}; pass one number per sequence.")
+    else:
+        logprobs_BV = filter_logits(logits_BV, sampling).log_softmax(dim=-1)
+        tokens_B1 = _invert_cdf(logprobs_BV.exp(), uniforms_B)
+    return tokens_B1.squeeze(-1), logprobs_BV.gather(-1, tokens_B1).squeeze(-1)
+
+
+def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Find the first token whose cumulative probability exceeds the uniform number; shape [B, 1].
+
+    With u < 1 of 53 bits and a total below 2^53, `u * total` stays below the total in float64, so the answer lies
+    in the vocabulary. The clamp only keeps the garbage that NaN gives inside; the caller sees the NaN.
+    """
+    cumulative_BV = _fixed_point(probs_BV).cumsum(dim=-1)
+    target_B1 = (uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:].double()).long()
+    return torch.searchsorted(cumulative_BV, target_B1, right=True).clamp(0, probs_BV.shape[-1] - 1)
+
+
+def _fixed_point(probs: Tensor) -> Tensor:
+    """Probabilities as integers, in units of 2^-52. Exact from 2^-29 upwards, where float32 has no finer bits."""
+    return (probs * _FIXED_POINT).long()
+
+
+def uniforms(seed: int, sequences: Sequence[tuple[int, int]], start: int, count: int) -> Tensor:
+    """Random numbers of several sequences for a run of steps.
+
+    Args:
+        seed: Any integer; taken modulo 2^64.
+        sequences: (prompt index, generation index) of each, both from 0 to 2^32 - 1.
+        start: First step, a multiple of 4.
+        count: Number of steps.
+
+    Returns:
+        Float64 in [0, 1), shape [B, T] with T = count, on the CPU. What a sequence gets at a step depends neither on
+        `start` and `count` nor on the other sequences.
+
+    Raises:
+        ValueError: If `start` is not a multiple of 4.
+    """
+    if start % _DRAWS_PER_COUNT:
+        raise ValueError(f"start is {start}; it must be a multiple of {_DRAWS_PER_COUNT}.")
+    numbers_BT = np.empty((len(sequences), count), dtype=np.float64)
+    for row, (prompt, generation) in enumerate(sequences):
+        key = np.array([seed % 2**64, (prompt << 32) + generation], dtype=np.uint64)
+        stream = np.random.Generator(np.random.Philox(key=key, counter=start // _DRAWS_PER_COUNT))
+        stream.random(out=numbers_BT[row])
+    return torch.from_numpy(numbers_BT)
