@@ -113,9 +113,8 @@ class PolicyModule(pl.LightningModule):
 
         if self.verify:
             with self.trainer.precision_plugin.forward_context():
-                report = check_parity(self.policy)
-            if not report.passed:
-                raise RuntimeError(f"verify=True found a mismatch; pass sharing='repeated'.\n{report}")
+                report = check_parity(self.policy, backend=self.attention_backend)
+            report.raise_if_failed()
             rank_zero_info(str(report))
         for model in filter(None, (self.policy, self.reference)):
             # In force for the whole fit: activation checkpointing runs the forward again in the backward pass.
@@ -206,8 +205,8 @@ class PolicyModule(pl.LightningModule):
         then, now = state.get("reference_fingerprint"), self._reference_fingerprint
         if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
             raise ValueError(
-                f"policy={self.policy_source!r} gives another model (sum of absolute weights {now}) than the checkpoint "
-                f"was trained with ({then}), so the reference policy would differ; restore it or start a new run."
+                f"policy={self.policy_source!r} gives another model (sum of absolute weights {now}) than the "
+                f"checkpoint was trained with ({then}), so the reference would differ; restore it or start a new run."
             )
 
 

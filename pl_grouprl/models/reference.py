@@ -10,8 +10,8 @@ from torch import nn
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """Copy a model that is never trained: no gradients, evaluation mode."""
-    return copy.deepcopy(model).requires_grad_(False).eval()
+    """Copy a model that is never trained. Its mode is left alone; put it in evaluation mode to score with it."""
+    return copy.deepcopy(model).requires_grad_(False)
 
 
 def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:

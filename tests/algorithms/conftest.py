@@ -1,0 +1,125 @@
+"""A run small enough for a test: a random Qwen3 of 2 layers, prompts of digits, completions of a few letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.types import Rollout, SamplingConfig
+
+
+class TinyPolicy:
+    """The same random weights each time."""
+
+    def __init__(self, gradient_checkpointing: bool = False, attention_dropout: float = 0.0, seed: int = 0) -> None:
+        self.gradient_checkpointing = gradient_checkpointing
+        self.attention_dropout = attention_dropout
+        self.seed = seed
+
+    def load(self) -> Any:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            vocab_size=len(digit_tokenizer()),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=64,
+            attention_dropout=self.attention_dropout,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            model = Qwen3ForCausalLM(config)
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    def load_tokenizer(self) -> Any:
+        return digit_tokenizer()
+
+
+class ScriptedEngine:
+    """Completions that depend on the prompt and the number of the rollout alone; lengths from 1 to 5, one empty."""
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        pass
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        return [[self._rollout(sum(prompt) + 7 * g) for g in range(num_generations)] for prompt in prompts]
+
+    @staticmethod
+    def _rollout(number: int) -> Rollout:
+        length = number % 6
+        ids = [2 + (number + 3 * i) % 20 for i in range(length)]
+        return Rollout(ids, logprobs=[0.0] * length, finish_reason="length" if length == 5 else "stop")
+
+
+def share_of_letters(completions, **columns):
+    """Reward: how much of a completion is letters; random policies differ in it, and all can learn it."""
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    seed_everything(1, verbose=False)
+
+
+@pytest.fixture
+def make_module():
+    def make(cls=GRPO, policy=None, rewards=share_of_letters, **kwargs):
+        defaults = {
+            "num_generations": 4,
+            "sampling": SamplingConfig(max_new_tokens=5),
+            "optimizer": OptimizerConfig(learning_rate=1e-2),
+            "verify": False,
+        }
+        return cls(policy or TinyPolicy(), rewards, **{**defaults, **kwargs})
+
+    return make
+
+
+@pytest.fixture
+def make_data():
+    def make(train_size=12, prompt_length=20, batch_size=4, val=False, **kwargs):
+        task = MostFrequentDigit(prompt_length=prompt_length, majority_share=0.4, train_size=train_size, val_size=4)
+        return PromptDataModule(task, task if val else None, batch_size=batch_size, **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    def make(**kwargs):
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": -1, "default_root_dir": tmp_path}
+        kwargs.setdefault("enable_checkpointing", bool(kwargs.get("callbacks")))
+        return Trainer(**{**defaults, **quiet, **kwargs})
+
+    return make
+
+
+@pytest.fixture
+def tiny_policy():
+    return TinyPolicy
+
+
+@pytest.fixture
+def scripted_engine():
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def parameters():
+    """Copy of a module's trained weights."""
+    return lambda module: [p.detach().clone() for p in module.policy.parameters()]
