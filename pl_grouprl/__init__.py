@@ -1,1 +1,37 @@
 """PyTorch Lightning modules for reinforcement learning of language models whose rollouts come in groups."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pl_grouprl.algorithms import GRPO
+    from pl_grouprl.callbacks import SharedPrefixCallback
+    from pl_grouprl.data import PromptDataModule
+    from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GRPO": "algorithms",
+    "Prompt": "types",
+    "PromptDataModule": "data",
+    "Rollout": "types",
+    "RolloutGroup": "types",
+    "SamplingConfig": "types",
+    "SharedPrefixCallback": "callbacks",
+}
+
+__all__ = ["GRPO", "Prompt", "PromptDataModule", "Rollout", "RolloutGroup", "SamplingConfig", "SharedPrefixCallback"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: `import pl_grouprl` alone loads nothing heavy."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"pl_grouprl.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'pl_grouprl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

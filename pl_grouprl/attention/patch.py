@@ -57,6 +57,7 @@ class SharedPrefix:
         model: The patched model.
         backend: Name of the attention backend.
         decoder: Its decoder.
+        wrapped: The attention implementation that serves calls without a layout.
         last_call: What became of the decoder's last call; None before the first.
         listeners: Called with the `CallReport` of each call of the decoder.
         paused: Set it to let every call through untouched for a while.
@@ -69,6 +70,7 @@ class SharedPrefix:
         self.listeners: list[Callable[[CallReport], None]] = []
         self.paused = False
         self._handles: list[Any] = []
+        self.wrapped = "eager"
         check_supported(model)
         self.decoder = find_decoder(model)
         self._parameters = list(inspect.signature(self.decoder.forward).parameters)
@@ -78,8 +80,8 @@ class SharedPrefix:
         if self._handles:
             raise RuntimeError("this shared_prefix context is already in force; make a new one to nest it.")
         config = self.decoder.config
-        self._wrapped = config._attn_implementation or "eager"
-        config._attn_implementation = register(self.backend, self._wrapped)
+        self.wrapped = config._attn_implementation or "eager"
+        config._attn_implementation = register(self.backend, self.wrapped)
         self._handles = [
             self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self.decoder.register_forward_hook(self._after, with_kwargs=True),
@@ -94,7 +96,7 @@ class SharedPrefix:
             handle.remove()
         self._handles = []
         _IN_FORCE[self.decoder].remove(self)
-        self.decoder.config._attn_implementation = self._wrapped
+        self.decoder.config._attn_implementation = self.wrapped
 
     @torch.compiler.disable(reason="looks for shared prefixes in Python; the decoder's layers compile")
     def _before(

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from pl_grouprl.packing import SharedPrefixLayout
 
+CACHE_IN_USE = "a cache is in use"
+"""Why calls of generation go through untouched."""
+
 _KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids"}
 
 
@@ -52,7 +55,7 @@ def unsharable(arguments: dict[str, Any]) -> str | None:
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     tensors = {name for name, value in arguments.items() if isinstance(value, Tensor)} - _KNOWN_ARGUMENTS
     findings = {
-        "a cache is in use": arguments.get("past_key_values") is not None or bool(arguments.get("use_cache")),
+        CACHE_IN_USE: arguments.get("past_key_values") is not None or bool(arguments.get("use_cache")),
         "input_ids are not of shape [rows, tokens]": input_ids is None or input_ids.dim() != 2,
         "it has one row": input_ids is not None and len(input_ids) < 2,
         "attention_mask is not of shape [rows, tokens]": mask is not None and getattr(mask, "ndim", 0) != 2,
@@ -113,7 +116,7 @@ def share_rows(
     taken = torch.cat([source[row][start:stop] for row, start, stop in forest.spans])
     packed_index = torch.zeros(batch, width, dtype=torch.long)
     for row, leaf in forest.leaf_of_row.items():
-        packed_index[row][kept[row]] = _path_index(layout, leaf)
+        packed_index[row][kept[row]] = layout.path(leaf)
     device = input_ids.device
     return SharedRows(
         layout=layout,
@@ -176,17 +179,6 @@ class _Forest:
 
 def _common_prefix(a: list[Any], b: list[Any]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _path_index(layout: SharedPrefixLayout, leaf: int) -> Tensor:
-    """Places in the packed row of the tokens on the way from the root to a leaf."""
-    parts = []
-    index: int | None = leaf
-    while index is not None:
-        segment = layout.segments[index]
-        parts.append(torch.arange(segment.start, segment.stop))
-        index = segment.parent
-    return torch.cat(parts[::-1])
 
 
 def _names(group_ids: Sequence[Hashable] | Tensor) -> list[Hashable]:

@@ -150,6 +150,22 @@ class SharedPrefixLayout:
         """The same for the repeated run."""
         return sum(length * (length + 1) // 2 for length in self.repeated_lengths)
 
+    @property
+    def num_groups(self) -> int:
+        """Number of roots with descendants: prefixes that are shared."""
+        shared = {segment.parent for segment in self.segments}
+        return sum(segment.parent is None and index in shared for index, segment in enumerate(self.segments))
+
+    def path(self, index: int) -> Tensor:
+        """Places in the row of the tokens from the root to the end of a segment, int64."""
+        runs: list[Tensor] = []
+        above: int | None = index
+        while above is not None:
+            segment = self.segments[above]
+            runs.append(torch.arange(segment.start, segment.stop))
+            above = segment.parent
+        return torch.cat(runs[::-1])
+
     def memo(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """Keep what is derived from this layout (masks, index tensors, plans) for the next layer that asks."""
         if key not in self._memo:

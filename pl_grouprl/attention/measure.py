@@ -1,0 +1,69 @@
+"""Time one decoder call both ways: as the packed row that it was, and as padded rows with the prefixes repeated.
+
+Legend: B sequences, L the longest of them, T packed tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.packing import SharedPrefixLayout
+
+if TYPE_CHECKING:
+    from pl_grouprl.attention.patch import CallReport, SharedPrefix
+
+
+def measure_speedup(patch: SharedPrefix, report: CallReport, *, repeats: int = 2) -> float:
+    """Seconds of the repeated run over seconds of the shared one, decoder forward and backward.
+
+    Nothing is left behind: no gradient, no change of the random state. The runs alternate, and the faster of
+    `repeats` counts, so that the first one may warm up.
+
+    Args:
+        patch: The context in force.
+        report: A call of its decoder in which something was shared.
+        repeats: Runs of each kind.
+    """
+    layout = report.layout
+    assert layout is not None
+    assert report.position_ids is not None
+    shared = {"input_ids": report.input_ids, "position_ids": report.position_ids, "prefix_layout": layout}
+    repeated = repeat_rows(layout, report.input_ids)
+    seconds: dict[str, list[float]] = {"shared": [], "repeated": []}
+    devices = [report.input_ids.device] if report.input_ids.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(repeats):
+            for name, inputs in (("repeated", repeated), ("shared", shared)):
+                seconds[name].append(_time_call(patch, inputs))
+    return min(seconds["repeated"]) / min(seconds["shared"])
+
+
+def repeat_rows(layout: SharedPrefixLayout, input_ids: Tensor) -> dict[str, Tensor]:
+    """Undo a packed row [1, T]: right-padded `input_ids` and `attention_mask`, shape [B, L], a row per leaf."""
+    rows = [input_ids[0, layout.path(leaf).to(input_ids.device)] for leaf in layout.leaves]
+    mask_BL = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "attention_mask": mask_BL}
+
+
+def _time_call(patch: SharedPrefix, inputs: dict[str, Any]) -> float:
+    weights = [weight for weight in patch.decoder.parameters() if weight.requires_grad]
+    listeners, patch.listeners, patch.paused = patch.listeners, [], True
+    try:
+        start = _now(patch)
+        with torch.set_grad_enabled(bool(weights)):
+            hidden = patch.decoder(**inputs, use_cache=False).last_hidden_state
+            if weights:
+                torch.autograd.grad(hidden.float().sum(), weights, allow_unused=True)
+        return _now(patch) - start
+    finally:
+        patch.listeners, patch.paused = listeners, False
+
+
+def _now(patch: SharedPrefix) -> float:
+    if patch.decoder.device.type == "cuda":
+        torch.cuda.synchronize(patch.decoder.device)
+    return time.perf_counter()

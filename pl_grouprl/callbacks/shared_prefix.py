@@ -1,0 +1,198 @@
+"""Shared prefixes in any LightningModule: add the callback to the Trainer, change nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from pl_grouprl.attention import CallReport, SharedPrefix, check_parity, find_decoder, in_force, shared_prefix
+from pl_grouprl.attention.backend import get_backend
+from pl_grouprl.attention.measure import measure_speedup
+from pl_grouprl.attention.rows import CACHE_IN_USE
+from pl_grouprl.packing import ModelCost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class SharedPrefixCallback(Callback):
+    """Lets every transformers decoder of a LightningModule encode shared prefixes once, and reports what that saves.
+
+    The module goes on calling its model with ordinary padded batches; rows that repeat a prefix are found and packed
+    (see `pl_grouprl.attention.shared_prefix`). A model that is in such a context already, as in `GRPO`, is observed.
+
+    Logged each step, over the step's decoder calls without a cache: `prefix/token_ratio` (tokens with repeated
+    prefixes over tokens run), `prefix/flops_ratio` (the same of linear layers and attention), `prefix/groups`
+    (prompts whose prefix was shared), `prefix/segments`, `prefix/padding_fraction` (of the batch as it was given)
+    and, every `measure_every_n_steps`, `prefix/measured_speedup` (seconds of the decoder's forward and backward on
+    padded, repeated rows over seconds on the packed row).
+
+    Args:
+        backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
+        verify: Compare shared and repeated prefixes on small random groups before the first step, and stop the run if
+            log-probabilities or gradients differ by more than the dtype explains.
+        measure_every_n_steps: How often one of the step's calls is timed both ways; 0 is never.
+        min_saved_tokens: Rows share a prefix where that saves at least this many tokens.
+
+    Raises:
+        ValueError: If there is no such backend, or an option is negative.
+    """
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        verify: bool = True,
+        measure_every_n_steps: int = 0,
+        min_saved_tokens: int = 16,
+    ) -> None:
+        get_backend(backend)
+        for name, value in (("measure_every_n_steps", measure_every_n_steps), ("min_saved_tokens", min_saved_tokens)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or larger.")
+        self.backend = backend
+        self.verify = verify
+        self.measure_every_n_steps = measure_every_n_steps
+        self.min_saved_tokens = min_saved_tokens
+        self._observed: dict[SharedPrefix, ModelCost] = {}
+        self._entered: list[SharedPrefix] = []
+        self._calls: list[tuple[SharedPrefix, CallReport]] = []
+        self._announced = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Patch or observe the module's models, and verify them.
+
+        Raises:
+            ValueError: If the module has no transformers decoder, one of them would be silently wrong, or another
+                backend than the one asked for is in force.
+            ParityError: If shared and repeated prefixes differ.
+        """
+        models = decoders_of(pl_module)
+        if not models:
+            raise ValueError(
+                f"{type(pl_module).__name__} has no transformers decoder; SharedPrefixCallback needs a module with a "
+                "PreTrainedModel among its submodules by the time training starts."
+            )
+        for model in models:
+            patch = self._enter(model)
+            trained = any(weight.requires_grad for weight in model.parameters())
+            if self.verify and trained and model.get_output_embeddings() is not None:
+                report = check_parity(model, backend=patch.backend)
+                report.raise_if_failed()
+                rank_zero_info(str(report))
+            patch.listeners.append(self._listener(patch))
+            self._observed[patch] = ModelCost.of(patch.decoder)
+        self._announced = False
+
+    def _enter(self, model: PreTrainedModel) -> SharedPrefix:
+        patch = in_force(model)
+        if patch is None:
+            patch = shared_prefix(model, self.backend, min_saved_tokens=self.min_saved_tokens).__enter__()
+            self._entered.append(patch)
+        elif self.backend not in ("auto", patch.backend):
+            raise ValueError(
+                f"SharedPrefixCallback(backend={self.backend!r}), but {type(model).__name__} already runs backend "
+                f"{patch.backend!r}; set the backend where the model is patched, or leave it at 'auto' here."
+            )
+        return patch
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to collect the step's calls."""
+        self._calls.clear()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the step's calls shared."""
+        calls = [(patch, call) for patch, call in self._calls if call.reason != CACHE_IN_USE]
+        self._calls.clear()
+        if not calls:
+            return
+        if not self._announced:
+            self._announce(calls)
+        metrics = self._metrics(calls)
+        shared = [(patch, call) for patch, call in calls if call.layout is not None]
+        if shared and self.measure_every_n_steps and batch_idx % self.measure_every_n_steps == 0:
+            metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
+        pl_module.log_dict(metrics, batch_size=1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the models."""
+        self._leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore the models."""
+        self._leave()
+
+    def _listener(self, patch: SharedPrefix) -> Callable[[CallReport], None]:
+        return lambda call: self._calls.append((patch, call))
+
+    def _leave(self) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)
+        self._observed.clear()
+        self._calls.clear()
+
+    def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
+        savings = [_Saving.of(call, self._observed[patch]) for patch, call in calls]
+        layouts = [call.layout for _, call in calls if call.layout is not None]
+        return {
+            "prefix/token_ratio": sum(s.repeated_tokens for s in savings) / sum(s.tokens for s in savings),
+            "prefix/flops_ratio": sum(s.repeated_flops for s in savings) / sum(s.flops for s in savings),
+            "prefix/padding_fraction": sum(call.padding_fraction for _, call in calls) / len(calls),
+            "prefix/groups": float(sum(layout.num_groups for layout in layouts)),
+            "prefix/segments": float(sum(len(layout.segments) for layout in layouts)),
+        }
+
+    def _announce(self, calls: list[tuple[SharedPrefix, CallReport]]) -> None:
+        self._announced = True
+        for patch, call in calls:
+            if call.layout is not None:
+                rank_zero_info(
+                    f"shared prefixes: {type(patch.model).__name__} runs backend {patch.backend!r} over "
+                    f"{patch.wrapped!r} attention; the first batch has {call.layout.num_groups} groups in "
+                    f"{len(call.layout.segments)} segments, {call.layout.num_tokens} tokens instead of "
+                    f"{sum(call.layout.repeated_lengths)} (token ratio {call.layout.token_ratio:.2f}, operations "
+                    f"{self._observed[patch].repeated(call.layout) / self._observed[patch].shared(call.layout):.2f})"
+                )
+                return
+        reasons = Counter(call.reason for _, call in calls)
+        rank_zero_warn(
+            "SharedPrefixCallback shares nothing: of the first step's decoder calls "
+            + ", ".join(f"{count} went through untouched because {reason}" for reason, count in reasons.items())
+            + ". Training is as slow as without it."
+        )
+
+
+class _Saving(NamedTuple):
+    """What one decoder call ran and would have run with repeated prefixes."""
+
+    tokens: int
+    repeated_tokens: int
+    flops: float
+    repeated_flops: float
+
+    @classmethod
+    def of(cls, call: CallReport, cost: ModelCost) -> _Saving:
+        layout = call.layout
+        if layout is None:
+            tokens = call.input_ids.numel()
+            return cls(tokens, tokens, cost.per_token * tokens, cost.per_token * tokens)
+        return cls(layout.num_tokens, sum(layout.repeated_lengths), cost.shared(layout), cost.repeated(layout))
+
+
+def decoders_of(module: LightningModule) -> list[PreTrainedModel]:
+    """The outermost transformers models of a module that have a decoder."""
+    from transformers import PreTrainedModel
+
+    found: list[PreTrainedModel] = []
+    inside: set[int] = set()
+    for child in module.modules():
+        if isinstance(child, PreTrainedModel) and id(child) not in inside:
+            inside.update(id(part) for part in child.modules())
+            if find_decoder(child) is not None:
+                found.append(child)
+    return found
