@@ -74,8 +74,8 @@ def check_request(
         if max_positions is not None and len(prompt) + sampling.max_new_tokens > max_positions:
             raise ValueError(
                 f"prompts[{index}] has {len(prompt)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
-                f"exceeds the model's max_position_embeddings={max_positions}; shorten the prompt (max_prompt_length) or "
-                "lower max_new_tokens."
+                f"exceeds the model's max_position_embeddings={max_positions}; shorten the prompt (max_prompt_length) "
+                "or lower max_new_tokens."
             )
         if vocab_size is not None and (min(prompt) < 0 or max(prompt) >= vocab_size):
             raise ValueError(

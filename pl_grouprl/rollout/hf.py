@@ -165,7 +165,8 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule is in the mode it was in.
 
     Inference mode is switched off inside, even where the caller has it on (Lightning's validation): buffers that a
-    model renews in its forward pass, rotary frequencies for one, could not take part in training later.
+    model renews in its forward pass, rotary frequencies for one, would stay inference tensors, which can neither be
+    written to (DDP's broadcast) nor saved for a backward pass.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -227,6 +227,18 @@ def fail_on_purpose(*args):
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_shared_prefix_context_changes_nothing(make_model, family):
+    from pl_grouprl.attention import shared_prefix
+
+    model = make_model(family)
+    engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=12, stop_token_ids=(4,))
+    outside = engine.generate(PROMPTS, sampling, num_generations=4, seed=1)
+    with shared_prefix(model):
+        inside = engine.generate(PROMPTS, sampling, num_generations=4, seed=1)
+    assert_same(outside, inside)
+
+
 @pytest.mark.parametrize("inference_mode", [False, True])
 def test_training_goes_on_afterwards(make_model, inference_mode):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}  # renews its buffer in the forward pass
@@ -242,6 +254,7 @@ def test_training_goes_on_afterwards(make_model, inference_mode):
     assert model.config.use_cache is False
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert torch.is_grad_enabled()
+    assert not any(buffer.is_inference() for buffer in model.buffers())
     inputs = torch.tensor([groups[0][0].token_ids])
     model(inputs, labels=inputs).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
