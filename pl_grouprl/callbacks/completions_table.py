@@ -1,0 +1,209 @@
+"""A table of prompts, completions and rewards: on the console, in TensorBoard, and in a file that only grows."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from pl_grouprl.callbacks.run_folder import is_trial, run_folder
+from pl_grouprl.types import Prompt, RolloutGroup
+
+Row = dict[str, Any]
+
+CONSOLE_WIDTH = 120
+
+
+class CompletionsTable(Callback):
+    """Show what the policy writes, every so many optimizer steps and at the first.
+
+    Works with any module that has an attribute `last_rollouts`: a list of `RolloutGroup`, or an object whose `groups`
+    is one, as `GRPO` has. Rows are those of rank 0. Every completion of the chosen groups becomes one line of
+    `completions.jsonl` in the run folder; lines are appended, never overwritten.
+
+    Args:
+        every_n_steps: Optimizer steps from one table to the next.
+        num_groups: How many prompts of the batch are shown, the first ones.
+        num_completions: How many completions of each prompt the console and TensorBoard show, spread over the rewards
+            from the highest to the lowest; the file has them all.
+        max_characters: Longer prompts and completions are shortened in the middle on the console and in TensorBoard.
+        filename: Of the file in the run folder; None writes none.
+        console: Print the table.
+
+    Raises:
+        ValueError: If a count is out of range.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 10,
+        num_groups: int = 2,
+        num_completions: int = 4,
+        max_characters: int = 60,
+        filename: str | None = "completions.jsonl",
+        console: bool = True,
+    ) -> None:
+        counts = {
+            "every_n_steps": every_n_steps,
+            "num_groups": num_groups,
+            "num_completions": num_completions,
+            "max_characters": max_characters,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"CompletionsTable.{name} is {count}; it must be at least 1.")
+        self.every_n_steps = every_n_steps
+        self.num_groups = num_groups
+        self.num_completions = num_completions
+        self.max_characters = max_characters
+        self.filename = filename
+        self.console = console
+        self._folder: Path | None = None
+        self._next_step = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the run folder, and refuse a module that keeps no rollouts."""
+        if stage != "fit":
+            return
+        if not hasattr(pl_module, "last_rollouts"):
+            raise TypeError(
+                f"CompletionsTable needs a module with an attribute `last_rollouts` and {type(pl_module).__name__} has "
+                "none; set it to the list of RolloutGroup of the step, or leave the callback out."
+            )
+        self._folder = run_folder(trainer)
+        self._next_step = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the table where it is due."""
+        if not trainer.is_global_zero or trainer.global_step < self._next_step:
+            return
+        rollouts: Any = pl_module.last_rollouts
+        groups: Sequence[RolloutGroup] | None = getattr(rollouts, "groups", rollouts)
+        if not groups:
+            return
+        self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
+        groups = groups[: self.num_groups]
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        rows = [completion_rows(group, index, trainer.global_step, tokenizer) for index, group in enumerate(groups)]
+        self._write([row for group_rows in rows for row in group_rows])
+        shown = [row for group_rows in rows for row in _spread(group_rows, self.num_completions)]
+        if self.console:
+            trainer.print(render_table(shown, self.max_characters))
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and not is_trial(trainer):
+                text = markdown_table(shown, self.max_characters)
+                logger.experiment.add_text("completions", text, trainer.global_step)
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        if self._folder is None or self.filename is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / self.filename).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any = None) -> list[Row]:
+    """One row for each completion of a group.
+
+    Args:
+        group: The prompt and its rollouts.
+        index: Number of the group in the batch.
+        step: Optimizer steps done.
+        tokenizer: Decodes what has no text yet; without it, token ids are shown.
+    """
+    prompt = prompt_text(group, tokenizer)
+    return [
+        {
+            "step": step,
+            "group": group.group_id if group.group_id is not None else index,
+            "data_source": group.data_source,
+            "prompt": prompt,
+            "completion": rollout.text if rollout.text is not None else _decode(rollout.token_ids, tokenizer),
+            "reward": rollout.reward,
+            "rewards": dict(rollout.rewards),
+            "num_tokens": len(rollout.token_ids),
+            "finish_reason": rollout.finish_reason,
+        }
+        for rollout in group.rollouts
+    ]
+
+
+def prompt_text(group: RolloutGroup | Prompt, tokenizer: Any = None) -> str:
+    """Return the prompt as one string: as the data set has it, messages joined, else decoded from its tokens."""
+    if isinstance(group.prompt, str) and group.prompt:
+        return group.prompt
+    if group.prompt:
+        return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in group.prompt)  # type: ignore[union-attr]
+    return _decode(group.prompt_ids if isinstance(group, RolloutGroup) else group.token_ids, tokenizer)
+
+
+def render_table(rows: Sequence[Row], max_characters: int) -> str:
+    """Draw the rows as a table of plain characters."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"Completions at step {rows[0]['step']}" if rows else "Completions", title_justify="left")
+    table.add_column("prompt", ratio=2)
+    table.add_column("completion", ratio=2)
+    table.add_column("reward", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("end")
+    previous = None
+    for row in rows:
+        if previous is not None and row["group"] != previous:
+            table.add_section()
+        prompt = "" if row["group"] == previous else shorten(row["prompt"], max_characters)
+        completion = shorten(row["completion"], max_characters)
+        cells = (prompt, completion, _reward(row), str(row["num_tokens"]), row["finish_reason"] or "")
+        table.add_row(*(Text(cell) for cell in cells))  # Text: brackets of a completion are no markup
+        previous = row["group"]
+    console = Console(file=io.StringIO(), width=CONSOLE_WIDTH, force_terminal=False)
+    console.print(table)
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+
+
+def markdown_table(rows: Sequence[Row], max_characters: int) -> str:
+    """Write the rows as a Markdown table, which TensorBoard renders."""
+    lines = ["| prompt | completion | reward | tokens | end |", "|---|---|---|---|---|"]
+    for row in rows:
+        texts = (shorten(row[name], max_characters).replace("|", "\\|") for name in ("prompt", "completion"))
+        lines.append(f"| {' | '.join(texts)} | {_reward(row)} | {row['num_tokens']} | {row['finish_reason'] or ''} |")
+    return "\n".join(lines)
+
+
+def shorten(text: str, max_characters: int) -> str:
+    """Make one printable line of it: control characters written out, the middle left out where it is too long."""
+    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    if len(line) <= max_characters:
+        return line
+    head = (max_characters - 1) * 2 // 3
+    tail = max_characters - 1 - head
+    return f"{line[:head]}…{line[len(line) - tail :]}"
+
+
+def _spread(rows: list[Row], count: int) -> list[Row]:
+    """Choose rows from the highest to the lowest reward, evenly; a missing reward counts as the lowest."""
+    ranked = sorted(rows, key=lambda row: -float("inf") if row["reward"] is None else row["reward"], reverse=True)
+    if len(ranked) <= count:
+        return ranked
+    if count == 1:
+        return ranked[:1]
+    return [ranked[round(i * (len(ranked) - 1) / (count - 1))] for i in range(count)]
+
+
+def _reward(row: Row) -> str:
+    return "" if row["reward"] is None else f"{row['reward']:.3f}"
+
+
+def _decode(token_ids: Sequence[int], tokenizer: Any) -> str:
+    if tokenizer is None:
+        return " ".join(str(token) for token in token_ids)
+    return tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,71 @@
+"""One picture of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pl_grouprl.callbacks.metric_history import Point
+
+PANELS: Mapping[str, Sequence[str]] = {
+    "reward": ("reward",),
+    "validation": ("val/*",),
+    "token ratio, measured speedup": ("prefix/token_ratio", "prefix/measured_speedup"),
+    "entropy (nats per token)": ("entropy",),
+    "KL to the reference": ("kl",),
+    "completion length (tokens)": ("completions/mean_length",),
+    "gradient norm": ("grad_norm",),
+    "seconds per step": ("time/*",),
+    "tokens per second": ("perf/tokens_per_second",),
+}
+"""Title of each panel and the metrics in it; a star at the end takes every name that begins so."""
+
+_COLUMNS = 3
+_MOST_LINES = 8
+
+
+def draw_curves(
+    points: Mapping[str, Sequence[Point]], path: Path, panels: Mapping[str, Sequence[str]] = PANELS
+) -> None:
+    """Draw every panel that has data, over optimizer steps, into one PNG file. Draws nothing where none has.
+
+    Args:
+        points: (step, value) pairs of each metric.
+        path: The file; its folder is made.
+        panels: Title of each panel and the names of its metrics.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    filled = {title: names for title, wanted in panels.items() if (names := select(points, wanted))}
+    if not filled:
+        return
+    columns = min(_COLUMNS, len(filled))
+    rows = math.ceil(len(filled) / columns)
+    figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for position, (title, names) in enumerate(filled.items(), start=1):
+        axes = figure.add_subplot(rows, columns, position)
+        for name in names:
+            steps, values = zip(*points[name], strict=True)
+            axes.plot(steps, values, label=name, marker="." if len(steps) < 40 else None, linewidth=1.5)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("optimizer step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        if len(names) > 1:
+            axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def select(points: Mapping[str, Sequence[Point]], wanted: Sequence[str]) -> list[str]:
+    """Names that exist among those wanted, stars resolved, at most eight."""
+    names = [
+        name
+        for pattern in wanted
+        for name in points
+        if (name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern)
+    ]
+    return names[:_MOST_LINES]

@@ -1,0 +1,141 @@
+"""What a run came to: a few lines on the console, `summary.json` and `curves.png` in the run folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from pl_grouprl.callbacks.curves import draw_curves
+from pl_grouprl.callbacks.metric_history import MetricHistory
+from pl_grouprl.callbacks.run_folder import run_folder
+
+Statistics = Mapping[str, Mapping[str, float]]
+
+VALIDATION_PREFIX = "val"
+
+
+class RunSummary(Callback):
+    """Keep every logged metric over the run and sum it up when training ends.
+
+    Works with any module that logs. The history is part of checkpoints, so that a resumed run is summed up from its
+    beginning. Without a logger and under `fast_dev_run` only the console lines are written.
+
+    Args:
+        every_n_steps: Optimizer steps between two records of training metrics.
+        summary_filename: Of the statistics in the run folder; None writes none.
+        curves_filename: Of the picture in the run folder; None draws none.
+
+    Raises:
+        ValueError: If `every_n_steps` is less than 1.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 1,
+        summary_filename: str | None = "summary.json",
+        curves_filename: str | None = "curves.png",
+    ) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"RunSummary.every_n_steps is {every_n_steps}; it must be at least 1.")
+        self.every_n_steps = every_n_steps
+        self.summary_filename = summary_filename
+        self.curves_filename = curves_filename
+        self.history = MetricHistory()
+        self.training_seconds = 0.0
+        self._started: float | None = None
+        self._last_step = 0
+        self._folder: Path | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the run folder."""
+        if stage == "fit":
+            self._folder = run_folder(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._started = time.monotonic()
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the training metrics of a new optimizer step."""
+        if trainer.global_step == self._last_step or trainer.global_step % self.every_n_steps:
+            return
+        self._last_step = trainer.global_step
+        metrics = trainer.callback_metrics
+        training = {name: value for name, value in metrics.items() if not name.startswith(VALIDATION_PREFIX)}
+        self.history.record(trainer.global_step, training)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the validation metrics."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        metrics = trainer.callback_metrics
+        validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIX)}
+        self.history.record(trainer.global_step, validation)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the summary."""
+        self._stop_clock()
+        if not trainer.is_global_zero or not self.history.points:
+            return
+        statistics = {name: self.history.statistics(name) for name in sorted(self.history.points)}
+        trainer.print(summary_text(statistics, trainer.global_step, self.training_seconds, self._folder))
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self.summary_filename is not None:
+            summary = {"steps": trainer.global_step, "training_seconds": self.training_seconds, "metrics": statistics}
+            (self._folder / self.summary_filename).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        if self.curves_filename is not None:
+            draw_curves(self.history.points, self._folder / self.curves_filename)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history and the seconds spent in training."""
+        self._stop_clock()
+        return {"history": self.history.state_dict(), "training_seconds": self.training_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the history of a checkpoint."""
+        self.history.load_state_dict(state_dict["history"])
+        self.training_seconds = float(state_dict["training_seconds"])
+
+    def _stop_clock(self) -> None:
+        """Add what has passed since the last look; the clock goes on."""
+        if self._started is not None:
+            now = time.monotonic()
+            self.training_seconds += now - self._started
+            self._started = now
+
+
+def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Path | None) -> str:
+    """Put the figures that matter into a few lines; what was not logged is left out."""
+    lines = [f"Run summary: {steps} steps in {seconds:.0f} s"]
+    if "reward" in statistics:
+        reward = statistics["reward"]
+        lines.append(f"  reward              first {reward['first']:.3f}, last {reward['last']:.3f}")
+    for name, values in statistics.items():
+        if name.startswith(VALIDATION_PREFIX):
+            lines.append(
+                f"  {name:<19} first {values['first']:.3f}, last {values['last']:.3f}, "
+                f"lowest over the last quarter {values['min_last_quarter']:.3f}"
+            )
+    for name, label, form in (
+        ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),
+        ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
+        ("prefix/measured_speedup", "measured speedup", "mean {mean:.2f}, last {last:.2f} (shared against repeated)"),
+    ):
+        if name in statistics:
+            lines.append(f"  {label:<19} {form.format(**statistics[name])}")
+    parts = {name[len("time/") :]: values["mean"] for name, values in statistics.items() if name.startswith("time/")}
+    if parts:
+        lines.append("  seconds per step    " + ", ".join(f"{part} {mean:.3f}" for part, mean in parts.items()))
+    if folder is not None:
+        lines.append(f"  run folder          {folder}")
+    return "\n".join(lines)

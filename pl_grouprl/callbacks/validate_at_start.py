@@ -1,0 +1,26 @@
+"""Validation before the first step, so that curves begin at the policy one starts from."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from pl_grouprl.callbacks.run_folder import is_trial
+
+
+class ValidateAtStart(Callback):
+    """Run the validation loop once before training, and log it at step 0 (verl's `val_before_train`).
+
+    Lightning's sanity check runs validation too, but logs nothing. Set `num_sanity_val_steps: 0` beside this callback.
+    A resumed run is not validated again.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Run validation as the training loop does between two steps."""
+        if trainer.global_step > 0 or is_trial(trainer) or not trainer.enable_validation:
+            return
+        connector = trainer._logger_connector
+        first_loop_iter = connector._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+        connector._first_loop_iter = first_loop_iter

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from pl_grouprl.callbacks import CompletionsTable
+from pl_grouprl.callbacks.completions_table import completion_rows, markdown_table, prompt_text, render_table, shorten
+from pl_grouprl.types import RolloutGroup
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_hold_what_was_sampled_and_earned(groups):
+    rows = completion_rows(groups[0], 0, step=3)
+    assert [row["completion"] for row in rows] == ["a", "b [bold]|", ""]
+    assert [row["reward"] for row in rows] == [0.25, 1.0, None]
+    assert rows[1]["rewards"] == {"exact": 1.0}
+    assert (rows[1]["num_tokens"], rows[1]["finish_reason"], rows[1]["step"]) == (2, "stop", 3)
+    assert {row["prompt"] for row in rows} == {"12"}
+
+
+def test_what_has_no_text_is_shown_by_its_token_ids(groups):
+    (row,) = completion_rows(groups[1], 1, step=0)
+    assert (row["prompt"], row["completion"], row["group"]) == ("7", "8", 1)
+
+
+def test_messages_become_one_text():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert prompt_text(RolloutGroup([1], [], prompt=messages)) == "system: Be brief.\nuser: Hi"
+
+
+def test_every_completion_of_the_due_steps_is_appended_to_the_file(fit, counter, tmp_path):
+    fit(counter, CompletionsTable(every_n_steps=3, console=False), max_steps=7)
+    rows = lines_of(tmp_path / "version_0" / "completions.jsonl")
+    assert sorted({row["step"] for row in rows}) == [1, 3, 6]
+    assert len(rows) == 3 * 4
+
+
+def test_a_second_run_in_the_same_folder_adds_lines(fit, counter, tmp_path):
+    for _ in range(2):
+        fit(counter, CompletionsTable(num_groups=1, console=False), max_steps=1)
+    assert len(lines_of(tmp_path / "version_0" / "completions.jsonl")) == 2 * 3
+
+
+def test_console_shows_rewards_from_high_to_low_and_no_markup(fit, counter, capsys):
+    fit(counter, CompletionsTable(num_groups=1, num_completions=2), max_steps=1)
+    shown = capsys.readouterr().out
+    assert "Completions at step 1" in shown
+    assert "b [bold]|" in shown
+    assert "0.250" not in shown  # two of three: the best and the one without a reward
+
+
+def test_tensorboard_gets_the_table_as_text(fit, counter, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, name="", version=0)
+    fit(counter, CompletionsTable(console=False), max_steps=1, logger=logger)
+    logger.experiment.flush()
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    (event,) = events.Tensors("completions/text_summary")
+    assert b"| 12 | b [bold]\\| | 1.000 | 2 | stop |" in event.tensor_proto.string_val[0]
+
+
+def test_no_logger_writes_below_the_root_folder_and_a_trial_writes_nothing(fit, counter, tmp_path, capsys):
+    fit(counter, CompletionsTable(), max_steps=1, logger=False)
+    assert (tmp_path / "completions.jsonl").is_file()
+    (tmp_path / "completions.jsonl").unlink()
+    fit(counter, CompletionsTable(), fast_dev_run=True, logger=None)
+    assert not list(tmp_path.rglob("completions.jsonl"))
+    assert capsys.readouterr().out.count("Completions at step 1") == 2
+
+
+def test_a_module_without_rollouts_is_refused(fit):
+    with pytest.raises(TypeError, match=r"attribute `last_rollouts` and LightningModule has none; set it"):
+        CompletionsTable().setup(None, LightningModule(), "fit")
+
+
+@pytest.mark.parametrize("option", ["every_n_steps", "num_groups", "num_completions", "max_characters"])
+def test_counts_below_one_are_refused(option):
+    with pytest.raises(ValueError, match=f"CompletionsTable.{option} is 0"):
+        CompletionsTable(**{option: 0})
+
+
+def test_long_texts_lose_their_middle_and_control_characters_are_written_out():
+    assert shorten("0123456789", 10) == "0123456789"
+    assert shorten("0123456789", 7) == "0123…89"
+    assert shorten("a\nb\tc", 20) == "a\\nb\\tc"
+    assert shorten("größer", 20) == "größer"
+
+
+def test_empty_tables_are_drawn():
+    assert "completion" in render_table([], 10)
+    assert markdown_table([], 10).count("\n") == 1

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+
+from pl_grouprl.callbacks import RunSummary
+from pl_grouprl.callbacks.curves import draw_curves, select
+from pl_grouprl.callbacks.metric_history import MetricHistory
+from pl_grouprl.callbacks.run_summary import summary_text
+
+PNG = b"\x89PNG"
+
+
+def test_statistics_worked_out_by_hand():
+    history = MetricHistory()
+    for step, value in [(0, 3.0), (10, 1.0), (29, 2.0), (30, 5.0), (35, 4.0), (40, 6.0)]:
+        history.record(step, {"x": value})
+    assert history.statistics("x") == {
+        "first": 3.0,
+        "last": 6.0,
+        "min": 1.0,
+        "max": 6.0,
+        "mean": 3.5,
+        "min_last_quarter": 4.0,  # steps 30 to 40
+        "count": 6,
+    }
+
+
+def test_a_step_counts_once_and_what_is_not_finite_not_at_all():
+    history = MetricHistory()
+    history.record(1, {"x": 1.0, "y": float("nan")})
+    history.record(1, {"x": 2.0})
+    assert history.points == {"x": [(1, 2.0)]}
+
+
+def test_summary_and_curves_are_written_from_the_logged_metrics(fit, counter, tmp_path, capsys):
+    fit(counter, RunSummary(), max_steps=8)
+    summary = json.loads((tmp_path / "version_0" / "summary.json").read_text())
+    assert summary["steps"] == 8
+    assert {name: summary["metrics"]["reward"][name] for name in ("first", "last", "count")} == {
+        "first": 1.0,
+        "last": 8.0,
+        "count": 8,
+    }
+    validation = summary["metrics"]["val/score"]
+    assert (validation["first"], validation["last"], validation["count"]) == (20.0, 80.0, 4)
+    assert (tmp_path / "version_0" / "curves.png").read_bytes().startswith(PNG)
+    shown = capsys.readouterr().out
+    assert "first 1.000, last 8.000" in shown
+    assert "first 20.000, last 80.000, lowest over the last quarter 80.000" in shown
+
+
+def test_a_resumed_run_is_summed_up_from_its_beginning(fit, counter, tmp_path):
+    trainer = fit(counter, RunSummary(), max_steps=4)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    fit(counter, RunSummary(), max_steps=8, ckpt_path=tmp_path / "half.ckpt")
+    reward = json.loads((tmp_path / "version_0" / "summary.json").read_text())["metrics"]["reward"]
+    assert (reward["first"], reward["last"], reward["count"]) == (1.0, 8.0, 8)
+
+
+def test_a_trial_leaves_no_files(fit, counter, tmp_path):
+    fit(counter, RunSummary(), fast_dev_run=True, logger=None)
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+def test_text_leaves_out_what_was_not_logged():
+    assert summary_text({}, 3, 1.6, None) == "Run summary: 3 steps in 2 s"
+
+
+def test_text_names_rates_ratio_and_seconds_of_each_part(tmp_path):
+    history = MetricHistory()
+    history.record(
+        1, {"perf/tokens_per_second": 1000.0, "prefix/token_ratio": 15.25, "time/rollout": 0.5, "time/update": 0.25}
+    )
+    text = summary_text({name: history.statistics(name) for name in history.points}, 1, 1.0, tmp_path)
+    assert "mean 1000" in text
+    assert "mean 15.25 (tokens with repeated prompts / tokens run)" in text
+    assert "rollout 0.500, update 0.250" in text
+    assert str(tmp_path) in text
+
+
+def test_panels_take_names_with_stars():
+    points = {"val/b": [], "val/a": [], "kl": [], "reward": []}
+    assert select(points, ("kl", "val/*")) == ["kl", "val/b", "val/a"]
+
+
+def test_nothing_to_draw_draws_nothing(tmp_path):
+    draw_curves({"unknown": [(0, 1.0)]}, tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_interval_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"RunSummary\.every_n_steps is 0; it must be at least 1"):
+        RunSummary(every_n_steps=0)
