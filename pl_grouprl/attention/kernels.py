@@ -101,10 +101,11 @@ class CUDAKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `VarlenKernel.backward`."""
         cu_query, cu_key = call.cumulative(query.device)
-        unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # random state of a dropout that is never on
+        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is never on
+        unused = torch.empty(0, device=query.device)
         return torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse.contiguous(), cu_query, cu_key,
-            max(call.query_lens), max(call.key_lens), 0.0, call.causal, unused, unused, scale=scale,
+            max(call.query_lens), max(call.key_lens), 0.0, call.causal, random_state, unused, scale=scale,
         )  # fmt: skip
 
 
