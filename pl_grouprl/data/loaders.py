@@ -91,6 +91,7 @@ class TrainPromptLoader:
         self._check()
         self._epoch = 0
         self._position = 0
+        self._announced_epoch: int | None = None
         self._resumed = False
 
     @property
@@ -108,20 +109,25 @@ class TrainPromptLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch, unless the loader is in that epoch already."""
-        if epoch != self._epoch:
-            self._epoch, self._position, self._resumed = epoch, 0, False
+        """Begin an epoch; nothing happens if it is the one that was begun last.
+
+        The first call sets the number. After a resume only a *change* of the number counts: Lightning 2.6 skips one
+        when it resumes, under `max_steps`, from a checkpoint that was made at the end of an epoch.
+        """
+        if self._announced_epoch is None:
+            self._epoch, self._position = epoch, 0
+        elif epoch != self._announced_epoch:
+            self._begin_next_epoch()
+        self._announced_epoch = epoch
 
     def __iter__(self) -> Iterator[PromptBatch]:
-        """Iterate over the epoch that was set; without `set_epoch`, over the next one after each complete pass.
+        """Iterate over one epoch; without `set_epoch`, each iteration is the next one.
 
         The first iteration after `load_state_dict` continues where the state was taken. (Nothing is read before the
         first batch is asked for: Lightning makes iterators before it sets the epoch.)
         """
-        if self._position >= len(self):
-            self._epoch, self._position = self._epoch + 1, 0
-        if not self._resumed:
-            self._position = 0
+        if not self._resumed or self._position >= len(self):
+            self._begin_next_epoch()
         self._resumed = False
         order, updates = self._order(), self._settings["updates_per_rollout"]
         while self._position < len(self):
@@ -136,7 +142,8 @@ class TrainPromptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the number of batches yielded in it, and the settings on which their meaning depends."""
-        return {"epoch": self._epoch, "position": self._position, **self._settings}
+        position = {"epoch": self._epoch, "position": self._position, "announced_epoch": self._announced_epoch}
+        return position | self._settings
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, on any number of ranks.
@@ -155,7 +162,13 @@ class TrainPromptLoader:
                 "has no meaning here; set what it was, or start a new run from the checkpoint's weights."
             )
         self._epoch, self._position = state_dict["epoch"], state_dict["position"]
+        self._announced_epoch = state_dict["announced_epoch"]
         self._resumed = True
+
+    def _begin_next_epoch(self) -> None:
+        """Go to the start of the next epoch, or stay there if nothing of the present one was read."""
+        if self._position > 0:
+            self._epoch, self._position, self._resumed = self._epoch + 1, 0, False
 
     def _order(self) -> np.ndarray:
         if not self._settings["shuffle"]:

@@ -95,7 +95,7 @@ class PromptDataModule(LightningDataModule):
         """
         splits = _SPLITS_OF_STAGE[stage]
         if splits and self.sources[splits[0]] is None:
-            raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and stage {stage!r} needs it; pass a data set.")
+            raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and this stage needs it; pass a data set.")
         for split in splits:
             if self.sources[split] is not None and split not in self.prompts:
                 self.prompts[split] = self._load(split)

@@ -1,0 +1,230 @@
+"""From rows to prompts: columns, chat templates, length policy, errors at setup, form in YAML."""
+
+import logging
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+from jsonargparse import ArgumentParser
+from pyarrow import parquet
+
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data.tasks import digit_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + message['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}{{ '<end>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ suffix | default('one') }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return digit_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    tokenizer = digit_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def prompts_of(rows, tokenizer, split="train", **options):
+    data = PromptDataModule(**{split: rows}, batch_size=1, tokenizer=tokenizer, **options)
+    data.setup({"train": "fit", "val": "validate", "test": "test"}[split])
+    return data.prompts[split]
+
+
+def test_trl_row(tokenizer):
+    (prompt,) = prompts_of([{"prompt": "31one", "answer": "x", "level": 3}], tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == "31one"
+    assert prompt.prompt == "31one"
+    assert prompt.columns == {"answer": "x", "level": 3}
+    assert prompt.data_source == "default"
+
+
+def test_verl_row_from_parquet(chat_tokenizer, tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "six", "content": "12"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
+    (prompt,) = prompts_of(str(tmp_path / "x.parquet"), chat_tokenizer)
+    assert chat_tokenizer.decode(prompt.token_ids) == "six12<end>one"
+    assert prompt.prompt == row["prompt"]
+    assert prompt.columns["reward_model"]["ground_truth"] == "2"
+    assert prompt.data_source == "openai/gsm8k"
+
+
+def test_template_arguments_and_an_open_last_message():
+    rows = [
+        {"prompt": [{"role": "two", "content": "1"}]},
+        {"prompt": [{"role": "two", "content": "1"}, {"role": "assistant", "content": "3"}]},
+        {"prompt": "45"},
+    ]
+    tokenizer = digit_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("message['role']", "(message['role'] | replace('assistant', 'six'))")
+    texts = [
+        tokenizer.decode(prompt.token_ids)
+        for prompt in prompts_of(rows, tokenizer, chat_template_kwargs={"suffix": "nine"})
+    ]
+    assert texts == ["two1<end>nine", "two1<end>six3", "45"]
+
+
+def test_prompt_column(tokenizer):
+    (prompt,) = prompts_of([{"question": "7", "prompt": "8"}], tokenizer, prompt_column="question")
+    assert (prompt.prompt, prompt.columns) == ("7", {"prompt": "8"})
+
+
+def test_add_special_tokens():
+    seen = []
+
+    class Tokenizer:
+        chat_template = "x"
+
+        def __call__(self, texts, add_special_tokens):
+            seen.append((texts, add_special_tokens))
+            return {"input_ids": [[1]] * len(texts)}
+
+        def apply_chat_template(self, messages, **kwargs):
+            return "rendered"
+
+    rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}]
+    prompts_of(rows, Tokenizer())
+    prompts_of(rows[:1], Tokenizer(), add_special_tokens=False)
+    assert seen == [(["a"], True), (["rendered"], False), (["a"], False)]
+
+
+ROWS = [{"prompt": "1"}, {"prompt": "123"}, {"prompt": "12"}, {"prompt": "1234"}]
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("drop", ["1", "12"]), ("truncate", ["1", "23", "12", "34"])], ids=["drop", "truncate"]
+)
+def test_overlong_prompts(tokenizer, policy, kept, caplog):
+    with caplog.at_level(logging.INFO, logger="pl_grouprl"):
+        prompts = prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts=policy)
+    assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == kept
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("train: 2 of 4 prompts are longer than 2 tokens")
+
+
+def test_overlong_prompts_refused(tokenizer):
+    with pytest.raises(
+        ValueError, match=r"train, row 1: the prompt has 3 tokens, more than max_prompt_length=2 \(2 of 4"
+    ):
+        prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts="error")
+    with pytest.raises(
+        ValueError, match=r"all 2 prompts are longer than max_prompt_length=1 \(the shortest has 2 tokens"
+    ):
+        prompts_of([{"prompt": "11"}, {"prompt": "222"}], tokenizer, max_prompt_length=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "1"},
+            r"val, row 1: no column 'prompt'; the row has \['question'\]. Name the right one with prompt_c",
+        ),
+        ({"prompt": None}, r"val, row 1: no column 'prompt'"),
+        ({"prompt": ""}, r"val, row 1: the prompt has no tokens"),
+        ({"prompt": 3}, r"val, row 1: column 'prompt' is 3; it must be a string or a list of messages"),
+        ({"prompt": []}, r"val, row 1: column 'prompt' is \[\]; it must be"),
+        ({"prompt": [{"role": "user"}]}, r"val, row 1: column 'prompt' is .*'role' and 'content'"),
+        ({"prompt": "1", "images": ["x.png"]}, r"val, row 1: column 'images' is not empty, and only text"),
+        ({"prompt": [{"role": "user", "content": "1"}]}, r"val, row 1: .* the tokenizer has no chat template"),
+    ],
+)
+def test_bad_rows_are_named_at_setup(tokenizer, row, message):
+    with pytest.raises(ValueError, match=message):
+        prompts_of([{"prompt": "1"}, row], tokenizer, split="val")
+
+
+def test_a_template_that_refuses_names_the_row():
+    tokenizer = digit_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        ValueError, match=r"train, row 0: the chat template refused the messages \(roles must alternate"
+    ):
+        prompts_of([{"prompt": [{"role": "user", "content": "1"}]}], tokenizer)
+
+
+def test_empty_images_column_is_no_obstacle(tokenizer):
+    assert len(prompts_of([{"prompt": "1", "images": []}], tokenizer)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, r"PromptDataModule\.batch_size is 0; it must be at least 1"),
+        ({"max_prompt_length": 0}, "max_prompt_length is 0; it must be at least 1, or None"),
+        ({"overlong_prompts": "keep"}, "overlong_prompts is 'keep'; it must be 'drop', 'truncate' or 'error'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule(**options)
+
+
+def test_no_tokenizer():
+    with pytest.raises(ValueError, match=r"PromptDataModule\.tokenizer is None and there is no LightningModule"):
+        prompts_of([{"prompt": "1"}], None)
+
+
+def test_an_empty_data_set_is_reported_before_a_tokenizer_is_asked_for():
+    with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): list holds no rows"):
+        prompts_of([], None)
+
+
+def test_tokenizer_by_path(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    (prompt,) = prompts_of([{"prompt": "31"}], str(tmp_path))
+    assert prompt.token_ids == tokenizer("31")["input_ids"]
+
+
+def test_setup_reads_only_what_a_stage_needs(tokenizer):
+    data = PromptDataModule(train="nothing.jsonl", test=[{"prompt": "1"}], tokenizer=tokenizer)
+    data.setup("test")
+    assert list(data.prompts) == ["test"]
+    assert data.val_dataloader() == []
+    with pytest.raises(ValueError, match=r"`val`\) is None, and this stage needs it"):
+        data.setup("validate")
+
+
+def test_ranks_and_updates_come_from_the_trainer(tokenizer):
+    rows = [{"prompt": str(number)} for number in range(6)]
+    data = PromptDataModule(rows, val=rows[:3], batch_size=3, shuffle=False, tokenizer=tokenizer)
+    data.trainer = SimpleNamespace(
+        distributed_sampler_kwargs={"num_replicas": 2, "rank": 1},
+        lightning_module=SimpleNamespace(updates_per_rollout=2),
+        overfit_batches=0.0,
+    )
+    data.setup("fit")
+    loader = data.train_dataloader()
+    assert [[prompt.prompt for prompt in batch.prompts] for batch in loader] == [["1"], ["1"], ["4"], ["4"]]
+    assert [[prompt.prompt for prompt in batch.prompts] for batch in data.val_dataloader()] == [["1"]]
+
+
+TASK = {"class_path": "pl_grouprl.data.MostFrequentDigit", "init_args": {"prompt_length": 16, "train_size": 8}}
+
+
+@pytest.mark.parametrize(
+    ("train", "kind"),
+    [("x.jsonl", str), (["x.jsonl", "y/*.parquet"], list), (TASK, MostFrequentDigit), ([{"prompt": "1"}], list)],
+)
+def test_yaml_round_trip(train, kind):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(PromptDataModule, "data")
+    init_args = {"train": train, "batch_size": 4, "chat_template_kwargs": {"enable_thinking": False}}
+    config = parser.parse_object({"data": {"class_path": "pl_grouprl.data.PromptDataModule", "init_args": init_args}})
+    dumped = parser.dump(config)
+    data = parser.instantiate(parser.parse_string(dumped)).data
+    assert isinstance(data.sources["train"], kind)
+    assert data.batch_size == 4
+    if kind is MostFrequentDigit:
+        assert (data.sources["train"].prompt_length, data.sources["train"].sizes["train"]) == (16, 8)

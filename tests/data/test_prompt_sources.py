@@ -1,0 +1,108 @@
+"""Reading files and rows, with errors that name the row."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from pl_grouprl.data.sources import read_source
+
+ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b\u2028c", "answer": "2"}]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def values(rows):
+    return [row.values for row in rows]
+
+
+def test_json_lines(tmp_path):
+    rows = read_source(write_lines(tmp_path / "x.jsonl", ROWS), "train")
+    assert values(rows) == ROWS
+    assert [row.where for row in rows] == [f"{tmp_path / 'x.jsonl'}, line {line}" for line in (1, 2)]
+
+
+def test_json_array_and_json_file_of_lines(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(ROWS, indent=1))
+    assert values(read_source(str(tmp_path / "x.json"), "train")) == ROWS
+    assert values(read_source(write_lines(tmp_path / "y.json", ROWS), "train")) == ROWS
+
+
+def test_parquet_with_nested_columns(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
+    (read,) = read_source(tmp_path / "x.parquet", "train")
+    assert read == (f"{tmp_path / 'x.parquet'}, row 0", row)
+
+
+def test_patterns_and_lists(tmp_path):
+    for name in "ba":
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    write_lines(tmp_path / "z.json", [{"prompt": "z"}])
+    assert values(read_source(str(tmp_path / "*.jsonl"), "train")) == [{"prompt": "a"}, {"prompt": "b"}]
+    listed = [str(tmp_path / "z.json"), str(tmp_path / "[ab].jsonl")]
+    assert [row["prompt"] for row in values(read_source(listed, "train"))] == ["z", "a", "b"]
+
+
+def test_rows_in_memory_and_source_objects():
+    class Dataset:  # what a datasets.Dataset looks like
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return ROWS[index]
+
+    class Source:
+        def rows(self, split):
+            return [{"prompt": split}]
+
+    assert values(read_source(Dataset(), "train")) == ROWS
+    assert read_source(ROWS, "val")[1].where == "val, row 1"
+    assert values(read_source(Source(), "test")) == [{"prompt": "test"}]
+
+
+def test_malformed_line_is_named(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": \n')
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 3: not valid JSON"):
+        read_source(str(file), "train")
+
+
+def test_row_that_is_no_object_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: a row must be an object with columns, not list"):
+        read_source(write_lines(tmp_path / "x.jsonl", [{"prompt": "a"}, ["b"]]), "train")
+
+
+@pytest.mark.parametrize("source", [[], "empty.jsonl"])
+def test_no_rows(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): .* holds no rows"):
+        read_source(source, "train")
+
+
+def test_missing_and_unknown_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"`val`\): no file matches '.*nothing\.jsonl'; give the path"):
+        read_source(str(tmp_path / "nothing.jsonl"), "val")
+    (tmp_path / "x.csv").write_text("a")
+    with pytest.raises(ValueError, match=r"unknown file type '\.csv'; use \.jsonl, \.json or \.parquet"):
+        read_source(str(tmp_path / "x.csv"), "train")
+    (tmp_path / "x.parquet").write_text("not parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file"):
+        read_source(str(tmp_path / "x.parquet"), "train")
+
+
+def test_what_is_no_source():
+    with pytest.raises(TypeError, match=r"is a mapping with the keys \['train'\]; pass one split of it"):
+        read_source({"train": ROWS}, "train")
+    with pytest.raises(TypeError, match="is of type generator; pass a path"):
+        read_source((row for row in ROWS), "train")
