@@ -123,7 +123,7 @@ def test_gradient_clipping_by_the_trainer(make_module, make_data, make_trainer, 
     before = list(module.policy_source.load().parameters())
     make_trainer(max_steps=1, gradient_clip_val=1e-3).fit(module, make_data())
     change = torch.cat([(a - b).flatten() for a, b in zip(before, parameters(module), strict=True)])
-    assert 0.9e-3 < float(change.norm()) <= 1.001e-3
+    assert 0.9e-3 < change.norm().item() <= 1.001e-3
 
 
 @pytest.mark.parametrize("rewards", [0.7, None, float("nan")])
@@ -242,3 +242,45 @@ def test_validate_and_test(make_module, make_data, make_trainer, scripted_engine
     assert metrics["val/reward"] == pytest.approx(metrics["val/most_frequent_digit/mean@3"])
     assert metrics["val/reward"] <= metrics["val/most_frequent_digit/best@3"]
     assert metrics["val/rewards/share_of_letters/mean"] == pytest.approx(metrics["val/reward"])
+
+
+def test_fewer_groups_than_mini_batches_train_what_is_there(make_module, make_data, make_trainer):
+    # 5 prompts in batches of 4: the second batch of rollouts has one group for 3 updates.
+    history = History()
+    module = make_module(num_mini_batches=3)
+    data = make_data(train_size=5, drop_last=False)
+    make_trainer(max_epochs=1, callbacks=[history]).fit(module, data)
+    norms = [step["grad_norm"] for step in history.steps]
+    assert len(norms) == 6
+    assert norms[3] > 0
+    assert norms[4:] == [0, 0]
+
+
+def test_subclass_changes_one_thing(make_module, make_data, make_trainer, scripted_engine):
+    class LongestIsBest(GRPO):
+        def compute_advantages(self, groups):
+            return torch.tensor([float(len(r.token_ids)) for group in groups for r in group.rollouts])
+
+    module = make_module(LongestIsBest, engine=scripted_engine)
+    make_trainer(max_steps=1).fit(module, make_data())
+    buffer = module.last_rollouts
+    means = buffer.per_rollout_means("advantages")
+    assert means == [[float(len(r.token_ids)) for r in group.rollouts] for group in buffer.groups]
+
+
+def test_models_are_restored_after_the_fit(make_module, make_data, make_trainer):
+    module = make_module(beta=0.1)
+    make_trainer(max_steps=1).fit(module, make_data())
+    assert {model.config._attn_implementation for model in (module.policy, module.reference)} == {"sdpa"}
+
+
+def test_an_unknown_backend_ends_the_run_before_a_rollout(make_module, make_data, make_trainer):
+    module = make_module(attention_backend="magic")
+    with pytest.raises(ValueError, match="backend is 'magic'"):
+        make_trainer(max_steps=1).fit(module, make_data())
+    assert module.last_rollouts is None
+
+
+def test_more_mini_batches_than_prompts(make_module, make_data, make_trainer):
+    with pytest.raises(ValueError, match="num_mini_batches is 5 with batch_size=4"):
+        make_trainer(max_steps=1).fit(make_module(num_mini_batches=5), make_data())

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from pl_grouprl.algorithms import RolloutBuffer
+from pl_grouprl.types import Rollout, RolloutGroup
+
+
+def make_buffer(**kwargs):
+    """Three groups whose rollouts have 2+1, 0+3 and 1 tokens."""
+    groups = [
+        RolloutGroup([1], [Rollout([5, 6], reward=1.0), Rollout([7], reward=None)], columns={"answer": object()}),
+        RolloutGroup([1, 2], [Rollout([], reward=0.0), Rollout([8, 9, 10], reward=0.5, loss_mask=[1, 0, 1])]),
+        RolloutGroup([3], [Rollout([11], reward=float("nan"))]),
+    ]
+    return RolloutBuffer(groups, **kwargs)
+
+
+def test_loss_mask_joins_reward_and_mask_of_the_rollout():
+    masks = [mask.tolist() for mask in make_buffer().tokens["loss_mask"]]
+    assert masks == [[True, True, False], [True, False, True], [False]]
+
+
+def test_quantities_per_rollout_and_per_token():
+    buffer = make_buffer()
+    buffer.put_per_rollout("advantages", torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert [values.tolist() for values in buffer.tokens["advantages"]] == [[1, 1, 2], [4, 4, 4], [5]]
+    assert buffer.per_rollout_means("advantages") == [[1, 2], [0, 4], [5]]  # the empty rollout shows 0
+    with pytest.raises(ValueError, match=r"values has shape \(6,\); pass one value per token, \(7,\)"):
+        buffer.put("values", torch.zeros(6))
+
+
+def test_each_pass_uses_each_group_once_in_its_own_order():
+    orders = set()
+    for epoch in range(8):
+        buffer = make_buffer(num_mini_batches=2)
+        parts = [buffer.mini_batch(2 * epoch + part) for part in range(2)]
+        prompts = [group.prompt_ids[-1] for groups, _ in parts for group in groups]
+        assert sorted(prompts) == [1, 2, 3]
+        assert [len(groups) for groups, _ in parts] == [2, 1]
+        assert all(len(tokens["loss_mask"]) == sum(map(_tokens, groups)) for groups, tokens in parts)
+        orders.add(tuple(prompts))
+    assert len(orders) > 1
+    whole = make_buffer()
+    assert whole.mini_batch(5)[0] == whole.groups  # one mini-batch: as they are
+
+
+def test_a_mini_batch_without_groups_has_one_with_an_empty_mask():
+    buffer = make_buffer(num_mini_batches=4)
+    groups, tokens = buffer.mini_batch(3)
+    assert groups == [buffer.groups[0]]
+    assert tokens["loss_mask"].tolist() == [False] * 3
+    assert buffer.tokens["loss_mask"][0].any()  # the buffer itself is left alone
+
+
+def test_state_survives_a_safe_load():
+    buffer = make_buffer(rollout_number=4, num_mini_batches=2, seed=3, metrics={"reward": 0.5}, updates_done=1)
+    buffer.put("old_logprobs", torch.arange(7.0))
+    stream = io.BytesIO()
+    torch.save(buffer.state_dict(), stream)
+    stream.seek(0)
+    restored = RolloutBuffer.from_state_dict(torch.load(stream, weights_only=True))
+    assert restored.groups[0].columns == {}
+    assert restored.groups[1].rollouts == buffer.groups[1].rollouts
+    assert (restored.rollout_number, restored.updates_done, restored.metrics) == (4, 1, {"reward": 0.5})
+    for update in range(4):
+        (_, before), (_, after) = buffer.mini_batch(update), restored.mini_batch(update)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _tokens(group):
+    return sum(len(rollout.token_ids) for rollout in group.rollouts)
