@@ -121,7 +121,7 @@ class RolloutModule(PolicyModule, ABC):
         self._evaluated: list[RolloutGroup] = []
         self._records: list[Record] = []
         self._seconds: dict[str, float] = {}
-        self._step_start = self._rollout_start = 0.0
+        self._step_start = self._update_start = self._cycle_seconds = 0.0
 
     # What a subclass fills in.
 
@@ -156,7 +156,7 @@ class RolloutModule(PolicyModule, ABC):
         if not prompts:
             return []
         self.engine.bind(self.policy, self.tokenizer)
-        with self._timed("rollout"), evaluating(self.policy):
+        with evaluating(self.policy):
             rollouts = self.engine.generate(
                 [prompt.token_ids for prompt in prompts], sampling, num_generations=num_generations, seed=seed
             )
@@ -168,7 +168,8 @@ class RolloutModule(PolicyModule, ABC):
     def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
         """Sample, reward and prepare the rollouts of a prompt batch."""
         seed = self._derive_seed("rollout", batch.rollout_number)
-        groups = self.generate(batch.prompts, self.sampling, self.num_generations, seed=seed)
+        with self._timed("rollout"):
+            groups = self.generate(batch.prompts, self.sampling, self.num_generations, seed=seed)
         with self._timed("reward"):
             reward_metrics = apply_rewards(groups, self.rewards, tokenizer=self.tokenizer)
         buffer = RolloutBuffer(groups, batch.rollout_number, self.num_mini_batches, self.seed)
@@ -186,7 +187,7 @@ class RolloutModule(PolicyModule, ABC):
         held = self.last_rollouts
         if batch.update_index == 0 or held is None or held.rollout_number != batch.rollout_number:
             self._seconds.clear()
-            self._rollout_start = self._step_start
+            self._cycle_seconds = 0.0
             self.last_rollouts = self.collect_rollouts(batch)
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer) -> Tensor:
@@ -206,7 +207,7 @@ class RolloutModule(PolicyModule, ABC):
         """Return the loss of one mini-batch of the rollouts at hand."""
         buffer = self.last_rollouts
         assert buffer is not None
-        start = time.perf_counter()
+        self._update_start = time.perf_counter()
         # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
         torch.manual_seed(self._derive_seed("update", batch.rollout_number, batch.update_index))
         groups, tokens = buffer.mini_batch(batch.update_index)
@@ -221,18 +222,19 @@ class RolloutModule(PolicyModule, ABC):
         self.log_dict(shown, prog_bar=True, batch_size=1)
         hidden = {name: value for name, value in buffer.metrics.items() if name not in shown}
         self.log_dict({**hidden, **metrics, "num_tokens": float(self.num_tokens)}, batch_size=1)
-        self._seconds["update"] = start  # until on_train_batch_end knows how long it took
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         """Log where the time went."""
         buffer, now = self.last_rollouts, time.perf_counter()
-        self._seconds["update"] = now - self._seconds["update"]
-        times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        times["time/step"] = now - self._step_start
-        if buffer is not None and self._rollout_start and buffer.updates_done == self.updates_per_rollout:
-            times["perf/tokens_per_second"] = buffer.num_tokens / (now - self._rollout_start)
-        self.log_dict(times, batch_size=1)
+        assert buffer is not None
+        seconds = {"update": now - self._update_start, "step": now - self._step_start}
+        self._cycle_seconds += seconds["step"]
+        metrics = {f"time/{name}": value for name, value in (self._seconds | seconds).items()}
+        # Tokens that were sampled and trained, over the time for both; unknown where a resumed run begins in between.
+        if "rollout" in self._seconds and buffer.updates_done == self.updates_per_rollout:
+            metrics["perf/tokens_per_second"] = buffer.num_tokens / self._cycle_seconds
+        self.log_dict(metrics, batch_size=1)
 
     # Evaluation.
 

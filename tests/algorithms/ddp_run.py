@@ -10,10 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from conftest import ScriptedEngine, TinyPolicy, share_of_letters  # noqa: E402
+from conftest import ScriptedEngine, TinyPolicy, share_of_letters
 
-from pl_grouprl.algorithms import GRPO, OptimizerConfig  # noqa: E402
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule  # noqa: E402
+from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
 
 
 def main(devices: int, folder: Path, checkpoint: Path | None, options: dict) -> None:

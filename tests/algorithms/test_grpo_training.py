@@ -215,7 +215,7 @@ def test_a_step_that_is_not_finite_is_skipped(make_module, make_data, make_train
 def test_too_many_steps_that_are_not_finite_end_the_run(make_module, make_data, make_trainer):
     module = make_module(BrokenLoss, max_nonfinite_steps=2)
     module.broken_updates = (1, 2)
-    with pytest.raises(RuntimeError, match="2 steps in a row.*max_nonfinite_steps=2"):
+    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(max_nonfinite_steps=2\)"):
         make_trainer(max_steps=5).fit(module, make_data())
 
 
@@ -284,3 +284,19 @@ def test_an_unknown_backend_ends_the_run_before_a_rollout(make_module, make_data
 def test_more_mini_batches_than_prompts(make_module, make_data, make_trainer):
     with pytest.raises(ValueError, match="num_mini_batches is 5 with batch_size=4"):
         make_trainer(max_steps=1).fit(make_module(num_mini_batches=5), make_data())
+
+
+def test_load_from_checkpoint(make_module, make_data, make_trainer, tiny_policy, parameters, tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1)
+    module = make_module(beta=0.1, num_mini_batches=2)
+    make_trainer(max_steps=1, callbacks=[saving]).fit(module, make_data())
+    loaded = GRPO.load_from_checkpoint(
+        tmp_path / "step=1.ckpt",
+        weights_only=True,
+        policy=tiny_policy(),
+        rewards=module.rewards,
+        num_mini_batches=2,
+        beta=0.1,
+    )
+    assert same(parameters(module), parameters(loaded))
+    assert loaded.last_rollouts.updates_done == 1
