@@ -82,6 +82,10 @@ class GRPO(RolloutModule):
                 f"num_generations is {self.num_generations}; {advantage_estimator} compares the rollouts of a prompt "
                 "with each other, so pass at least 2."
             )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
+            )
         for name, value in (("beta", beta), ("entropy_coef", entropy_coef)):
             if value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 (off) or larger.")
@@ -128,9 +132,11 @@ class GRPO(RolloutModule):
         mask_N, rollout_index_N, num_rollouts = batch.mask_N, batch.scoring.rollout_index_N, batch.scoring.num_rollouts
         scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
         policy_logprobs_N = scores.logprobs_N
+        # With one update per rollout the policy has not changed since: no extra forward is needed.
+        old_logprobs_N = batch.tokens.get("old_logprobs", policy_logprobs_N.detach())
         loss = self.policy_loss(
             policy_logprobs_N,
-            batch.tokens.get("old_logprobs", policy_logprobs_N.detach()),  # one update per rollout: they are the same
+            old_logprobs_N,
             batch.tokens["advantages"],
             mask_N=mask_N,
             rollout_index_N=rollout_index_N,
@@ -139,6 +145,9 @@ class GRPO(RolloutModule):
         loss_N = loss.per_token_N
         metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
         assert scores.entropy_N is not None
+        if "rollout_logprobs" in batch.tokens:
+            difference_N = (old_logprobs_N - batch.tokens["rollout_logprobs"]).abs()
+            metrics["sampling/sampling_logp_difference/mean"] = (masked_sum(difference_N, mask_N), mask_N.sum())
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
         if self.beta > 0:
             kl_N = kl_estimate(policy_logprobs_N, batch.tokens["ref_logprobs"], self.kl_type)

@@ -106,6 +106,7 @@ class PolicyModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         """Check that sharing changes nothing but time, then share prefixes until the end of the fit."""
         self._denominators.clear()
+        self._contexts.close()  # of a fit that an exception has ended
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return

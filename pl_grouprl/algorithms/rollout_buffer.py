@@ -26,7 +26,8 @@ class RolloutBuffer:
         num_mini_batches: Optimizer steps of one pass over the groups.
         seed: Decides, with `rollout_number`, the order of the groups in each pass.
         tokens: For each name one tensor per group, over the response tokens of the group. `loss_mask` is always there:
-            True where the token is trained, which it never is in a rollout without a reward.
+            True where the token is trained, which it never is in a rollout without a reward. `rollout_logprobs`, what
+            the sampler reported, is there if it did so for every rollout.
         metrics: What is known since the rollout, by the name it is logged under.
         num_tokens: Tokens of all sequences of all ranks, each with its prompt.
         updates_done: How many updates have used the buffer.
@@ -45,6 +46,10 @@ class RolloutBuffer:
         if "loss_mask" not in self.tokens:
             trained = [bit for group in self.groups for rollout in group.rollouts for bit in _trained_tokens(rollout)]
             self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
+            sampled = [rollout.logprobs for group in self.groups for rollout in group.rollouts]
+            logprobs = [logprob for own in sampled if own is not None for logprob in own]
+            if None not in sampled:
+                self.put("rollout_logprobs", torch.tensor(logprobs, dtype=torch.float32))
 
     @property
     def rollout_lengths(self) -> Tensor:

@@ -31,7 +31,7 @@ def gather_plain(value: Any, device: torch.device | str = "cpu") -> list[Any]:
     torch.save(value, stream)
     sent = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
     return [
-        torch.load(io.BytesIO(bytes(received.cpu().tolist())), map_location="cpu", weights_only=True)
+        torch.load(io.BytesIO(received.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
         for received in gather_all_tensors(sent)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.types import SamplingConfig
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ from pl_grouprl.algorithms import OptimizerConfig
         ({"epsilon_max": 5.0}, "policy_loss='ppo' does not use epsilon_max"),
         ({"sharing": "both"}, "sharing is 'both'"),
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps is 0"),
+        ({"sampling": SamplingConfig(temperature=0)}, "sampling.temperature is 0"),
         ({"rewards": []}, "rewards is empty"),
     ],
 )

@@ -173,11 +173,12 @@ def test_another_reference_on_resume_is_refused(make_module, make_data, make_tra
         make_trainer(max_steps=2).fit(other, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 
 
-def test_bf16_true(make_module, make_data, make_trainer):
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_bf16(make_module, make_data, make_trainer, precision):
     history = History()
     module = make_module(num_mini_batches=2, beta=0.1, verify=True)
-    make_trainer(max_steps=4, precision="bf16-true", callbacks=[history]).fit(module, make_data())
-    assert module.policy.dtype == torch.bfloat16
+    make_trainer(max_steps=4, precision=precision, callbacks=[history]).fit(module, make_data())
+    assert module.policy.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
     assert module.last_rollouts.tokens["advantages"][0].dtype == torch.float32
     assert module.last_rollouts.tokens["old_logprobs"][0].dtype == torch.float32
     assert all(torch.isfinite(torch.tensor(step["loss"])) for step in history.steps)
@@ -227,9 +228,10 @@ def test_metrics_have_the_names_of_trl(make_module, make_data, make_trainer):
         "reward", "reward_std", "frac_reward_zero_std", "rewards/share_of_letters/mean", "rewards/share_of_letters/std",
         "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
         "kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "num_tokens", "loss",
-        "grad_norm", "prefix/token_ratio",
+        "grad_norm", "prefix/token_ratio", "sampling/sampling_logp_difference/mean",
     }  # fmt: skip
     assert expected <= metrics.keys()
+    assert metrics["sampling/sampling_logp_difference/mean"] < 1e-5  # sampler and trainer agree
     assert metrics["num_tokens"] == 16 * 20 + 16 * metrics["completions/mean_length"]
     assert 3.0 < metrics["entropy"] < 3.2959  # a random policy is nearly uniform over 27 tokens; log 27 = 3.2958
 
