@@ -37,7 +37,8 @@ class Rollout:
     Attributes:
         token_ids: The sampled tokens, the end token included where the model produced one. May be empty.
         logprobs: Log-probability of each token under the distribution that it was sampled from (temperature,
-            top-k, top-p and min-p applied), as the sampler computed it.
+            top-k, top-p and min-p applied), as the sampler computed it. Greedy decoding, whose distribution is a
+            point, reports those of temperature 1 without filters.
         loss_mask: 1 where a token is trained, 0 where it is only context (tool output). None trains every token.
         finish_reason: Why the completion ended.
         reward: The combined reward; None where no reward function applied. Such a rollout is not trained.
