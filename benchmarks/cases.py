@@ -1,0 +1,124 @@
+"""What is measured: the shape of a model and of its groups, and the profiles that list such shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from pl_grouprl.packing import ModelCost, SharedPrefixLayout
+from pl_grouprl.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Qwen3-shaped model with random weights, and groups of random tokens.
+
+    Attributes:
+        name: Shown above the table.
+        prefix: Tokens of a prompt.
+        rollout: Tokens of the longest rollout.
+        group_size: Rollouts of a prompt.
+        groups: Prompts in the batch.
+        shortest: Length of a group's shortest rollout as a share of the longest; the others lie evenly in between.
+        hidden: Width of the decoder.
+        layers: Its depth.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Size of a head.
+        intermediate: Width of the feed-forward layers.
+        vocabulary: Tokens that the head predicts.
+        dtype: Of weights and activations.
+        device: Where it runs.
+        checkpointing: Whether layers run again in the backward pass, for all methods alike.
+    """
+
+    name: str
+    prefix: int = 2048
+    rollout: int = 256
+    group_size: int = 8
+    groups: int = 1
+    shortest: float = 1.0
+    hidden: int = 512
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+    intermediate: int = 1536
+    vocabulary: int = 4096
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    checkpointing: bool = False
+
+    @property
+    def rollout_lengths(self) -> list[int]:
+        """Tokens of each rollout of a group."""
+        steps = max(self.group_size - 1, 1)
+        shares = [1 - (1 - self.shortest) * i / steps for i in range(self.group_size)]
+        return [max(1, round(self.rollout * share)) for share in shares]
+
+    @property
+    def layout(self) -> SharedPrefixLayout:
+        """The groups as a forest."""
+        return SharedPrefixLayout.from_groups([(self.prefix, self.rollout_lengths)] * self.groups)
+
+    def make_groups(self, seed: int = 0) -> list[RolloutGroup]:
+        """Draw the tokens."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(count: int) -> list[int]:
+            return torch.randint(self.vocabulary, (count,), generator=generator).tolist()
+
+        return [
+            RolloutGroup(tokens(self.prefix), [Rollout(tokens(length)) for length in self.rollout_lengths])
+            for _ in range(self.groups)
+        ]
+
+    def make_model(self, seed: int = 0) -> Any:
+        """Build the model on its device."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.prefix + self.rollout,
+            tie_word_embeddings=True,
+            dtype=getattr(torch, self.dtype),
+        )
+        torch.manual_seed(seed)
+        with torch.device(self.device):
+            model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
+        if self.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model.train()
+
+    def ideal_ratio(self, model: Any) -> float:
+        """Operations of the repeated run over the shared one's: linear layers, attention, head on predicted tokens."""
+        cost, layout = ModelCost.of(model.get_decoder()), self.layout
+        head = 2.0 * self.hidden * self.vocabulary * self.groups * sum(self.rollout_lengths)
+        return (cost.repeated(layout) + head) / (cost.shared(layout) + head)
+
+
+_QWEN3_0_6B = Case(
+    "Qwen3-0.6B", rollout=1024, hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072,
+    vocabulary=151_936, dtype="bfloat16", device="cuda", checkpointing=True,
+)  # fmt: skip
+_QWEN3_4B = replace(_QWEN3_0_6B, name="Qwen3-4B", hidden=2560, layers=36, heads=32, intermediate=9728)
+
+
+def profile_cases(profile: str) -> list[Case]:
+    """Cases of a profile: `cpu` is one that takes minutes on two cores, `gpu` those for one card of 80 GB or more."""
+    if profile == "cpu":
+        return [Case("hidden 512, 4 layers")]
+    return [
+        replace(model, prefix=prefix, group_size=group_size, name=f"{model.name} shape")
+        for model in (_QWEN3_0_6B, _QWEN3_4B)
+        for prefix in (4096, 8192)
+        for group_size in (4, 8, 16)
+    ]

@@ -1,0 +1,140 @@
+"""Time and memory of callables that take turns, and the conditions under which they ran."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MIB = 2**20
+
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""`cpu` is the processor time of this process: what a run on one thread would take on a machine that others use too."""
+
+
+@dataclass
+class Timing:
+    """Durations of one callable over the rounds; those of one round stand at the same place in all.
+
+    Attributes:
+        seconds: Of each round.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median over the rounds, in seconds."""
+        return statistics.median(self.seconds)
+
+    def speedup_over(self, other: Timing) -> tuple[float, float, float]:
+        """How many times faster than `other`, round by round: median, smallest, largest."""
+        ratios = [theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)]
+        return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def time_in_turns(
+    functions: Mapping[str, Callable[[], Any]], rounds: int, deadline: float = float("inf"), clock: str = "wall"
+) -> dict[str, Timing]:
+    """Run all functions once in each round, each round in another order, so that a slow minute meets them all.
+
+    Args:
+        functions: What to time, warm already.
+        rounds: How often.
+        deadline: Value of `time.monotonic()` after which no further round begins; the first one always runs.
+        clock: One of `CLOCKS`.
+    """
+    timings = {name: Timing() for name in functions}
+    names = list(functions)
+    for number in range(rounds):
+        if number and time.monotonic() > deadline:
+            break
+        shift = number % max(len(names), 1)
+        for name in names[shift:] + names[:shift]:
+            gc.collect()
+            _synchronize()
+            start = CLOCKS[clock]()
+            functions[name]()
+            _synchronize()
+            timings[name].seconds.append(CLOCKS[clock]() - start)
+    return timings
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def cuda_peak_mib(function: Callable[[], Any]) -> float:
+    """Largest memory that tensors take while the function runs, beyond what they took before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def resident_peak_mib(function: Callable[[], Any]) -> float:
+    """Largest resident set of this process while the function runs, beyond that before (Linux).
+
+    Freed memory may stay resident, so call it in a process that has not run anything large.
+    """
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
+    before = _status_kib("VmRSS")
+    function()
+    return (_status_kib("VmHWM") - before) / 1024
+
+
+def _status_kib(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {key}; resident memory is measured on Linux only.")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Where and with what something was measured."""
+
+    device: str
+    cores: int
+    threads: int
+    clock: str
+    load_average: float
+    python: str = platform.python_version()
+    torch: str = torch.__version__
+    transformers: str = version("transformers")
+    prefix_grouper: str = version("prefix_grouper")
+    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
+
+    @classmethod
+    def here(cls, device: str, clock: str) -> Conditions:
+        """Look at this machine."""
+        name = torch.cuda.get_device_name() if device == "cuda" else _processor()
+        return cls(name, os.cpu_count() or 0, torch.get_num_threads(), clock, round(os.getloadavg()[0], 2))
+
+    def __str__(self) -> str:
+        """One line."""
+        return ", ".join(f"{key} {value}" for key, value in asdict(self).items())
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    names = {key.strip(): value.strip() for key, value in fields.items()}
+    wide = [flag for flag in ("amx_tile", "avx512f", "avx2") if flag in names.get("flags", "").split()]
+    return f"{names.get('model name', platform.processor() or platform.machine())} ({', '.join(wide)})"
