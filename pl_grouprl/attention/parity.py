@@ -56,7 +56,7 @@ class ParityReport:
     Attributes:
         model: Class of the model.
         backend: Attention backend of the shared path.
-        dtype: Of the model's weights.
+        dtype: In which it computes: that of the weights, or of autocast where it is on.
         device: Where it ran.
         max_logprob_difference: Largest difference of a response token's log-probability, in nats.
         mean_logprob_difference: Mean of the same.
@@ -111,7 +111,8 @@ def check_parity(
     """Run groups through the repeated path, one sequence at a time, and through the shared one, and compare.
 
     The logits are the model's own on both paths. Nothing of the model changes: no gradient is left behind. A model
-    with dropout is compared in eval mode, otherwise in the mode that it is in.
+    with dropout, or with reentrant activation checkpointing (which knows only `backward`), is compared in eval mode,
+    otherwise in the mode that it is in.
 
     Args:
         model: A causal language model.
@@ -120,30 +121,33 @@ def check_parity(
 
     Raises:
         UnsupportedModelError: If the model cannot share prefixes.
+        ValueError: If there is no rollout in `groups`, or nothing in the model is trained.
     """
     groups = random_groups(model.config.get_text_config().vocab_size) if groups is None else groups
+    batch = pack(groups, device=model.device)
     weights = _compared_weights(model)
+    autocast = torch.is_autocast_enabled(model.device.type)
+    dtype = torch.get_autocast_dtype(model.device.type) if autocast else model.dtype
     patch = shared_prefix(model, backend)
-    with _without_dropout(model), torch.enable_grad():
+    with _comparable_mode(model), torch.enable_grad():
         repeated_N = _repeated_logprobs(model, groups)
         repeated_gradients = torch.autograd.grad(_probe(repeated_N), weights, allow_unused=True)
-        batch = pack(groups, device=model.device)
         with patch:
-            logits = model(**batch.model_inputs, use_cache=False).logits[0]
+            logits = model(**batch.model_inputs, use_cache=False, return_dict=True).logits[0]
             shared_N = _gather(logits.index_select(0, batch.predict_index_N), batch.targets_N)
             shared_gradients = torch.autograd.grad(_probe(shared_N), weights, allow_unused=True)
     difference_N = (repeated_N - shared_N).detach().abs()
     return ParityReport(
         model=type(model).__name__,
         backend=backend,
-        dtype=model.dtype,
+        dtype=dtype,
         device=model.device,
         max_logprob_difference=difference_N.max().item() if len(difference_N) else 0.0,
         mean_logprob_difference=difference_N.mean().item() if len(difference_N) else 0.0,
         gradient_difference=_relative_difference(repeated_gradients, shared_gradients),
         compared_weights=sum(weight.numel() for weight in weights),
         token_ratio=batch.layout.token_ratio,
-        tolerance=TOLERANCES[model.dtype],
+        tolerance=TOLERANCES[dtype],
     )
 
 
@@ -163,7 +167,9 @@ def _repeated_logprobs(model: PreTrainedModel, groups: Sequence[RolloutGroup]) -
     for group in groups:
         for rollout in group.rollouts:
             tokens = torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device)
-            logits = model(input_ids=tokens, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1]
+            logits = model(input_ids=tokens, use_cache=False, return_dict=True).logits[
+                0, len(group.prompt_ids) - 1 : -1
+            ]
             logprobs.append(_gather(logits, tokens[0, len(group.prompt_ids) :]))
     return torch.cat(logprobs)
 
@@ -202,16 +208,23 @@ def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _without_dropout(model: PreTrainedModel) -> Iterator[None]:
+def _comparable_mode(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     attention_drops = any(
         getattr(model.config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
     )
-    if drops or attention_drops:
+    if drops or attention_drops or any(_checkpoints_reentrantly(module) for module in model.modules()):
         model.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _checkpoints_reentrantly(module: nn.Module) -> bool:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    return bool(getattr(function, "keywords", {}).get("use_reentrant")) and getattr(
+        module, "gradient_checkpointing", False
+    )
