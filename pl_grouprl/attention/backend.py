@@ -31,7 +31,7 @@ class Backend:
 
     name: str
     attend: Attend
-    refusal: Callable[[Tensor], str | None] = lambda query: None
+    refusal: Callable[[Tensor, Tensor, Tensor], str | None] = lambda query, key, value: None
     value_size_may_differ: bool = False
     max_depth: int | None = None
 
@@ -52,7 +52,7 @@ class Backend:
                 f"attention backend {self.name!r} runs forests of depth {self.max_depth}, this layout has depth "
                 f"{max(layout.depths)}; use backend 'cascade' or 'flex'."
             )
-        reason = self.refusal(query)
+        reason = self.refusal(query, key, value)
         if key.shape[-1] != value.shape[-1] and not self.value_size_may_differ:
             reason = f"keys have head size {key.shape[-1]} and values {value.shape[-1]}; use backend 'reference'."
         if reason is not None:
@@ -60,9 +60,9 @@ class Backend:
         return self.attend(query, key, value, layout, scale)
 
 
-def needs_gradient(query: Tensor) -> bool:
-    """Whether a backward pass through this call is to be expected."""
-    return torch.is_grad_enabled() and query.requires_grad
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether a backward pass through a call with these tensors is to be expected."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def get_backend(name: str) -> Backend:
@@ -80,13 +80,13 @@ def get_backend(name: str) -> Backend:
         return backends[name]
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float) -> Tensor:
-        return backends[choose(query)](query, key, value, layout, scale)
+        return backends[choose(query, key, value)](query, key, value, layout, scale)
 
     return Backend("auto", attend)
 
 
-def choose(query: Tensor) -> str:
+def choose(query: Tensor, key: Tensor, value: Tensor) -> str:
     """What `auto` runs: `cascade` wherever it can, otherwise (float32 on CUDA) `flex`."""
     from pl_grouprl.attention.cascade import CASCADE
 
-    return "cascade" if CASCADE.refusal(query) is None else "flex"
+    return "cascade" if CASCADE.refusal(query, key, value) is None else "flex"

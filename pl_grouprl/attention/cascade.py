@@ -141,7 +141,7 @@ def _index(runs: tuple[slice, ...], device: torch.device) -> _Index:
     return torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(device)
 
 
-def _refusal(query: Tensor) -> str | None:
+def _refusal(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     if query.device.type not in ("cpu", "cuda"):
         return f"it runs on CPU and CUDA, not on {query.device.type!r}; use backend 'reference'."
     if query.device.type == "cuda" and query.dtype not in (torch.bfloat16, torch.float16):

@@ -32,7 +32,7 @@ def _block_mask(layout: SharedPrefixLayout, device: torch.device) -> Any:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float) -> Tensor:
     mask = layout.memo(("block_mask", query.device), lambda: _block_mask(layout, query.device))
-    if not needs_gradient(query):  # the CPU kernel looks at requires_grad even where no graph is recorded
+    if not needs_gradient(query, key, value):  # the CPU kernel looks at requires_grad even where no graph is recorded
         query, key, value = query.detach(), key.detach(), value.detach()
     out = _compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -40,8 +40,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
     return out.transpose(1, 2)
 
 
-def _refusal(query: Tensor) -> str | None:
-    if query.device.type == "cpu" and needs_gradient(query):
+def _refusal(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    if query.device.type == "cpu" and needs_gradient(query, key, value):
         return "FlexAttention has no backward pass on CPU; use backend 'cascade' for training there."
     return None
 

@@ -74,7 +74,13 @@ class SharedPrefix:
         check_supported(model)
         self.decoder = find_decoder(model)
         self._parameters = list(inspect.signature(self.decoder.forward).parameters)
+        # OPT's default positions count the tokens of the attention mask, not the columns.
+        self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
         self._rotary = any("rotary" in type(module).__name__.lower() for module in self.decoder.modules())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
+        """A copy of a patched model has its hooks; they let every call through once this context is left."""
+        return self
 
     def __enter__(self) -> SharedPrefix:
         if self._handles:
@@ -102,11 +108,14 @@ class SharedPrefix:
     def _before(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
+        if not self._handles:  # a copy of the model, made in the context and used after it
+            return args, kwargs
         kwargs = dict(zip(self._parameters, args, strict=False)) | kwargs
         layout, group_ids = kwargs.pop("prefix_layout", None), kwargs.pop("group_ids", None)
         if isinstance(layout, LayoutCall):  # an outer context has been here
             return (), kwargs | {"prefix_layout": layout}
         if layout is not None:
+            _check_packed_row(kwargs, layout)
             kwargs |= self._packed_row(kwargs, layout)
             self._report(kwargs, layout)
             return (), kwargs
@@ -115,7 +124,7 @@ class SharedPrefix:
         shared, reason = None, unsharable(kwargs)
         if reason is None:
             shared = share_rows(
-                kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), group_ids,
+                kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
                 positions_are_relative=self._rotary, min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
             )  # fmt: skip
             reason = None if shared is not None else "no rows of the batch share a prefix"
@@ -126,6 +135,13 @@ class SharedPrefix:
         kwargs |= self._packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
         return (), kwargs
+
+    def _positions(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """Positions that the decoder would use for the caller's rows; None for the columns."""
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if positions is None and mask is not None and self._mask_counts:
+            return (mask.cumsum(dim=1) - 1).clamp(min=0)
+        return positions
 
     def _packed_row(
         self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
@@ -210,6 +226,29 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 class _OwnCall(LayoutCall):
     owner: SharedPrefix | None = None
     rows: SharedRows | None = None
+
+
+def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:
+    """Refuse arguments that do not go with an explicit layout."""
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    rows = tokens.shape if kwargs.get("input_ids") is not None else tokens.shape[:-1]
+    if tuple(rows) not in ((layout.num_tokens,), (1, layout.num_tokens)):
+        raise ValueError(
+            f"prefix_layout has {layout.num_tokens} tokens, but the model was given input of shape {list(rows)}; "
+            f"pass one packed row, of shape [1, {layout.num_tokens}]."
+        )
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is not None and positions.numel() != layout.num_tokens:
+        raise ValueError(
+            f"position_ids has shape {list(positions.shape)} for a prefix_layout of {layout.num_tokens} tokens; pass "
+            "prefix_layout.position_ids, or leave it out."
+        )
+    if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
+        raise ValueError(
+            "attention_mask hides tokens of a packed row, where prefix_layout alone says what is seen; leave it out."
+        )
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
 
 
 def _hand_back(output: Any, rows: SharedRows) -> Any:

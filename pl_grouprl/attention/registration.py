@@ -61,7 +61,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
     ) -> tuple[Tensor, Tensor | None]:
         if prefix_layout is None:
             return _own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
-        return _attend_packed(backend, module, query, key, value, prefix_layout, **kwargs), None
+        return _attend_packed(backend, module, query, key, value, prefix_layout, attention_mask, **kwargs), None
 
     return attention
 
@@ -74,6 +74,7 @@ def _attend_packed(
     key: Tensor,
     value: Tensor,
     call: LayoutCall,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -83,6 +84,25 @@ def _attend_packed(
         raise RuntimeError(
             "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
             "`with shared_prefix(model):`."
+        )
+    _refuse_what_is_not_applied(module, attention_mask, dropout, kwargs)
+    call.reached.add(id(module))
+    query, key, value = _same_dtype(query, key, value)
+    return backend(query, key, value, call.layout, query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
+def _refuse_what_is_not_applied(
+    module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    if attention_mask is not None and attention_mask.numel() > 1:  # the packed row's own mask has one element
+        raise NotImplementedError(
+            f"{type(module).__name__} adds a mask or bias of its own to the scores, which shared-prefix attention does "
+            "not apply; train this model with sharing='repeated'."
+        )
+    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+        raise NotImplementedError(
+            f"{type(module).__name__} is not causal, so what a prefix becomes depends on what follows it; "
+            "train this model with sharing='repeated'."
         )
     present = [name for name in _REFUSED_ARGUMENTS if kwargs.get(name) is not None]
     if present:
@@ -95,9 +115,6 @@ def _attend_packed(
             f"{type(module).__name__} has attention dropout {dropout}, which cannot be the same for a shared and a "
             "repeated prefix; set the config's attention dropout to 0 or call model.eval()."
         )
-    call.reached.add(id(module))
-    query, key, value = _same_dtype(query, key, value)
-    return backend(query, key, value, call.layout, query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

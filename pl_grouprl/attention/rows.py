@@ -61,6 +61,7 @@ def unsharable(arguments: dict[str, Any]) -> str | None:
         "attention_mask is not of shape [rows, tokens]": mask is not None and getattr(mask, "ndim", 0) != 2,
         "attention weights are asked for": bool(arguments.get("output_attentions")),
         "router logits are asked for": bool(arguments.get("output_router_logits")),
+        "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
         f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
     }
     return next((reason for reason, found in findings.items() if found), None)
@@ -167,7 +168,9 @@ class _Forest:
             cuts = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
             if self.max_depth is not None and depth >= self.max_depth:
                 cuts = list(range(first, last + 1))
-            stack += [(a, b, done, parent, depth) for a, b in reversed(list(pairwise(cuts)))]
+            # In the caller's order: what a row holds must not move the others.
+            parts = sorted(pairwise(cuts), key=lambda part: min(self.order[part[0] : part[1]]))
+            stack += [(a, b, done, parent, depth) for a, b in reversed(parts)]
 
     def _add(self, row: int, start: int, stop: int, parent: int | None) -> int:
         self.lengths.append(stop - start)

@@ -26,7 +26,7 @@ def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
     def logits(hidden_ND: Tensor) -> Tensor:
         with _Aside(decoder, hidden_ND):
-            return model(inputs_embeds=hidden_ND[None], use_cache=False).logits[0]
+            return model(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
 
     return logits
 
@@ -38,10 +38,13 @@ class _Aside:
         self.decoder, self.hidden_ND = decoder, hidden_ND
 
     def __enter__(self) -> None:
+        # Some libraries (accelerate) have put a forward of their own into the instance.
+        self.before = {name: value for name, value in vars(self.decoder).items() if name == "forward"}
         self.decoder.forward = self._forward
 
     def __exit__(self, *exception: object) -> None:
         del self.decoder.forward
+        vars(self.decoder).update(self.before)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast

@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 def predicting_hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     """Run the decoder and keep the hidden states that predict response tokens, shape [N, D].
 
-    A batch with shared prefixes needs `shared_prefix(model)` in force.
+    Raises:
+        RuntimeError: If the batch has shared prefixes and no `shared_prefix(model)` is in force: the model would ignore
+            the layout.
     """
-    hidden = find_decoder(model)(**batch.model_inputs, use_cache=False).last_hidden_state
+    if batch.sharing == "shared" and in_force(model) is None:
+        raise RuntimeError(
+            f"batch has sharing='shared', but no shared_prefix context is in force for {type(model).__name__}, which "
+            "would ignore the layout; score it inside `with shared_prefix(model):`, or pack with sharing='repeated'."
+        )
+    hidden = find_decoder(model)(**batch.model_inputs, use_cache=False, return_dict=True).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, batch.predict_index_N)
 
 
