@@ -1,0 +1,138 @@
+import pytest
+import torch
+from helpers.forests import random_forest, sequences, visible_by_definition
+
+from pl_grouprl.packing import SharedPrefixLayout
+
+FORESTS = [(seed, depth) for depth in (1, 2, 3, 4) for seed in range(5)]
+
+
+def visible(layout):
+    tokens = torch.arange(layout.num_tokens)
+    return layout.visible(tokens[:, None], tokens[None, :], torch.device("cpu"))
+
+
+def test_positions_and_visibility_of_one_group_by_hand():
+    layout = SharedPrefixLayout.from_groups([(2, [2, 1])])
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 2]
+    assert visible(layout).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+def test_two_groups_and_a_grandchild_by_hand():
+    # Tokens: a root of 1, its child of 1, that one's child of 1, a second child of the root, and another root.
+    layout = SharedPrefixLayout([1, 1, 1, 1, 2], [None, 0, 1, 0, None])
+    assert layout.position_ids.tolist() == [0, 1, 2, 1, 0, 1]
+    assert visible(layout).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
+    assert layout.depths == (0, 1, 2, 1, 0)
+    assert layout.subtree_stops == (4, 3, 3, 4, 6)
+    assert layout.leaves == (2, 3, 4)
+    assert layout.repeated_lengths == (3, 2, 2)
+    assert layout.token_ratio == 7 / 6
+    assert [segment.group_id for segment in layout.segments] == [0, 0, 0, 0, 4]
+
+
+def test_a_group_of_a_prompt_with_rollouts_counts_as_the_design_says():
+    P, R, G = 11, 5, 4
+    layout = SharedPrefixLayout.from_groups([(P, [R] * G)])
+    assert layout.num_tokens == P + G * R
+    assert sum(layout.repeated_lengths) == G * (P + R)
+    assert layout.attention_pairs == P * (P + 1) // 2 + G * (P * R + R * (R + 1) // 2)
+    assert layout.repeated_attention_pairs == G * (P + R) * (P + R + 1) // 2
+
+
+@pytest.mark.parametrize(("seed", "depth"), FORESTS)
+def test_random_forests_agree_with_the_definition(seed, depth):
+    forest = random_forest(seed, depth)
+    layout = SharedPrefixLayout(*forest)
+    expected = visible_by_definition(forest)
+    assert max(layout.depths) == depth
+    assert torch.equal(visible(layout), expected)
+    # A position counts what is seen before the token; the pairs are all that is seen.
+    assert layout.position_ids.tolist() == (expected.sum(dim=1) - 1).tolist()
+    assert layout.attention_pairs == expected.sum()
+    lengths = [len(sequence) for sequence in sequences(forest)]
+    assert list(layout.repeated_lengths) == lengths
+    assert layout.repeated_attention_pairs == sum(n * (n + 1) // 2 for n in lengths)
+    assert layout.token_ratio == pytest.approx(sum(lengths) / sum(forest.lengths))
+
+
+@pytest.mark.parametrize(
+    ("groups", "positions", "ratio"),
+    [
+        ([(3, [])], [0, 1, 2], 1.0),
+        ([(3, [2])], [0, 1, 2, 3, 4], 1.0),
+        ([(3, [0])], [0, 1, 2], 1.0),
+        ([(3, [0, 0])], [0, 1, 2], 2.0),
+        ([(2, [0, 1]), (1, [1])], [0, 1, 2, 0, 1], 7 / 5),
+        ([], [], 1.0),
+    ],
+    ids=["no rollouts", "one rollout", "empty rollout", "two empty rollouts", "two groups", "nothing"],
+)
+def test_small_groups(groups, positions, ratio):
+    layout = SharedPrefixLayout.from_groups(groups)
+    assert layout.position_ids.tolist() == positions
+    assert layout.position_ids.dtype == torch.int64
+    assert layout.token_ratio == ratio
+
+
+def test_an_empty_rollout_takes_no_place_in_visibility():
+    with_empty = SharedPrefixLayout.from_groups([(2, [1, 0, 2])])
+    without = SharedPrefixLayout.from_groups([(2, [1, 2])])
+    assert torch.equal(visible(with_empty), visible(without))
+    assert len(with_empty.segments) == 4
+
+
+def test_group_ids_name_all_segments_of_a_group():
+    layout = SharedPrefixLayout.from_groups([(2, [1, 1]), (3, [1])], ["a", ("b", 1)])
+    assert [segment.group_id for segment in layout.segments] == ["a", "a", "a", ("b", 1), ("b", 1)]
+
+
+def test_group_ids_of_the_wrong_length():
+    with pytest.raises(ValueError, match="^group_ids has 3 entries for 2 groups; pass one per group.$"):
+        SharedPrefixLayout.from_groups([(2, [1]), (3, [1])], [0, 1, 2])
+    with pytest.raises(ValueError, match="^group_ids has 1 entries for 2 lengths; pass one per segment.$"):
+        SharedPrefixLayout([2, 1], [None, 0], [0])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "message"),
+    [
+        ([1, 1], [None], "parents has 1 entries for 2 lengths"),
+        ([2, -1], [None, 0], r"lengths\[1\] is -1; a segment has 0 tokens or more"),
+        ([1, 1, 1, 1], [None, None, 0, 1], r"parents\[2\] is 0, which is not an open segment.*depth-first"),
+        ([1, 1, 1, 1], [None, 0, 0, 1], r"parents\[3\] is 1, which is not an open segment"),
+        ([1, 1], [None, 1], r"parents\[1\] is 1, which is not an open segment"),
+        ([1], [0], r"parents\[0\] is 0, which is not an open segment"),
+        ([1, 1], [None, -1], r"parents\[1\] is -1, which is not an open segment"),
+        ([1, 1], [None, 7], r"parents\[1\] is 7, which is not an open segment"),
+    ],
+)
+def test_what_is_not_a_forest_in_depth_first_order_is_refused(lengths, parents, message):
+    with pytest.raises(ValueError, match=message):
+        SharedPrefixLayout(lengths, parents)
+
+
+def test_memo_makes_a_value_once():
+    layout, made = SharedPrefixLayout.from_groups([(1, [1])]), []
+    for _ in range(2):
+        assert layout.memo("key", lambda: made.append(0) or "value") == "value"
+    assert made == [0]
+
+
+def test_repr_says_what_is_shared():
+    assert repr(SharedPrefixLayout.from_groups([(6, [2, 2])])) == (
+        "SharedPrefixLayout(tokens=10, segments=3, token_ratio=1.60)"
+    )
