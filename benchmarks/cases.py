@@ -115,7 +115,7 @@ _QWEN3_4B = replace(_QWEN3_0_6B, name="Qwen3-4B", hidden=2560, layers=36, heads=
 def profile_cases(profile: str) -> list[Case]:
     """Cases of a profile: `cpu` is one that takes minutes on two cores, `gpu` those for one card of 80 GB or more."""
     if profile == "cpu":
-        return [Case("hidden 512, 4 layers")]
+        return [Case("Qwen3 shape")]
     return [
         replace(model, prefix=prefix, group_size=group_size, name=f"{model.name} shape")
         for model in (_QWEN3_0_6B, _QWEN3_4B)

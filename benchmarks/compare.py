@@ -93,7 +93,7 @@ def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison
         for row, method in zip(rows, plan.methods, strict=True):
             if row.note is None:
                 run = method.prepare(case, model)
-                row.note = _warm_up(row, run, case, plan.memory, logprobs)
+                row.note = _warm_up(row, run, plan.memory, case, logprobs)
             if row.note is None:
                 ready[row.method] = partial(PASSES[measured], run)
         timings = time_in_turns(ready, plan.rounds, deadline, plan.clock)
@@ -103,7 +103,7 @@ def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison
     return result
 
 
-def _warm_up(row: Row, run: Run, case: Case, memory: bool, logprobs: dict[str, Tensor]) -> str | None:
+def _warm_up(row: Row, run: Run, memory: bool, case: Case, logprobs: dict[str, Tensor]) -> str | None:
     """Run once, measure memory, keep the log-probabilities; return why that is impossible, or None."""
     try:
         if row.method not in logprobs:
@@ -114,8 +114,9 @@ def _warm_up(row: Row, run: Run, case: Case, memory: bool, logprobs: dict[str, T
             threads = torch.get_num_threads()
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 row.peak_mib = pool.apply(_peak_of_fresh_process, (case, row.method, row.measured, threads))
-    except torch.OutOfMemoryError:
-        return "out of memory"
+    except RuntimeError as error:  # out of memory, or no such kernel here: the other methods go on
+        run.model.zero_grad(set_to_none=True)
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
     return None
 
 

@@ -31,37 +31,38 @@ class Method:
     Attributes:
         name: As shown.
         backend: Attention backend; None is the model's own attention.
-        make_batch: Lays the groups out.
+        make_batches: Lays the groups out, in one batch or in several that run one after another.
         refusal: Why a pass (`forward` or `forward+backward`) over a case is left out, or None.
     """
 
     name: str
     backend: str | None
-    make_batch: Callable[[list[RolloutGroup], str], ScoringBatch]
+    make_batches: Callable[[list[RolloutGroup], str], list[ScoringBatch]]
     refusal: Callable[[Case, str], str | None] = lambda case, measured: None
 
     def prepare(self, case: Case, model: Any) -> Run:
         """Lay a case out once; what is timed starts from there."""
-        return Run(self, model, self.make_batch(case.make_groups(), case.device))
+        return Run(self, model, self.make_batches(case.make_groups(), case.device))
 
 
 @dataclass
 class Run:
-    """A method with its model and batch, ready to be timed."""
+    """A method with its model and batches, ready to be timed."""
 
     method: Method
     model: Any
-    batch: ScoringBatch
+    batches: list[ScoringBatch]
 
     def forward(self) -> Tensor:
         """Log-probabilities without gradient, shape [N]."""
         with self._patch(), torch.no_grad():
-            return score(self.model, self.batch).logprobs_N
+            return torch.cat([score(self.model, batch).logprobs_N for batch in self.batches])
 
     def forward_backward(self) -> None:
-        """Log-probabilities, and the gradient of their mean by every weight, which is then dropped."""
+        """Log-probabilities, and the gradient of their sum by every weight, which is then dropped."""
         with self._patch():
-            score(self.model, self.batch).logprobs_N.mean().backward()
+            for batch in self.batches:
+                score(self.model, batch).logprobs_N.sum().backward()
         self.model.zero_grad(set_to_none=True)
 
     def _patch(self) -> AbstractContextManager[Any]:
@@ -69,23 +70,30 @@ class Run:
         return nullcontext() if backend is None else shared_prefix(self.model, backend)
 
 
-def _padded(groups: list[RolloutGroup], device: str) -> ScoringBatch:
+def _padded(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
     batch = pack(groups, "repeated", device=device)
     if bool(batch.model_inputs["attention_mask"].all()):
         del batch.model_inputs["attention_mask"]  # nothing is masked: let SDPA take its causal path
-    return batch
+    return [batch]
 
 
-def _repeated_packed(groups: list[RolloutGroup], device: str) -> ScoringBatch:
+def _alone(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    return [RolloutGroup(group.prompt_ids, [rollout]) for group in groups for rollout in group.rollouts]
+
+
+def _one_by_one(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
+    return [batch for group in _alone(groups) for batch in _padded([group], device)]
+
+
+def _repeated_packed(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
     """One row without padding: every sequence is a root without children, so attention is one causal varlen call."""
-    alone = [RolloutGroup(group.prompt_ids, [rollout]) for group in groups for rollout in group.rollouts]
-    batch = pack(alone, "shared", device=device)  # the tokens of a prompt and its only rollout stand one after another
+    batch = pack(_alone(groups), "shared", device=device)  # a prompt and its only rollout stand one after another
     layout = SharedPrefixLayout(lengths := batch.layout.repeated_lengths, [None] * len(lengths))
-    return replace(batch, model_inputs=batch.model_inputs | {"prefix_layout": layout}, layout=layout)
+    return [replace(batch, model_inputs=batch.model_inputs | {"prefix_layout": layout}, layout=layout)]
 
 
-def _shared(groups: list[RolloutGroup], device: str) -> ScoringBatch:
-    return pack(groups, "shared", device=device)
+def _shared(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
+    return [pack(groups, "shared", device=device)]
 
 
 def _no_backward_on_cpu(case: Case, measured: str) -> str | None:
@@ -100,6 +108,7 @@ def _too_large_for_dense(case: Case, measured: str) -> str | None:
 
 METHODS = (
     Method("repeated, padded", None, _padded),
+    Method("repeated, one by one", None, _one_by_one),
     Method(BASELINE, "cascade", _repeated_packed),
     Method("prefix_grouper", "prefix_grouper", _shared),
     Method("cascade", "cascade", _shared),

@@ -24,10 +24,15 @@ from benchmarks.cases import Case, profile_cases  # noqa: E402
 from benchmarks.compare import PASSES, Comparison, Plan, Row, compare  # noqa: E402
 from benchmarks.figure import draw  # noqa: E402
 from benchmarks.measure import CLOCKS, Conditions  # noqa: E402
-from benchmarks.methods import METHODS, find_method  # noqa: E402
+from benchmarks.methods import BASELINE, METHODS, find_method  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SHAPE_OPTIONS = [field.name for field in fields(Case) if field.name not in ("name", "device", "checkpointing")]
+
+DEFAULT_METHODS = {
+    "cpu": [method.name for method in METHODS],
+    "gpu": ["repeated, padded", BASELINE, "prefix_grouper", "cascade", "flex"],
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
     print(f"conditions: {conditions}", flush=True)
     changed = {name: getattr(options, name) for name in SHAPE_OPTIONS if getattr(options, name) is not None}
     cases = list(dict.fromkeys(replace(case, **changed) for case in profile_cases(options.profile)))
-    methods = [find_method(name) for name in options.methods]
+    methods = [find_method(name) for name in options.methods or DEFAULT_METHODS[options.profile]]
     plan = Plan(methods, options.passes, options.rounds, options.clock, options.memory)
     end = time.monotonic() + options.minutes * 60
     comparisons: list[Comparison] = []
@@ -62,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="the list of cases (default: cpu)")
     parser.add_argument("--rounds", type=int, default=5, help="how often each method is timed (default: 5)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no new round or case after this (default: 9)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no new round or case after this (default: 8)")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument(
         "--clock",
@@ -71,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="cpu: processor time, for a busy machine; with --threads 1",
     )
     names = [method.name for method in METHODS]
-    parser.add_argument("--methods", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--methods", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=list(PASSES))
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="CPU: do not measure memory")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.png")
@@ -89,14 +94,14 @@ def table(comparison: Comparison) -> str:
         "",
         f"{case.name}: {shapes}, device {case.device}, activation checkpointing {case.checkpointing}",
         f"ideal: tokens x{comparison.token_ratio:.2f}, operations x{comparison.ideal_ratio:.2f}",
-        f"{'':18} {'method':18} {'seconds':>9} {'fastest':>9} {'slowest':>9} {'speedup':>8} {'(rounds)':>13} "
+        f"{'':18} {'method':20} {'seconds':>9} {'fastest':>9} {'slowest':>9} {'speedup':>8} {'(rounds)':>13} "
         f"{'of ideal':>9} {'peak MiB':>9} {'difference':>11}",
     ]
     return "\n".join(lines + [_line(row) for row in comparison.rows])
 
 
 def _line(row: Row) -> str:
-    start = f"{row.measured:18} {row.method:18}"
+    start = f"{row.measured:18} {row.method:20}"
     if row.timing is None:
         return f"{start} not run: {row.note}"
     seconds = row.timing.seconds
