@@ -26,7 +26,9 @@ def test_linear_part_agrees_with_the_flop_counter(family):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         decoder(input_ids=torch.ones(1, 32, dtype=torch.long), use_cache=False)
     by_operator = counter.get_flop_counts()["Global"]
-    linear = sum(count for operator, count in by_operator.items() if "mm" in str(operator) and "bmm" not in str(operator))
+    linear = sum(
+        count for operator, count in by_operator.items() if "mm" in str(operator) and "bmm" not in str(operator)
+    )
     assert ModelCost.of(decoder).per_token * 32 == linear
 
 

@@ -101,9 +101,9 @@ def test_group_ids_name_all_segments_of_a_group():
 
 
 def test_group_ids_of_the_wrong_length():
-    with pytest.raises(ValueError, match="^group_ids has 3 entries for 2 groups; pass one per group.$"):
+    with pytest.raises(ValueError, match=r"^group_ids has 3 entries for 2 groups; pass one per group\.$"):
         SharedPrefixLayout.from_groups([(2, [1]), (3, [1])], [0, 1, 2])
-    with pytest.raises(ValueError, match="^group_ids has 1 entries for 2 lengths; pass one per segment.$"):
+    with pytest.raises(ValueError, match=r"^group_ids has 1 entries for 2 lengths; pass one per segment\.$"):
         SharedPrefixLayout([2, 1], [None, 0], [0])
 
 
