@@ -51,7 +51,8 @@ class MostFrequentDigit:
 
     Args:
         prompt_length: Digits per prompt.
-        majority_share: Share of the places that the answer holds; 0.1 is chance. Smaller is harder.
+        majority_share: Share of the places that the answer holds; each other digit has (1 - share) / 9 on average.
+            Smaller is harder.
         train_size: Rows of split `train`.
         val_size: Rows of split `val`.
         test_size: Rows of split `test`.
@@ -62,7 +63,7 @@ class MostFrequentDigit:
     def __init__(
         self,
         prompt_length: int = 512,
-        majority_share: float = 0.2,
+        majority_share: float = 0.3,
         train_size: int = 4096,
         val_size: int = 256,
         test_size: int = 256,
