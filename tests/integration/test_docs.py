@@ -1,0 +1,158 @@
+"""The code blocks of the documentation run, its configurations parse, and the names in its tables exist."""
+
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+import pl_grouprl
+from pl_grouprl import GRPO, PromptDataModule, SamplingConfig, SharedPrefixCallback
+from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.cli import main
+from pl_grouprl.data import MostFrequentDigit
+from pl_grouprl.models import PretrainedPolicy, WarmStartedPolicy
+from pl_grouprl.rewards import LeadingCorrectCharacters
+from pl_grouprl.rollout import HFRolloutEngine
+
+DOCS = Path(pl_grouprl.__file__).resolve().parents[1] / "docs"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[tuple[int, str]]:
+    """Line number and text of each block of a language."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start(2)) + 1, match.group(2))
+        for match in FENCE.finditer(text)
+        if match.group(1) == language
+    ]
+
+
+def here_cells(section: str | None = None) -> list[str]:
+    """What stands in backticks in the column "here" of the tables of options.md, of one section or of all."""
+    found, heading, column = [], "", None
+    for line in (DOCS / "options.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            heading = line[3:]
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if "here" in cells:
+            column = cells.index("here")
+        elif not cells:
+            column = None
+        elif column is not None and section in (None, heading):
+            found += re.findall(r"`([^`]+)`", cells[column])
+    return found
+
+
+def parameters(*classes: type) -> set[str]:
+    """Names that the constructors take, those that are handed on by **kwargs included."""
+    return {name for cls in classes for name in inspect.signature(cls.__init__).parameters} - {"self", "kwargs"}
+
+
+OPTIONS = {
+    "model.init_args": parameters(*[cls for cls in GRPO.__mro__ if cls.__module__.startswith("pl_grouprl")]),
+    "model.init_args.sampling": parameters(SamplingConfig),
+    "model.init_args.optimizer": parameters(OptimizerConfig),
+    "model.init_args.policy.init_args": parameters(PretrainedPolicy),
+    "model.init_args.engine.init_args": parameters(HFRolloutEngine),
+    "data.init_args": parameters(PromptDataModule),
+    "trainer": parameters(Trainer),
+}
+
+
+@pytest.mark.parametrize("page", ["shared_prefix.md", "rewards_and_data.md"])
+def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": f"docs_{page.removesuffix('.md')}"}
+    for line, code in blocks(page, "python"):
+        # Line numbers of a traceback are those of the page.
+        exec(compile("\n" * (line - 1) + code, str(DOCS / page), "exec"), names)
+
+
+@pytest.mark.parametrize(("line", "fragment"), blocks("rewards_and_data.md", "yaml"))
+def test_yaml_blocks_parse(line, fragment, tmp_path, monkeypatch, capsys):
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "my_rewards.py").write_text("def brevity(completions):\n    return [-len(c) for c in completions]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(
+        "model:\n  class_path: pl_grouprl.GRPO\n  init_args:\n    policy: tiny\n"
+        "    rewards: [{class_path: pl_grouprl.rewards.ExactMatch}]\n"
+        "data:\n  class_path: pl_grouprl.PromptDataModule\n  init_args: {train: train.jsonl}\n"
+    )
+    Path("fragment.yaml").write_text(fragment)
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", "base.yaml", "--config", "fragment.yaml", "--print_config"])
+    output = capsys.readouterr()
+    assert ended.value.code in (0, None), f"rewards_and_data.md:{line}: {output.err}"
+    assert "class_path: pl_grouprl.GRPO" in output.out
+
+
+def test_options_of_the_tables_exist():
+    paths = [cell for cell in here_cells() if cell.startswith(("model.", "data.", "trainer."))]
+    assert len(paths) > 50
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        assert name in OPTIONS[owner], path
+
+
+def test_every_option_is_on_the_page():
+    text = (DOCS / "options.md").read_text(encoding="utf-8")
+    for owner in OPTIONS.keys() - {"trainer"}:
+        # A longer path that begins with an option counts for it: sampling by sampling.top_p.
+        missing = [name for name in OPTIONS[owner] if not re.search(rf"`{re.escape(owner)}\.{name}[.`]", text)]
+        assert not missing, owner
+
+
+@pytest.mark.parametrize("page", ["options.md", "shared_prefix.md", "rewards_and_data.md"])
+def test_import_paths_exist(page):
+    paths = set(re.findall(r"`(pl_grouprl\.[\w.]+)", (DOCS / page).read_text(encoding="utf-8")))
+    assert paths
+    for path in paths:
+        pkgutil.resolve_name(path)  # raises where a part of the path does not exist
+
+
+class Names(Callback):
+    """Collects the names of all metrics."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen |= set(trainer.callback_metrics)
+
+    on_train_end = on_validation_end = on_train_batch_end
+
+
+def test_metrics_of_the_table_are_those_that_a_run_logs(tmp_path):
+    def graded(data_source, solution_str, ground_truth):
+        return {"score": float(len(solution_str)), "letters": len(solution_str)}
+
+    task = MostFrequentDigit(prompt_length=16, train_size=4, val_size=2)
+    architecture = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    architecture |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    policy = WarmStartedPolicy(task, architecture, steps=0, cache_dir=str(tmp_path), progress_bar=False)
+    module = GRPO(
+        policy, [LeadingCorrectCharacters(), graded], num_generations=2, num_iterations=2, val_num_generations=2,
+        sampling=SamplingConfig(max_new_tokens=4), beta=0.1, delta=3.0,
+    )  # fmt: skip
+    names = Names()
+    trainer = Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[SharedPrefixCallback(verify=False, measure_every_n_steps=1), names],
+    )  # fmt: skip
+    data = PromptDataModule(train=task, val=task, batch_size=2)
+    trainer.fit(module, data)
+
+    documented = [cell for cell in here_cells("Metrics") if "LearningRateMonitor" not in cell]
+    patterns = [re.compile(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(cell)).replace("@k", "@2")) for cell in documented]
+    for pattern, cell in zip(patterns, documented, strict=True):
+        assert any(pattern.fullmatch(name) for name in names.seen), cell
+    others = {"prefix/groups", "prefix/segments", "prefix/padding_fraction"}  # in shared_prefix.md
+    undocumented = {name for name in names.seen if not any(pattern.fullmatch(name) for pattern in patterns)}
+    assert undocumented <= others
