@@ -1,0 +1,400 @@
+"""Ordinary padded batches: inside the context everything that the caller reads is what it was outside."""
+
+import pytest
+import torch
+from helpers.tiny_models import (
+    FAMILIES,
+    VOCAB,
+    gradients,
+    repeated_rows,
+    tiny_model,
+    worst_gradient_error,
+)
+
+from pl_grouprl.attention import shared_prefix
+
+
+def left_padded(rows):
+    """Two prompts, the second shorter by 7, as a sampler leaves them."""
+    mask = torch.ones_like(rows)
+    mask[len(rows) // 2 :, :7] = 0
+    return rows * mask, mask
+
+
+def right_padded(rows):
+    mask = torch.ones_like(rows)
+    for row, cut in enumerate(range(len(rows))):
+        mask[row, rows.shape[1] - cut :] = 0
+    return rows * mask, mask
+
+
+def trl_shape(rows):
+    """Prompts padded on the left, completions on the right."""
+    ids, left = left_padded(rows)
+    ids, right = right_padded(ids)
+    return ids, left * right
+
+
+def holes(rows):
+    """[prompt, padding][completion]: the padding stands in the middle."""
+    mask = torch.ones_like(rows)
+    mask[:, 20:24] = 0
+    return rows * mask, mask
+
+
+def unpadded(rows):
+    return rows, None
+
+
+PADDINGS = [left_padded, right_padded, trl_shape, holes, unpadded]
+ROWS = repeated_rows(0, [24, 24], 4, 9)
+
+
+def logits_and_gradients(model, ids, mask, **arguments):
+    """Logits at tokens, and gradients of a loss over them."""
+    model.zero_grad()
+    out = model(input_ids=ids, attention_mask=mask, **arguments)
+    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    logits = out.logits[kept]
+    targets = ids[kept].roll(-1)
+    picked = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (picked * torch.linspace(0.5, 1.5, len(picked))).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+def assert_transparent(model, ids, mask=None, shared=True, **arguments):
+    """Same logits and gradients, and the rows were shared (or not)."""
+    expected = logits_and_gradients(model, ids, mask, **{k: v for k, v in arguments.items() if k != "group_ids"})
+    with shared_prefix(model) as context:
+        logits, found = logits_and_gradients(model, ids, mask, **arguments)
+    assert (context.last_call.layout is not None) == shared, context.last_call
+    torch.testing.assert_close(logits, expected[0], atol=2e-5, rtol=0)
+    assert worst_gradient_error(found, expected[1]) < 1e-4
+    return context.last_call
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_batches(family, padding):
+    call = assert_transparent(tiny_model(family), *padding(ROWS))
+    assert call.token_ratio > 1.5
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_models_whose_positions_count_the_mask(padding):
+    """OPT numbers the tokens of the attention mask, where the others number columns."""
+    model = tiny_model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, init_std=0.3)
+    assert_transparent(model, *padding(ROWS))
+
+
+def test_what_is_run_is_the_forest_of_the_rows():
+    call = assert_transparent(tiny_model(), *right_padded(ROWS))
+    assert [segment.parent for segment in call.layout.segments] == [None, 0, 0, 0, 0, None, 5, 5, 5, 5]
+    assert [segment.length for segment in call.layout.segments] == [24, 9, 8, 7, 6, 24, 5, 4, 3, 2]
+    assert call.input_ids.shape == call.position_ids.shape == (1, 24 * 2 + 30 + 14)
+    assert call.padding_fraction == pytest.approx(sum(range(8)) / ROWS.numel())
+
+
+@pytest.mark.parametrize(
+    "group_ids",
+    [[0] * 4 + [1] * 4, torch.tensor([5, 5, 5, 5, 2, 2, 2, 2]), tuple("aaaabbbb")],
+    ids=["list", "tensor", "names"],
+)
+def test_group_ids(group_ids):
+    call = assert_transparent(tiny_model(), ROWS, group_ids=group_ids)
+    names = [segment.group_id for segment in call.layout.segments]
+    expected = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else list(group_ids)
+    assert names == [expected[0]] * 5 + [expected[4]] * 5
+
+
+def test_only_rows_of_one_group_are_compared():
+    rows = repeated_rows(1, [24], 4, 9)
+    call = assert_transparent(tiny_model(), rows, group_ids=[0, 1, 0, 1])
+    assert [segment.parent for segment in call.layout.segments] == [None, 0, 0, None, 3, 3]
+    assert_transparent(tiny_model(), rows, shared=False, group_ids=[0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("group_ids", [[0, 0, 1], torch.zeros(9, dtype=torch.long)], ids=["list", "tensor"])
+def test_group_ids_of_the_wrong_length(group_ids):
+    model = tiny_model()
+    message = f"group_ids has {len(group_ids)} entries for 8 rows of input_ids; pass one per row"
+    with shared_prefix(model), pytest.raises(ValueError, match=message):
+        model(ROWS, group_ids=group_ids)
+
+
+def interleaved():
+    return ROWS[[0, 4, 1, 5, 2, 6, 3, 7]]
+
+
+def identical():
+    return ROWS[:1].repeat(5, 1)
+
+
+def identical_and_others():
+    return ROWS[[0, 1, 0, 4, 1, 0]]
+
+
+def system_prompt():
+    head = repeated_rows(2, [20], 1, 0)
+    return torch.cat([head.repeat(8, 1), ROWS], dim=1)
+
+
+@pytest.mark.parametrize("rows", [interleaved, identical, identical_and_others, system_prompt])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_shapes_of_sharing(family, rows):
+    call = assert_transparent(tiny_model(family), rows())
+    assert max(call.layout.depths) == (2 if rows in (system_prompt, identical_and_others) else 1)
+
+
+def test_rows_that_are_prefixes_of_other_rows():
+    ids, mask = right_padded(ROWS[:1].repeat(8, 1))
+    call = assert_transparent(tiny_model(), ids, mask)
+    assert call.layout.num_tokens < 2 * 33
+    assert min(segment.length for segment in call.layout.segments) >= 0
+
+
+def test_a_row_of_one_token_and_a_row_of_none():
+    ids, mask = ROWS.clone(), torch.ones_like(ROWS)
+    mask[0, 1:] = 0
+    mask[5, :] = 0
+    model = tiny_model()
+    kept = mask.bool()
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        with shared_prefix(model) as context:
+            actual = model(ids, attention_mask=mask).logits
+    assert context.last_call.layout is not None
+    torch.testing.assert_close(actual[kept], expected[kept], atol=2e-5, rtol=0)
+    assert actual.isfinite().all()
+
+
+def test_rows_of_one_token_each():
+    assert_transparent(tiny_model(), torch.tensor([[1], [1], [2]]), shared=False)
+    model = tiny_model()
+    with torch.no_grad(), shared_prefix(model, min_saved_tokens=1) as context:
+        actual = model(torch.tensor([[1], [1], [2]])).logits
+    assert context.last_call.layout.num_tokens == 2
+    torch.testing.assert_close(actual, model(torch.tensor([[1], [1], [2]])).logits, atol=2e-5, rtol=0)
+
+
+def test_explicit_positions():
+    columns = torch.arange(33).expand(8, 33)
+    for positions in (columns, columns[:1], columns + 5):
+        assert_transparent(tiny_model(), ROWS, position_ids=positions)
+        assert_transparent(tiny_model("gpt2"), ROWS, position_ids=positions)
+    _, mask = left_padded(ROWS)
+    assert_transparent(tiny_model("gpt2"), ROWS, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+
+
+def test_a_shift_of_positions_is_shared_where_only_distances_count():
+    """The same prompt at two offsets: one root for rotary embeddings, two for learned positions."""
+    positions = torch.arange(33) + torch.tensor([0, 0, 0, 0, 3, 3, 3, 3])[:, None]
+    rows = repeated_rows(3, [24], 8, 9)
+    roots = {
+        family: sum(
+            segment.parent is None
+            for segment in assert_transparent(tiny_model(family), rows, position_ids=positions).layout.segments
+        )
+        for family in ("llama", "gpt2")
+    }
+    assert roots == {"llama": 1, "gpt2": 2}
+
+
+def test_the_callers_own_packed_sequences_go_through():
+    packed = ROWS.reshape(2, -1)
+    positions = torch.arange(33).repeat(4).expand(2, -1)
+    assert_transparent(tiny_model(), packed, shared=False, position_ids=positions)
+
+
+def test_logits_to_keep():
+    model = tiny_model()
+    for keep in (5, torch.tensor([0, 24, 31])):
+        with torch.no_grad():
+            expected = model(ROWS, logits_to_keep=keep).logits
+            with shared_prefix(model) as context:
+                actual = model(ROWS, logits_to_keep=keep).logits
+        assert context.last_call.layout is not None
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_labels_give_the_same_loss(family):
+    model = tiny_model(family)
+    ids, mask = trl_shape(ROWS)
+    # The first token of a row that is padded on the left would be predicted from padding, which means nothing.
+    labels = ids.masked_fill(mask * mask.roll(1, dims=1) == 0, -100)
+    expected = model(ids, attention_mask=mask, labels=labels).loss
+    with shared_prefix(model) as context:
+        actual = model(ids, attention_mask=mask, labels=labels, group_ids=[0] * 8).loss
+    assert context.last_call.layout is not None
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_hidden_states(family):
+    model = tiny_model(family)
+    ids, mask = trl_shape(ROWS)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        with shared_prefix(model) as context:
+            actual = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert context.last_call.layout is not None
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one[mask.bool()], other[mask.bool()], atol=5e-5, rtol=1e-4)
+        assert one.shape == other.shape
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tuples(family):
+    model = tiny_model(family)
+    with torch.no_grad():
+        expected = model(ROWS, return_dict=False, use_cache=False)
+        with shared_prefix(model) as context:
+            actual = model(ROWS, return_dict=False, use_cache=False)
+            decoder = model.get_decoder()(ROWS, return_dict=False, use_cache=False)
+    assert context.last_call.layout is not None
+    assert type(actual) is type(expected) is tuple
+    torch.testing.assert_close(actual[0], expected[0], atol=2e-5, rtol=0)
+    assert decoder[0].shape == (8, 33, 32)
+
+
+def test_a_decoder_without_a_head():
+    model = tiny_model().model
+    expected = model(ROWS).last_hidden_state
+    with shared_prefix(model) as context:
+        torch.testing.assert_close(model(ROWS).last_hidden_state, expected, atol=2e-5, rtol=1e-5)
+    assert context.last_call.layout is not None
+
+
+def test_positional_arguments():
+    model = tiny_model()
+    ids, mask = left_padded(ROWS)
+    with shared_prefix(model) as context:
+        actual = model.model(ids, mask).last_hidden_state
+    assert context.last_call.layout is not None
+    torch.testing.assert_close(
+        actual[mask.bool()], model.model(ids, mask).last_hidden_state[mask.bool()], atol=2e-5, rtol=1e-5
+    )
+
+
+def test_one_row_moves_no_bit_of_the_others():
+    """Exact where the rows keep their lengths and their common prefixes."""
+    model = tiny_model("llama")
+    for seed in range(10):
+        rows = repeated_rows(seed, [24, 24], 4, 9)
+        changed = rows.clone()
+        changed[2, 24:] = (rows[2, 24:] + 7 * seed + 3) % VOCAB
+        with torch.no_grad(), shared_prefix(model):
+            one, other = model(rows).logits, model(changed).logits
+        others = [row for row in range(8) if row != 2]
+        assert torch.equal(one[others], other[others])
+        assert torch.equal(one[2, :24], other[2, :24])
+
+
+# What cannot be shared goes through ---------------------------------------------------------------------------------
+
+
+def untouched(model, reason, **arguments):
+    with torch.no_grad():
+        expected = model(**arguments)
+        with shared_prefix(model) as context:
+            actual = model(**arguments)
+    assert context.last_call.layout is None
+    assert reason in context.last_call.reason
+    assert torch.equal(actual.logits, expected.logits)
+    return actual
+
+
+def test_a_mask_of_ones_own_goes_through():
+    block = torch.ones(33, 33, dtype=torch.bool).tril()[None, None].expand(8, 1, 33, 33)
+    untouched(tiny_model(), "attention_mask is not of shape", input_ids=ROWS, attention_mask=block)
+
+
+def test_a_cache_goes_through():
+    out = untouched(tiny_model(), "a cache is in use", input_ids=ROWS, use_cache=True)
+    assert out.past_key_values.get_seq_length() == 33
+
+
+def test_other_calls_that_go_through():
+    untouched(tiny_model(), "it has one row", input_ids=ROWS[:1])
+    untouched(tiny_model(), "no rows of the batch share a prefix", input_ids=ROWS.flip(1))
+    model = tiny_model(attn_implementation="eager")
+    out = untouched(model, "attention weights are asked for", input_ids=ROWS, output_attentions=True)
+    assert out.attentions[0].shape == (8, 4, 33, 33)
+    untouched(tiny_model("qwen3_moe"), "router logits", input_ids=ROWS, output_router_logits=True)
+
+
+def test_embeddings_go_through():
+    model = tiny_model()
+    embedded = model.get_input_embeddings()(ROWS).detach()
+    with torch.no_grad():
+        expected = model(inputs_embeds=embedded).logits
+        with shared_prefix(model):
+            assert torch.equal(model(inputs_embeds=embedded).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_generation(family, sample):
+    model = tiny_model(family)
+    ids, mask = left_padded(ROWS)
+    arguments = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": sample, "pad_token_id": 0}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **arguments)
+    torch.manual_seed(0)
+    with shared_prefix(model):
+        assert torch.equal(model.generate(ids, **arguments), expected)
+
+
+def test_paused():
+    model = tiny_model()
+    with shared_prefix(model) as context, torch.no_grad():
+        context.paused = True
+        paused = model(ROWS).logits
+        assert context.last_call is None
+        context.paused = False
+        model(ROWS)
+        assert context.last_call.layout is not None
+    assert torch.equal(paused, model(ROWS).logits)
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+def train(model, steps=20):
+    """A plain loop that knows nothing of shared prefixes."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        ids, mask = trl_shape(repeated_rows(step % 4, [24, 24], 4, 9))
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        completion = mask[:, 1:] * (torch.arange(32) >= 23)
+        loss = -(logprobs * completion).sum() / completion.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["no checkpointing", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_training_loop_has_the_same_losses(family, checkpointing):
+    expected = train(tiny_model(family))
+    model = tiny_model(family)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    if checkpointing:
+        model.enable_input_require_grads()
+    with shared_prefix(model) as context:
+        ratios = []
+        context.listeners.append(lambda call: ratios.append(call.token_ratio))
+        losses = train(model)
+    assert len(ratios) == 20
+    assert min(ratios) > 1.5
+    assert losses[-1] < losses[0] - 0.2
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
