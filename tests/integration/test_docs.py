@@ -57,7 +57,7 @@ OPTIONS = {
     "model.init_args.sampling": parameters(SamplingConfig),
     "model.init_args.optimizer": parameters(OptimizerConfig),
     "model.init_args.policy.init_args": parameters(PretrainedPolicy),
-    "model.init_args.engine.init_args": parameters(HFRolloutEngine),
+    "model.init_args.engine.init_args": parameters(HFRolloutEngine) - {"model", "tokenizer"},
     "data.init_args": parameters(PromptDataModule),
     "trainer": parameters(Trainer),
 }
