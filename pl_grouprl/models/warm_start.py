@@ -99,7 +99,7 @@ class WarmStartedPolicy:
         """Where the finished policy lies, or will."""
         return Path(self.cache_dir).expanduser() / f"{self.architecture['model_type']}-{self._key()}"
 
-    def load(self) -> PreTrainedModel:
+    def load(self) -> nn.Module:
         """Return the warm-started policy, from the cache where it is there. With several ranks, rank 0 trains it."""
         from transformers import AutoModelForCausalLM
 

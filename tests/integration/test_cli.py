@@ -1,0 +1,253 @@
+"""Whole runs through the command line, in the small."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pl_grouprl.cli import find_config, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMALL = """
+model:
+  init_args:
+    policy:
+      init_args:
+        demonstrations: {{init_args: {{prompt_length: 20}}}}
+        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}}
+        steps: 5
+        batch_size: 4
+        cache_dir: {cache}
+        progress_bar: false
+    num_generations: 4
+    val_num_generations: 2
+    sampling: {{max_new_tokens: 4}}
+data:
+  init_args:
+    train: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
+    val: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
+    test: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
+    batch_size: 2
+trainer:
+  max_steps: 4
+  val_check_interval: 2
+  enable_progress_bar: false
+  logger:
+    - class_path: lightning.pytorch.loggers.CSVLogger
+      init_args: {{save_dir: {runs}, name: small}}
+    - class_path: lightning.pytorch.loggers.TensorBoardLogger
+      init_args: {{save_dir: {runs}, name: small}}
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {{every_n_train_steps: 2, save_top_k: -1, save_last: true}}
+    - class_path: pl_grouprl.callbacks.ValidateAtStart
+    - class_path: pl_grouprl.callbacks.SharedPrefixCallback
+      init_args: {{measure_every_n_steps: 2}}
+    - class_path: pl_grouprl.callbacks.CompletionsTable
+      init_args: {{every_n_steps: 2}}
+    - class_path: pl_grouprl.callbacks.ExportPolicy
+    - class_path: pl_grouprl.callbacks.RunSummary
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The default run in the small: its own configuration and a fragment over it."""
+    folder = tmp_path_factory.mktemp("small")
+    fragment = folder / "small.yaml"
+    fragment.write_text(SMALL.format(cache=folder / "cache", runs=folder / "runs"))
+    return ["--config", "grpo_pg.yaml", "--config", str(fragment)]
+
+
+@pytest.fixture(scope="module")
+def run(small):
+    """The folder of a finished run."""
+    main(["fit", *small])
+    return Path(small[-1]).parent / "runs" / "small" / "version_0"
+
+
+def versions(run):
+    return sorted((path for path in run.parent.iterdir()), key=lambda path: int(path.name.split("_")[1]))
+
+
+def weights(checkpoint):
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def printed(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main([*args])
+    assert stop.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+def test_fit_leaves_everything_in_one_folder(run):
+    assert versions(run)[0] == run
+    names = {path.name for path in run.iterdir()}
+    assert {
+        "checkpoints",
+        "completions.jsonl",
+        "config.yaml",
+        "curves.png",
+        "metrics.csv",
+        "policy",
+        "summary.json",
+    } <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_summary_starts_at_the_base_policy_and_has_rates(run):
+    metrics = json.loads((run / "summary.json").read_text())["metrics"]
+    assert metrics["val/rewards/exact_match/mean"]["count"] == 3  # steps 0, 2, 4
+    assert metrics["reward"]["count"] == 4
+    assert metrics["prefix/token_ratio"]["mean"] > 1
+    assert {"perf/tokens_per_second", "prefix/measured_speedup", "time/rollout"} <= set(metrics)
+
+
+def test_the_exported_policy_is_the_trained_one(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = AutoModelForCausalLM.from_pretrained(run / "policy")
+    trained = weights(run / "checkpoints" / "last.ckpt")
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, trained[f"policy.{name}"]), name
+    assert AutoTokenizer.from_pretrained(run / "policy").decode([2, 3], skip_special_tokens=True) == "01"
+
+
+def test_resume_from_a_path_ends_where_the_whole_run_ended(run, small):
+    (halfway,) = (run / "checkpoints").glob("*step=2.ckpt")
+    main(["fit", *small, "--ckpt_path", str(halfway)])
+    resumed = versions(run)[-1]
+    assert resumed != run
+    whole, again = (weights(folder / "checkpoints" / "last.ckpt") for folder in (run, resumed))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_resume_from_the_last_checkpoint_goes_on(run, small):
+    main(["fit", *small, "--ckpt_path", "last", "--trainer.max_steps", "5"])
+    summary = json.loads((versions(run)[-1] / "summary.json").read_text())
+    assert summary["steps"] == 5
+    assert summary["metrics"]["reward"]["count"] == 5
+
+
+def test_a_checkpoint_brings_no_options_over_the_command_line(run, small, capsys):
+    options = ["--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--model.init_args.beta", "0.125"]
+    config = yaml.safe_load(printed(capsys, "fit", *small, *options, "--print_config"))
+    assert config["model"]["init_args"]["beta"] == 0.125
+
+
+def test_last_without_a_run_is_an_error(small, tmp_path):
+    loggers = f"[{{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {tmp_path}, name: none}}}}]"
+    with pytest.raises(ValueError, match="ckpt_path is 'last' and there is no checkpoint below"):
+        main(["fit", *small, "--trainer.logger", loggers, "--ckpt_path", "last"])
+
+
+@pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])
+def test_evaluation_reports_mean_best_and_majority(run, small, command, prefix, capsys):
+    main([command, *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")])
+    shown = capsys.readouterr().out
+    for metric in ("mean@2", "best@2", "maj@2"):
+        assert f"{prefix}/most_frequent_digit/{metric}" in shown
+
+
+def test_fast_dev_run_leaves_nothing_behind(run, small):
+    before = versions(run)
+    main(["fit", *small, "--trainer.fast_dev_run", "1"])
+    assert versions(run) == before
+
+
+def test_printed_config_is_a_config(small, capsys, tmp_path):
+    first = printed(capsys, "fit", *small, "--print_config")
+    (tmp_path / "whole.yaml").write_text(first)
+    second = printed(capsys, "fit", "--config", str(tmp_path / "whole.yaml"), "--print_config")
+    assert yaml.safe_load(first) == yaml.safe_load(second)
+    config = yaml.safe_load(first)
+    assert config["trainer"]["max_steps"] == 4  # the fragment's
+    assert config["model"]["init_args"]["epsilon"] == 0.2  # the first file's
+
+
+def test_saved_config_is_a_config(run, capsys):
+    config = yaml.safe_load(printed(capsys, "fit", "--config", str(run / "config.yaml"), "--print_config"))
+    assert config == yaml.safe_load((run / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+@pytest.mark.parametrize("fragment", [None, "strategy/ddp"])
+def test_every_config_parses_without_network(name, fragment, capsys):
+    fragments = [] if fragment is None else ["--config", fragment]
+    config = yaml.safe_load(printed(capsys, "fit", "--config", name, *fragments, "--print_config"))
+    assert config["model"]["class_path"] == "pl_grouprl.GRPO"
+    assert config["trainer"]["strategy"] == ("auto" if fragment is None else "ddp")
+
+
+def test_config_names_are_found_below_the_working_directory_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("grpo_pg") == str(ROOT / "configs" / "grpo_pg.yaml")
+    Path("configs").mkdir()
+    Path("configs/grpo_pg.yaml").touch()
+    assert find_config("grpo_pg") == "configs/grpo_pg.yaml"
+    assert find_config("{trainer: {max_steps: 1}}") == "{trainer: {max_steps: 1}}"
+
+
+def test_a_config_that_does_not_exist_is_named_with_the_places(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "grpo_gp.yaml"])
+    shown = capsys.readouterr().err
+    assert "grpo_gp.yaml" in shown
+    assert str(ROOT / "configs") in shown
+
+
+def test_parity_of_a_run_and_of_a_folder(run, small, capsys):
+    main(["parity", *small])
+    main(["parity", *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")])
+    main(["parity", "--model", str(run / "policy")])
+    shown = capsys.readouterr().out
+    assert shown.count("Qwen3ForCausalLM") >= 3
+
+
+def test_parity_exits_with_one_on_a_mismatch(run, monkeypatch):
+    from pl_grouprl.attention import parity
+
+    monkeypatch.setattr(parity.ParityReport, "passed", property(lambda report: False))
+    with pytest.raises(SystemExit) as stop:
+        main(["parity", "--model", str(run / "policy")])
+    assert stop.value.code == 1
+
+
+def test_parity_of_a_folder_takes_no_checkpoint(run):
+    with pytest.raises(ValueError, match="a checkpoint belongs to a LightningModule"):
+        main(["parity", "--model", str(run / "policy"), "--ckpt_path", "x.ckpt"])
+
+
+def test_the_script_in_the_root_answers_help():
+    done = subprocess.run([sys.executable, "cli.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for command in ("fit", "validate", "test", "parity"):
+        assert f"\n    {command} " in done.stdout
+
+
+def test_help_imports_little_beyond_lightning():
+    code = (
+        "import sys, lightning.pytorch.cli\n"
+        "before = set(sys.modules)\n"
+        "from pl_grouprl.cli import main\n"
+        "try: main(['fit', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} & set(sys.argv[1:])))"
+    )
+    heavy = ["transformers", "tokenizers", "matplotlib", "pyarrow", "datasets", "prefix_grouper", "tensorboard"]
+    done = subprocess.run([sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_metrics_are_numbers(run):
+    statistics = json.loads((run / "summary.json").read_text())["metrics"]
+    assert all(math.isfinite(value) for values in statistics.values() for value in values.values())
