@@ -114,6 +114,8 @@ class SharedPrefix:
         layout, group_ids = kwargs.pop("prefix_layout", None), kwargs.pop("group_ids", None)
         if isinstance(layout, LayoutCall):  # an outer context has been here
             return (), kwargs | {"prefix_layout": layout}
+        if isinstance(kwargs.get("past_key_values"), _NoCache):
+            kwargs["past_key_values"].get_seq_length()  # raises
         if layout is not None:
             _check_packed_row(kwargs, layout)
             kwargs |= self._packed_row(kwargs, layout)
@@ -150,11 +152,13 @@ class SharedPrefix:
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         positions = kwargs.get("position_ids")
         positions = layout.position_ids if positions is None else positions
+        expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
         changed = {
             "position_ids": positions.to(tokens.device).reshape(1, -1),
-            # A mask with four dimensions is taken as it is by transformers: no [T, T] mask is built for the row.
-            "attention_mask": torch.zeros(1, 1, 1, 1, device=tokens.device),
-            "prefix_layout": _OwnCall(layout, owner=self, rows=rows),
+            # A mask with four dimensions is taken as it is by transformers: no [T, T] mask is built for the row. This
+            # one fits no other attention: a layer that runs again after the context is left fails instead of lying.
+            "attention_mask": torch.zeros(1, 1, 1, 1, device=tokens.device).expand(1, 1, layout.num_tokens + 1, 1),
+            "prefix_layout": _OwnCall(layout, owner=self, rows=rows, expects_cache=expects_cache),
             "past_key_values": None,
             "use_cache": False,
         }
@@ -173,7 +177,9 @@ class SharedPrefix:
                 f"prefix_layout reached {len(call.reached)} attention modules of {layers} layers in "
                 f"{type(decoder).__name__}; the result would be wrong. Train this model with sharing='repeated'."
             )
-        return None if call.rows is None else _hand_back(output, call.rows)
+        if call.expects_cache and isinstance(output, dict):
+            output["past_key_values"] = _NoCache()
+        return output if call.rows is None else _hand_back(output, call.rows)
 
     def _report(
         self,
@@ -226,6 +232,19 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 class _OwnCall(LayoutCall):
     owner: SharedPrefix | None = None
     rows: SharedRows | None = None
+    expects_cache: bool = False
+
+
+class _NoCache:
+    """Stands where a caller may look for the cache of a packed row: going on from it is an error, not a fresh start."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "past_key_values comes from a call that shared its prefixes, which keeps no cache; pass use_cache=True to "
+            "that call to decode on from it."
+        )
 
 
 def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:

@@ -94,7 +94,7 @@ def _attend_packed(
 def _refuse_what_is_not_applied(
     module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> None:
-    if attention_mask is not None and attention_mask.numel() > 1:  # the packed row's own mask has one element
+    if attention_mask is not None and attention_mask.shape[-1] > 1:  # the packed row's own has one column
         raise NotImplementedError(
             f"{type(module).__name__} adds a mask or bias of its own to the scores, which shared-prefix attention does "
             "not apply; train this model with sharing='repeated'."

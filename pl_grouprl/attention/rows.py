@@ -163,14 +163,30 @@ class _Forest:
                 continue
             shared = min(self.common[first + 1 : last])
             saved = (last - first - 1) * (shared - done)
-            if saved >= self.min_saved_tokens and (self.max_depth is None or depth < self.max_depth):
-                parent, done, depth = self._add(self.order[first], done, shared, parent), shared, depth + 1
             cuts = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
+            worth_it = saved >= self.min_saved_tokens
+            if self.max_depth is not None and worth_it:
+                # On the deepest level a prefix competes with the longer ones that parts of its rows share.
+                deepest = depth + 1 == self.max_depth
+                worth_it = depth < self.max_depth and not (deepest and self._best_saving(cuts, done) > saved)
+            if worth_it:
+                parent, done, depth = self._add(self.order[first], done, shared, parent), shared, depth + 1
             if self.max_depth is not None and depth >= self.max_depth:
                 cuts = list(range(first, last + 1))
             # In the caller's order: what a row holds must not move the others.
             parts = sorted(pairwise(cuts), key=lambda part: min(self.order[part[0] : part[1]]))
             stack += [(a, b, done, parent, depth) for a, b in reversed(parts)]
+
+    def _best_saving(self, cuts: list[int], done: int) -> int:
+        """Tokens that one level of prefixes saves at most, none of them across a cut."""
+        best = 0
+        for first, last in pairwise(cuts):
+            if last - first > 1:
+                shared = min(self.common[first + 1 : last])
+                inner = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
+                here, below = (last - first - 1) * (shared - done), self._best_saving(inner, done)
+                best += max(here if here >= self.min_saved_tokens else 0, below)
+        return best
 
     def _add(self, row: int, start: int, stop: int, parent: int | None) -> int:
         self.lengths.append(stop - start)

@@ -23,7 +23,9 @@ class UnsupportedModelError(ValueError):
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that turns tokens into hidden states, without the language model head."""
-    return model.get_decoder()
+    decoder = model.get_decoder()
+    # Llama4ForCausalLM keeps its decoder where get_decoder does not look, and answers with itself.
+    return getattr(model, "model", decoder) if decoder is model else decoder
 
 
 def check_supported(model: PreTrainedModel) -> None:

@@ -32,8 +32,8 @@ class ModelCost:
         Of the experts of a mixture, those that a token visits are counted.
         """
         config = decoder.config
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-        visited = getattr(config, "num_experts_per_tok", None) or 1
+        names = ("num_experts_per_tok", "moe_k", "moe_topk")
+        visited = next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
         weights = 0.0
         for module in decoder.modules():
             if isinstance(module, nn.Embedding):
@@ -41,8 +41,8 @@ class ModelCost:
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() == 2:
                     weights += parameter.numel()
-                elif parameter.dim() == 3:
-                    weights += parameter.numel() * (visited / experts if parameter.shape[0] == experts else 1)
+                elif parameter.dim() == 3:  # the matrices of all experts
+                    weights += parameter.numel() * min((visited or parameter.shape[0]) / parameter.shape[0], 1)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(2.0 * weights, 4.0 * head_dim * config.num_attention_heads * config.num_hidden_layers)
 

@@ -146,6 +146,28 @@ def test_shapes_of_sharing(family, rows):
     assert max(call.layout.depths) == (2 if rows in (system_prompt, identical_and_others) else 1)
 
 
+def test_one_level_of_prefixes_goes_where_it_saves_most():
+    """Prompts behind one common first token: a backend of depth 1 shares the prompts, not the token."""
+    rows = repeated_rows(4, [24] * 4, 5, 9)
+    rows[:, 0] = 1
+    model = tiny_model()
+    with torch.no_grad():
+        expected = model(rows).logits
+        with shared_prefix(model, "prefix_grouper") as context:
+            actual = model(rows).logits
+    assert [segment.length for segment in context.last_call.layout.segments] == [24, 9, 9, 9, 9, 9] * 4
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+    system = torch.cat([repeated_rows(5, [90], 1, 0).repeat(20, 1), rows], dim=1)
+    with torch.no_grad(), shared_prefix(model, "prefix_grouper") as context:
+        model(system)
+    # 19 * 91 tokens saved by the system prompt, 4 * 4 * 114 by the prompts with it.
+    assert [segment.length for segment in context.last_call.layout.segments] == [114, 9, 9, 9, 9, 9] * 4
+    long = torch.cat([repeated_rows(5, [900], 1, 0).repeat(20, 1)[:, :200], repeated_rows(6, [8] * 10, 2, 9)], dim=1)
+    with torch.no_grad(), shared_prefix(model, "prefix_grouper") as context:
+        model(long)
+    assert [segment.length for segment in context.last_call.layout.segments][:2] == [200, 17]
+
+
 def test_rows_that_are_prefixes_of_other_rows():
     ids, mask = right_padded(ROWS[:1].repeat(8, 1))
     call = assert_transparent(tiny_model(), ids, mask)
@@ -314,6 +336,20 @@ def test_a_mask_of_ones_own_goes_through():
 def test_a_cache_goes_through():
     out = untouched(tiny_model(), "a cache is in use", input_ids=ROWS, use_cache=True)
     assert out.past_key_values.get_seq_length() == 33
+
+
+def test_decoding_by_hand_does_not_go_on_from_nothing():
+    model = tiny_model()
+    with torch.no_grad(), shared_prefix(model):
+        first = model(ROWS)
+        with pytest.raises(RuntimeError, match=r"keeps no cache; pass use_cache=True to that call"):
+            model(ROWS[:, -1:], past_key_values=first.past_key_values)
+        assert model(ROWS, use_cache=False).past_key_values is None
+        cached = model(ROWS[:, :-1], use_cache=True)
+        actual = model(ROWS[:, -1:], past_key_values=cached.past_key_values).logits[:, 0]
+    with pytest.raises(RuntimeError, match="keeps no cache"):
+        model(ROWS[:, -1:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(actual, model(ROWS).logits[:, -1], atol=2e-5, rtol=0)
 
 
 def test_other_calls_that_go_through():

@@ -32,6 +32,15 @@ def test_linear_part_agrees_with_the_flop_counter(family):
     assert ModelCost.of(decoder).per_token * 32 == linear
 
 
+@pytest.mark.parametrize(("family", "option"), [("glm4_moe", "n_routed_experts"), ("mixtral", "num_local_experts")])
+def test_experts_by_other_names(family, option):
+    few, many = (
+        ModelCost.of(find_decoder(tiny_model(family, **{option: experts, "num_experts_per_tok": 2}))).per_token
+        for experts in (4, 8)
+    )
+    assert many - few < 2 * 2 * 8 * 32 + 1  # a router with four rows more in each layer, and no expert
+
+
 def test_experts_that_a_token_does_not_visit_are_not_counted():
     # 2 of 4 experts of inner size 16: gate and up in one matrix, down in another; and the router.
     attention = 32 * 32 + 32 * 16 + 32 * 16 + 32 * 32

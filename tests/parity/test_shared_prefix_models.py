@@ -263,7 +263,7 @@ def test_experts_of_other_rollouts_move_logprobs_by_rounding_alone():
 def test_bfloat16_on_gpu(family, checkpointing):
     size = {} if family == "gpt2" else {"head_dim": 32}
     groups = random_groups(10, SHAPES["uneven"] + SHAPES["long"])
-    exact, _ = logprobs_and_gradients(tiny_model(family, dtype=torch.float64, **size), groups, "repeated")
+    exact, _ = logprobs_and_gradients(tiny_model(family, **size), groups, "repeated")
     model = tiny_model(family, dtype=torch.bfloat16, **size).to("cuda").train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
