@@ -118,9 +118,9 @@ class GRPO(RolloutModule):
         return advantages_B.split([sum(map(len, rank)) for rank in per_rank])[self.global_rank]
 
     def prepare(self, buffer: RolloutBuffer) -> None:
-        """Add advantages, reference log-probabilities, and old ones where the policy will change in between."""
+        """Add advantages, reference log-probabilities, and old ones where an optimizer step comes in between."""
         buffer.put_per_rollout("advantages", self.compute_advantages(buffer.groups))
-        if self.updates_per_rollout > 1:
+        if self.trainer.accumulate_grad_batches % self.updates_per_rollout:
             with self._timed("old_logprobs"):
                 buffer.put("old_logprobs", self.score_rollouts(self.policy, buffer))
         if self.reference is not None:
@@ -132,7 +132,7 @@ class GRPO(RolloutModule):
         mask_N, rollout_index_N, num_rollouts = batch.mask_N, batch.scoring.rollout_index_N, batch.scoring.num_rollouts
         scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
         policy_logprobs_N = scores.logprobs_N
-        # With one update per rollout the policy has not changed since: no extra forward is needed.
+        # Without an optimizer step since the rollout they are the same, and no extra forward is needed.
         old_logprobs_N = batch.tokens.get("old_logprobs", policy_logprobs_N.detach())
         loss = self.policy_loss(
             policy_logprobs_N,

@@ -80,7 +80,8 @@ class SharedPrefixCallback(Callback):
             patch = self._enter(model)
             trained = any(weight.requires_grad for weight in model.parameters())
             if self.verify and trained and model.get_output_embeddings() is not None:
-                report = check_parity(model, backend=patch.backend)
+                with trainer.precision_plugin.forward_context():
+                    report = check_parity(model, backend=patch.backend)
                 report.raise_if_failed()
                 rank_zero_info(str(report))
             patch.listeners.append(self._listener(patch))
@@ -116,7 +117,8 @@ class SharedPrefixCallback(Callback):
         metrics = self._metrics(calls)
         shared = [(patch, call) for patch, call in calls if call.layout is not None]
         if shared and self.measure_every_n_steps and batch_idx % self.measure_every_n_steps == 0:
-            metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
+            with trainer.precision_plugin.forward_context():
+                metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
         pl_module.log_dict(metrics, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,8 +12,8 @@ Legend: B rollouts, N response tokens of all rollouts in one row (flat, no paddi
 The denominator counts the step: all micro-batches, all ranks. The parts then add up to the whole, however the step was
 cut. Rollouts of the step are those with a trained token, so that a rollout without reward, an empty one or a filler on
 another rank changes nothing (as verl's `agg_loss` on its own; TRL, and verl's trainers through `global_batch_size`,
-count the others too: pass such a denominator to get their number). verl before 2026 did not divide by the rollouts in
-`seq-mean-token-sum-norm`; it does now, and TRL always did.
+count the others too: pass such a denominator to get their number). In `seq-mean-token-sum-norm` TRL divides by the
+rollouts and the norm; verl has versions that do and versions that divide by the norm alone.
 """
 
 from __future__ import annotations

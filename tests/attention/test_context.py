@@ -226,3 +226,14 @@ def test_flex_refuses_to_train_on_cpu():
         pytest.raises(RuntimeError, match="no backward pass on CPU; use backend 'cascade'"),
     ):
         model(ROWS)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_backward_after_the_context_fails_loudly(use_reentrant):
+    model = tiny_model("qwen3").train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    with shared_prefix(model):
+        loss = model(PACKED, prefix_layout=LAYOUT).logits.square().sum()
+    with pytest.raises(RuntimeError):
+        loss.backward()
