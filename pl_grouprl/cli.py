@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ActionConfigFile
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -176,6 +177,12 @@ class RLCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the command line gave it: a checkpoint brings weights and state, no options."""
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if config.get("fast_dev_run") and isinstance(config.get("callbacks"), list):
+            # ModelCheckpoint(save_last=True) would write into the working directory when training ends.
+            config["callbacks"] = [own for own in config["callbacks"] if not isinstance(own, Checkpoint)]
+        return super()._instantiate_trainer(config, callbacks)
 
     def after_instantiate_classes(self) -> None:
         """Settle one version for all loggers before the first of them creates its folder."""

@@ -50,6 +50,10 @@ def draw_curves(
         for name in names:
             steps, values = zip(*points[name], strict=True)
             axes.plot(steps, values, label=name, marker="." if len(steps) < 40 else None, linewidth=1.5)
+        limits = robust_limits([value for name in names for _, value in points[name]])
+        if limits is not None:
+            axes.set_ylim(*limits)
+            title += ", peaks cut off"
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("optimizer step", fontsize=8)
         axes.tick_params(labelsize=8)
@@ -58,6 +62,24 @@ def draw_curves(
             axes.legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
+    """Limits of an axis that a few peaks would flatten.
+
+    Returns:
+        The range of all values but the outermost hundredth at each end, with a margin; None where the whole range is at
+        most three times as wide, and nothing needs to be cut off.
+    """
+    ordered = sorted(values)
+    cut = max(1, len(ordered) // 100)
+    if len(ordered) <= 2 * cut:
+        return None
+    low, high = ordered[cut], ordered[-1 - cut]
+    if ordered[-1] - ordered[0] <= 3 * (high - low) or low == high:
+        return None
+    margin = 0.1 * (high - low)
+    return low - margin, high + margin
 
 
 def select(points: Mapping[str, Sequence[Point]], wanted: Sequence[str]) -> list[str]:

@@ -8,15 +8,16 @@ from pl_grouprl.callbacks.run_folder import is_trial
 
 
 class ValidateAtStart(Callback):
-    """Run the validation loop once before training, and log it at step 0 (verl's `val_before_train`).
+    """Run the validation loop once before training, and log it (verl's `val_before_train`).
 
     Lightning's sanity check runs validation too, but logs nothing. Set `num_sanity_val_steps: 0` beside this callback.
-    A resumed run is not validated again.
+    A resumed run begins with a validation as well: Lightning saves a checkpoint before the validation of the same step,
+    which would be missing otherwise.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run validation as the training loop does between two steps."""
-        if trainer.global_step > 0 or is_trial(trainer) or not trainer.enable_validation:
+        if is_trial(trainer) or not trainer.enable_validation:
             return
         connector = trainer._logger_connector
         first_loop_iter = connector._first_loop_iter

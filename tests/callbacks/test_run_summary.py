@@ -3,7 +3,7 @@ import json
 import pytest
 
 from pl_grouprl.callbacks import RunSummary
-from pl_grouprl.callbacks.curves import draw_curves, select
+from pl_grouprl.callbacks.curves import draw_curves, robust_limits, select
 from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_summary import summary_text
 
@@ -81,6 +81,15 @@ def test_text_names_rates_ratio_and_seconds_of_each_part(tmp_path):
 def test_panels_take_names_with_stars():
     points = {"val/b": [], "val/a": [], "kl": [], "reward": []}
     assert select(points, ("kl", "val/*")) == ["kl", "val/b", "val/a"]
+
+
+def test_a_peak_does_not_flatten_a_panel():
+    values = [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
+    assert robust_limits(values) is None
+    low, high = robust_limits([*values, 100.0])  # cut: one 1 and the 100; left: 1 to 3, and a tenth at both ends
+    assert (low, high) == pytest.approx((0.8, 3.2))
+    assert robust_limits([5.0] * 9) is None
+    assert robust_limits([5.0, 6.0]) is None
 
 
 def test_nothing_to_draw_draws_nothing(tmp_path):

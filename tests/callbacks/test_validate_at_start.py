@@ -17,9 +17,9 @@ def test_validation_is_logged_before_the_first_step_and_training_goes_on_as_ever
     assert [value for _, value in summary.history.points["reward"]] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_resumed_run_is_not_validated_again(fit, counter, tmp_path):
+def test_a_resumed_run_begins_with_a_validation_as_well(fit, counter, tmp_path):
     trainer = fit(counter, max_steps=3)
     trainer.save_checkpoint(tmp_path / "third.ckpt")
     summary = RunSummary()
     fit(counter, ValidateAtStart(), summary, ckpt_path=tmp_path / "third.ckpt")
-    assert summary.history.points["val/score"] == [(4, 40.0)]
+    assert summary.history.points["val/score"] == [(3, 30.0), (4, 40.0)]

@@ -159,10 +159,12 @@ def test_evaluation_reports_mean_best_and_majority(run, small, command, prefix, 
         assert f"{prefix}/most_frequent_digit/{metric}" in shown
 
 
-def test_fast_dev_run_leaves_nothing_behind(run, small):
+def test_fast_dev_run_leaves_nothing_behind(run, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     before = versions(run)
     main(["fit", *small, "--trainer.fast_dev_run", "1"])
     assert versions(run) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_printed_config_is_a_config(small, capsys, tmp_path):
