@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -112,8 +113,8 @@ def _warm_up(row: Row, run: Run, memory: bool, case: Case, logprobs: dict[str, T
             row.peak_mib = cuda_peak_mib(partial(PASSES[row.measured], run))
         elif memory:
             threads = torch.get_num_threads()
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                row.peak_mib = pool.apply(_peak_of_fresh_process, (case, row.method, row.measured, threads))
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+                row.peak_mib = fresh.submit(_peak_of_fresh_process, case, row.method, row.measured, threads).result()
     except RuntimeError as error:  # out of memory, or no such kernel here: the other methods go on
         run.model.zero_grad(set_to_none=True)
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"

@@ -32,7 +32,7 @@ def draw(comparisons: Sequence[Comparison], conditions: str, path: Path) -> None
         left.set_title(f"{case.name}: {shape}", fontsize=9)
         left.set_xlabel("times faster than repeated, packed", fontsize=8)
         right.set_xlabel("peak memory beyond weights and batch, MiB", fontsize=8)
-        left.legend(fontsize=7)
+        right.legend(*left.get_legend_handles_labels(), fontsize=7, loc="lower right")
         for axis in (left, right):
             axis.set_yticks([place + 0.2 for place in range(len(methods))], methods, fontsize=8)
             axis.invert_yaxis()

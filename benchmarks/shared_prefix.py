@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line; those that describe a case replace the profile's where given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="the list of cases (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each method is timed (default: 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each method is timed (default: 3)")
     parser.add_argument("--minutes", type=float, default=8.0, help="no new round or case after this (default: 8)")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument(
