@@ -101,8 +101,13 @@ class SharedPrefix:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        _IN_FORCE[self.decoder].remove(self)
-        self.decoder.config._attn_implementation = self.wrapped
+        contexts = _IN_FORCE[self.decoder]
+        place = contexts.index(self)
+        contexts.remove(self)
+        if place < len(contexts):  # left before the one inside it, which is the one to restore the model then
+            contexts[place].wrapped = self.wrapped
+        else:
+            self.decoder.config._attn_implementation = self.wrapped
 
     @torch.compiler.disable(reason="looks for shared prefixes in Python; the decoder's layers compile")
     def _before(

@@ -179,14 +179,21 @@ class _Forest:
 
     def _best_saving(self, cuts: list[int], done: int) -> int:
         """Tokens that one level of prefixes saves at most, none of them across a cut."""
-        best = 0
-        for first, last in pairwise(cuts):
+        stack = [(first, last, 0) for first, last in pairwise(cuts)]
+        above, here = [0], [0]  # of each run of rows: the run that it is part of, and what its own prefix saves
+        while stack:
+            first, last, parent = stack.pop()
             if last - first > 1:
                 shared = min(self.common[first + 1 : last])
+                saved = (last - first - 1) * (shared - done)
                 inner = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
-                here, below = (last - first - 1) * (shared - done), self._best_saving(inner, done)
-                best += max(here if here >= self.min_saved_tokens else 0, below)
-        return best
+                stack += [(a, b, len(here)) for a, b in pairwise(inner)]
+                above.append(parent)
+                here.append(saved if saved >= self.min_saved_tokens else 0)
+        below = [0] * len(here)
+        for run in reversed(range(1, len(here))):  # parts stand behind what they are part of
+            below[above[run]] += max(here[run], below[run])
+        return below[0]
 
     def _add(self, row: int, start: int, stop: int, parent: int | None) -> int:
         self.lengths.append(stop - start)

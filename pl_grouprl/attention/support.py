@@ -67,6 +67,8 @@ def _config_reason(config: Any) -> str | None:
         f"config.sliding_window={window} limits attention to a window; set it to None if all sequences are shorter.":
             window is not None and getattr(config, "use_sliding_window", True),
         "config.attn_logit_softcapping caps the scores.": getattr(config, "attn_logit_softcapping", None) is not None,
+        "its layers do not hand the layout on to their attention.": config.model_type in ("stablelm", "nemotron"),
+        "its attention adds a bias of its own to the scores.": config.model_type == "doge",
         "its attention has sinks.": config.model_type == "gpt_oss",
         "its attention is latent (config.kv_lora_rank).": getattr(config, "kv_lora_rank", None) is not None,
         "it biases scores by distance (config.alibi).": bool(getattr(config, "alibi", False)),

@@ -115,6 +115,20 @@ def test_contexts_left_in_another_order_on_two_models():
     assert state(second) == before[1]
 
 
+def test_contexts_left_in_another_order_on_one_model():
+    model = tiny_model()
+    before, expected = state(model), model(ROWS).logits
+    one, two = shared_prefix(model), shared_prefix(model, "reference")
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert in_force(model) is two
+    torch.testing.assert_close(model(ROWS).logits, expected, atol=2e-5, rtol=0)
+    assert two.last_call.layout is not None
+    two.__exit__(None, None, None)
+    assert state(model) == before
+
+
 def test_a_copy_made_inside_shares_inside_and_is_itself_outside():
     model = tiny_model()
     expected = model(ROWS).logits

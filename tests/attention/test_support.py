@@ -35,6 +35,9 @@ REFUSED = {
     "gpt_oss": ({}, "GptOssForCausalLM", "config.layer_types has sliding_attention"),
     "deepseek_v3": (LATENT, "DeepseekV3ForCausalLM", r"its attention is latent \(config.kv_lora_rank\)"),
     "bloom": ({"n_head": 4, "n_layer": 2}, "BloomForCausalLM", "does not go through transformers' AttentionInterface"),
+    "stablelm": ({}, "StableLmForCausalLM", "its layers do not hand the layout on to their attention"),
+    "nemotron": ({}, "NemotronForCausalLM", "its layers do not hand the layout on to their attention"),
+    "doge": ({}, "DogeForCausalLM", "its attention adds a bias of its own to the scores"),
     "gptj": ({"n_head": 4, "n_layer": 2, "n_embd": 32, "rotary_dim": 8}, "GPTJForCausalLM", "AttentionInterface"),
 }
 
@@ -84,20 +87,26 @@ def test_the_remedy_for_windows_works(family, overrides):
     check_parity(tiny_model(family, **overrides)).raise_if_failed()
 
 
-@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
-def test_a_layout_that_does_not_arrive_is_refused_at_the_first_forward(family):
-    model = tiny_model(family)
-    message = r"prefix_layout reached 0 attention modules of 2 layers in \w+Model; .* Train this model with sharing="
-    with shared_prefix(model), pytest.raises(RuntimeError, match=message):
-        model(ROW, prefix_layout=LAYOUT)
+def test_a_layout_that_does_not_reach_every_layer_is_refused_at_the_first_forward():
+    model = tiny_model("llama")
+    model.config.num_hidden_layers = 3  # as if a third layer had kept the layout to itself
+    message = r"prefix_layout reached 2 attention modules of 3 layers in LlamaModel; .* Train this model with sharing="
     rows = torch.arange(1, 21)[None].repeat(3, 1)
-    with shared_prefix(model), pytest.raises(RuntimeError, match=message):
-        model(rows)
+    for call in (lambda: model(ROW, prefix_layout=LAYOUT), lambda: model(rows)):
+        with shared_prefix(model), pytest.raises(RuntimeError, match=message):
+            call()
 
 
 def test_layers_with_a_bias_of_their_own_are_refused_at_the_first_forward():
-    model = tiny_model("doge")
-    with shared_prefix(model), pytest.raises(NotImplementedError, match="DogeAttention adds a mask or bias of its own"):
+    model = tiny_model("llama")
+    bias = {"attention_mask": torch.zeros(1, 4, 9, 9)}
+    model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | bias), with_kwargs=True
+    )
+    with (
+        shared_prefix(model),
+        pytest.raises(NotImplementedError, match="LlamaAttention adds a mask or bias of its"),
+    ):
         model(ROW, prefix_layout=LAYOUT)
 
 

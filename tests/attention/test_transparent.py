@@ -146,6 +146,16 @@ def test_shapes_of_sharing(family, rows):
     assert max(call.layout.depths) == (2 if rows in (system_prompt, identical_and_others) else 1)
 
 
+def test_hundreds_of_rows_each_a_prefix_of_the_next():
+    from pl_grouprl.attention.rows import share_rows
+
+    ids = torch.arange(300).expand(300, 300)
+    for max_depth in (1, None):
+        shared = share_rows(ids, torch.ones_like(ids).tril(), min_saved_tokens=1, max_depth=max_depth)
+        rows = shared.hand_back(shared.input_ids[..., None])[..., 0]
+        assert torch.equal(rows, ids.tril())
+
+
 def test_one_level_of_prefixes_goes_where_it_saves_most():
     """Prompts behind one common first token: a backend of depth 1 shares the prompts, not the token."""
     rows = repeated_rows(4, [24] * 4, 5, 9)
