@@ -89,6 +89,7 @@ class SharedPrefix:
         self.wrapped = config._attn_implementation or "eager"
         config._attn_implementation = register(self.backend, self.wrapped)
         self._handles = [
+            self.model.register_forward_pre_hook(_refuse_labels, with_kwargs=True),
             self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self.decoder.register_forward_hook(self._after, with_kwargs=True),
         ]
@@ -249,6 +250,14 @@ class _NoCache:
         raise RuntimeError(
             "past_key_values comes from a call that shared its prefixes, which keeps no cache; pass use_cache=True to "
             "that call to decode on from it."
+        )
+
+
+def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None and kwargs.get("prefix_layout") is not None:
+        raise ValueError(
+            "labels are shifted by one token along the packed row, from one rollout into the next; leave them out and "
+            "compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
         )
 
 

@@ -251,3 +251,9 @@ def test_a_checkpointed_backward_after_the_context_fails_loudly(use_reentrant):
         loss = model(PACKED, prefix_layout=LAYOUT).logits.square().sum()
     with pytest.raises(RuntimeError):
         loss.backward()
+
+
+def test_labels_beside_a_layout_are_refused():
+    model = tiny_model("qwen3")
+    with shared_prefix(model), pytest.raises(ValueError, match="labels are shifted by one token along the packed row"):
+        model(PACKED, labels=PACKED, prefix_layout=LAYOUT)
