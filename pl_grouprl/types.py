@@ -115,8 +115,15 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise ValueError(
+                f"SamplingConfig.stop is the string {self.stop!r}; pass a list of strings, [{self.stop!r}]."
+            )
         checks = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "max_new_tokens": (
+                self.max_new_tokens >= 1 and self.max_new_tokens == int(self.max_new_tokens),
+                "a whole number, at least 1",
+            ),
             "temperature": (self.temperature >= 0, "0 (greedy) or larger"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, "0 (off) or larger"),

@@ -1,7 +1,7 @@
 """Attention over packed rows with shared prefixes, and how a transformers model is made to use it."""
 
 from pl_grouprl.attention.parity import ParityError, ParityReport, check_parity
-from pl_grouprl.attention.patch import CallReport, SharedPrefix, in_force, shared_prefix
+from pl_grouprl.attention.patch import CallReport, SharedPrefix, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.support import UnsupportedModelError, check_supported, find_decoder
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "find_decoder",
     "in_force",
     "shared_prefix",
+    "sharing_paused",
 ]

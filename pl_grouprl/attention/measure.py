@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pl_grouprl.attention.patch import sharing_paused
 from pl_grouprl.packing import SharedPrefixLayout
 
 if TYPE_CHECKING:
@@ -51,16 +52,16 @@ def repeat_rows(layout: SharedPrefixLayout, input_ids: Tensor) -> dict[str, Tens
 
 def _time_call(patch: SharedPrefix, inputs: dict[str, Any]) -> float:
     weights = [weight for weight in patch.decoder.parameters() if weight.requires_grad]
-    listeners, patch.listeners, patch.paused = patch.listeners, [], True
+    listeners, patch.listeners = patch.listeners, []
     try:
         start = _now(patch)
-        with torch.set_grad_enabled(bool(weights)):
+        with sharing_paused(patch.model), torch.set_grad_enabled(bool(weights)):
             hidden = patch.decoder(**inputs, use_cache=False).last_hidden_state
             if weights:
                 torch.autograd.grad(hidden.float().sum(), weights, allow_unused=True)
         return _now(patch) - start
     finally:
-        patch.listeners, patch.paused = listeners, False
+        patch.listeners = listeners
 
 
 def _now(patch: SharedPrefix) -> float:

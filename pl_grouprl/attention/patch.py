@@ -7,7 +7,8 @@ ordinary padded batch; rows with a common prefix are found, packed, run once and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from pl_grouprl.attention.backend import get_backend
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.rows import SharedRows, share_rows, unsharable
-from pl_grouprl.attention.support import check_supported, find_decoder
+from pl_grouprl.attention.support import check_supported, find_decoder, positions_are_relative
 from pl_grouprl.packing import SharedPrefixLayout
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class CallReport:
     Attributes:
         layout: The forest that was run, or None if the call went through untouched.
         reason: Why it went through untouched, or None.
-        input_ids: What was run: the packed row [1, T], or the caller's rows [B, L].
+        input_ids: What was run: the packed row [1, T], or the caller's rows [B, L]; of embeddings the first component.
         position_ids: Positions of the packed row, shape [1, T]; None if the call went through untouched.
         padding_fraction: Share of the tokens that the caller passed that is padding.
     """
@@ -76,7 +77,8 @@ class SharedPrefix:
         self._parameters = list(inspect.signature(self.decoder.forward).parameters)
         # OPT's default positions count the tokens of the attention mask, not the columns.
         self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
-        self._rotary = any("rotary" in type(module).__name__.lower() for module in self.decoder.modules())
+        self._positions_are_relative = positions_are_relative(self.decoder)
+        self._labels_need_padding = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
         """A copy of a patched model has its hooks; they let every call through once this context is left."""
@@ -89,7 +91,7 @@ class SharedPrefix:
         self.wrapped = config._attn_implementation or "eager"
         config._attn_implementation = register(self.backend, self.wrapped)
         self._handles = [
-            self.model.register_forward_pre_hook(_refuse_labels, with_kwargs=True),
+            self.model.register_forward_pre_hook(self._look_at_labels, with_kwargs=True),
             self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self.decoder.register_forward_hook(self._after, with_kwargs=True),
         ]
@@ -127,13 +129,16 @@ class SharedPrefix:
             kwargs |= self._packed_row(kwargs, layout)
             self._report(kwargs, layout)
             return (), kwargs
-        if self.paused or kwargs.get("input_ids") is None:  # embeddings cannot be compared
+        if self.paused:
             return (), kwargs
-        shared, reason = None, unsharable(kwargs)
+        shared, reason = None, unsharable(kwargs, decoder.config)
+        if reason is None and self._labels_need_padding:
+            reason = "its labels train tokens that padding predicts"
         if reason is None:
             shared = share_rows(
                 kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
-                positions_are_relative=self._rotary, min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
+                positions_are_relative=self._positions_are_relative,
+                min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
             )  # fmt: skip
             reason = None if shared is not None else "no rows of the batch share a prefix"
         if shared is None:
@@ -143,6 +148,21 @@ class SharedPrefix:
         kwargs |= self._packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
         return (), kwargs
+
+    def _look_at_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
+        if labels is not None and kwargs.get("prefix_layout") is not None:
+            raise ValueError(
+                "labels are shifted by one token along the packed row, from one rollout into the next; leave them out "
+                "and compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
+            )
+        # What padding computes is not handed back: a loss that reads it there needs the rows as they are.
+        self._labels_need_padding = (
+            isinstance(labels, Tensor)
+            and isinstance(mask, Tensor)
+            and mask.shape == labels.shape
+            and bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
+        )
 
     def _positions(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Positions that the decoder would use for the caller's rows; None for the columns."""
@@ -194,10 +214,9 @@ class SharedPrefix:
         reason: str | None = None,
         padding_fraction: float = 0.0,
     ) -> None:
-        if kwargs.get("input_ids") is None:
-            return
+        tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
         positions = kwargs.get("position_ids") if layout is not None else None
-        self.last_call = CallReport(layout, reason, kwargs["input_ids"].detach(), positions, padding_fraction)
+        self.last_call = CallReport(layout, reason, tokens.detach(), positions, padding_fraction)
         for listener in self.listeners:
             listener(self.last_call)
 
@@ -230,6 +249,19 @@ def in_force(model: PreTrainedModel) -> SharedPrefix | None:
     return contexts[0] if contexts else None
 
 
+@contextmanager
+def sharing_paused(model: PreTrainedModel) -> Iterator[None]:
+    """Let ordinary calls of the model through untouched, whatever context it is in."""
+    contexts = [(patch, patch.paused) for patch in _IN_FORCE.get(find_decoder(model), [])]
+    for patch, _ in contexts:
+        patch.paused = True
+    try:
+        yield
+    finally:
+        for patch, paused in contexts:
+            patch.paused = paused
+
+
 _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary()
 """The contexts that each decoder is in, outermost first."""
 
@@ -250,14 +282,6 @@ class _NoCache:
         raise RuntimeError(
             "past_key_values comes from a call that shared its prefixes, which keeps no cache; pass use_cache=True to "
             "that call to decode on from it."
-        )
-
-
-def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("labels") is not None and kwargs.get("prefix_layout") is not None:
-        raise ValueError(
-            "labels are shifted by one token along the packed row, from one rollout into the next; leave them out and "
-            "compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
         )
 
 

@@ -50,20 +50,27 @@ class SharedRows:
         return rows if self.kept is None else rows * self.kept[..., None]
 
 
-def unsharable(arguments: dict[str, Any]) -> str | None:
+def unsharable(arguments: dict[str, Any], config: Any) -> str | None:
     """Why a decoder call must go through untouched, or None if its rows may be packed."""
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-    tensors = {name for name, value in arguments.items() if isinstance(value, Tensor)} - _KNOWN_ARGUMENTS
+    tensors = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
+    tensors -= _KNOWN_ARGUMENTS
+
+    def asked_for(option: str) -> bool:
+        return bool(arguments[option] if arguments.get(option) is not None else getattr(config, option, False))
+
     findings = {
         CACHE_IN_USE: arguments.get("past_key_values") is not None or bool(arguments.get("use_cache")),
-        "input_ids are not of shape [rows, tokens]": input_ids is None or input_ids.dim() != 2,
+        "embeddings cannot be compared": input_ids is None,
+        "input_ids are not of shape [rows, tokens]": input_ids is not None and input_ids.dim() != 2,
         "it has one row": input_ids is not None and len(input_ids) < 2,
-        "attention_mask is not of shape [rows, tokens]": mask is not None and getattr(mask, "ndim", 0) != 2,
-        "attention weights are asked for": bool(arguments.get("output_attentions")),
-        "router logits are asked for": bool(arguments.get("output_router_logits")),
+        "attention_mask is not of the shape of input_ids":
+            mask is not None and getattr(mask, "shape", None) != getattr(input_ids, "shape", None),
+        "attention weights are asked for": asked_for("output_attentions"),
+        "router logits are asked for": asked_for("output_router_logits"),
         "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
         f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
-    }
+    }  # fmt: skip
     return next((reason for reason, found in findings.items() if found), None)
 
 

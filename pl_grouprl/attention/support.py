@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,8 +27,34 @@ class UnsupportedModelError(ValueError):
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that turns tokens into hidden states, without the language model head."""
     decoder = model.get_decoder()
+    if not hasattr(decoder, "config"):  # ModernBertDecoder names its head `decoder`
+        decoder = model.base_model
     # Llama4ForCausalLM keeps its decoder where get_decoder does not look, and answers with itself.
     return getattr(model, "model", decoder) if decoder is model else decoder
+
+
+def positions_are_relative(decoder: PreTrainedModel) -> bool:
+    """Whether a row gives the same result at positions moved by a constant: rotary angles see distances only.
+
+    Not so where norms with weights come behind the rotation (HunYuan) or queries are scaled by their position.
+    """
+    rotary = any("rotary" in type(module).__name__.lower() for module in decoder.modules())
+    config = decoder.config
+    return rotary and not (config.model_type.startswith("hunyuan") or _scales_by_position(config))
+
+
+def counts_tokens_itself(decoder: nn.Module) -> str | None:
+    """Why positions cannot be given to a decoder, or None: packed rows and padded prompts need them."""
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        return f"{type(decoder).__name__} takes no position_ids."
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
+        return f"{type(decoder).__name__} counts positions from the padding token's id on."
+    return None
+
+
+def _scales_by_position(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return bool(getattr(config, "attn_temperature_tuning", False)) or "llama_4_scaling_beta" in rope
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -56,13 +85,14 @@ def _reason(decoder: PreTrainedModel, config: Any) -> str | None:
         return f"config.layer_types has {', '.join(other)}; only full_attention is supported."
     if not decoder._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface, so the layout would not arrive."
-    return _config_reason(config)
+    return counts_tokens_itself(decoder) or _config_reason(config)
 
 
 def _config_reason(config: Any) -> str | None:
     window = getattr(config, "sliding_window", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    nested = [rope, *(part for part in rope.values() if isinstance(part, dict))] if isinstance(rope, dict) else []
+    rope_types = sorted({str(part.get("rope_type", part.get("type"))) for part in nested} & {*_MOVING_FREQUENCIES})
     findings = {
         f"config.sliding_window={window} limits attention to a window; set it to None if all sequences are shorter.":
             window is not None and getattr(config, "use_sliding_window", True),
@@ -72,7 +102,9 @@ def _config_reason(config: Any) -> str | None:
         "its attention has sinks.": config.model_type == "gpt_oss",
         "its attention is latent (config.kv_lora_rank).": getattr(config, "kv_lora_rank", None) is not None,
         "it biases scores by distance (config.alibi).": bool(getattr(config, "alibi", False)),
-        f"its rotary frequencies ({rope_type}) depend on the longest sequence of the call.":
-            rope_type in _MOVING_FREQUENCIES,
+        f"its rotary frequencies ({', '.join(rope_types)}) depend on the longest sequence of the call.":
+            bool(rope_types),
+        "it scales queries by their place in the row (config.attn_temperature_tuning).":
+            bool(getattr(config, "attn_temperature_tuning", False)) and 0 in (config.no_rope_layers or ()),
     }  # fmt: skip
     return next((reason for reason, found in findings.items() if found), None)

@@ -6,11 +6,12 @@ Legend: N tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from pl_grouprl.attention import find_decoder
+from pl_grouprl.attention import find_decoder, sharing_paused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     decoder = find_decoder(model)
 
     def logits(hidden_ND: Tensor) -> Tensor:
-        with _Aside(decoder, hidden_ND):
+        with sharing_paused(model), _Aside(decoder, hidden_ND):
             return model(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
 
     return logits
@@ -47,13 +48,18 @@ class _Aside:
         vars(self.decoder).update(self.before)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        return _output_class()(last_hidden_state=self.hidden_ND[None])
 
-        class HiddenStatesAlone(BaseModelOutputWithPast):
-            """Has no router logits, cross attentions or whatever else a family's decoder returns beside."""
 
-            def __getattr__(self, name: str) -> None:
-                if name.startswith("__"):
-                    raise AttributeError(name)
+@cache
+def _output_class() -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        return HiddenStatesAlone(last_hidden_state=self.hidden_ND[None])
+    class HiddenStatesAlone(BaseModelOutputWithPast):
+        """Has no router logits, cross attentions or whatever else a family's decoder returns beside."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return HiddenStatesAlone

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention import SharedPrefix, find_decoder, in_force, shared_prefix
+from pl_grouprl.attention import SharedPrefix, find_decoder, in_force, shared_prefix, sharing_paused
+from pl_grouprl.attention.backend import get_backend
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.models.head import logits_function
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
@@ -34,7 +35,9 @@ def predicting_hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Ten
             f"batch has sharing='shared', but no shared_prefix context is in force for {type(model).__name__}, which "
             "would ignore the layout; score it inside `with shared_prefix(model):`, or pack with sharing='repeated'."
         )
-    hidden = find_decoder(model)(**batch.model_inputs, use_cache=False, return_dict=True).last_hidden_state
+    # In a context the rows of a repeated batch would be found to share their prompts.
+    with sharing_paused(model):
+        hidden = find_decoder(model)(**batch.model_inputs, use_cache=False, return_dict=True).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, batch.predict_index_N)
 
 
@@ -105,6 +108,7 @@ def rollout_logprobs(
         UnsupportedModelError: If the model cannot share prefixes.
         RuntimeError: If activation checkpointing would run the forward again after the patch is gone.
     """
+    get_backend(backend)  # an unknown name is an error either way
     batch = pack(groups, sharing, device=model.device)
     context = nullcontext() if sharing == "repeated" else _patched_for(model, backend)
     with context:

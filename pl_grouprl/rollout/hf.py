@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
 from pl_grouprl.rollout.engine import check_request
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import Rollout, SamplingConfig
@@ -68,6 +69,12 @@ class HFRolloutEngine:
             raise ValueError(
                 f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
                 "models, pass one (AutoModelForCausalLM)."
+            )
+        biased = model.config.model_type in ("bloom", "mpt") or getattr(model.config, "alibi", False)  # by distance
+        if not biased and (reason := counts_tokens_itself(find_decoder(model))) is not None:
+            raise ValueError(
+                f"HFRolloutEngine pads prompts on the left and needs to say where they begin, but {reason} "
+                "Sample with another engine, or choose a decoder that takes position_ids."
             )
         self.model, self.tokenizer = model, tokenizer
 

@@ -37,6 +37,12 @@ REFUSED = {
     "bloom": ({"n_head": 4, "n_layer": 2}, "BloomForCausalLM", "does not go through transformers' AttentionInterface"),
     "stablelm": ({}, "StableLmForCausalLM", "its layers do not hand the layout on to their attention"),
     "nemotron": ({}, "NemotronForCausalLM", "its layers do not hand the layout on to their attention"),
+    "roberta": (
+        {"is_decoder": True, "num_key_value_heads": None},
+        "RobertaForCausalLM",
+        "RobertaModel counts positions from the padding token's id on",
+    ),
+    "bart": ({"is_encoder_decoder": False, "d_model": 32}, "BartForCausalLM", "BartDecoder takes no position_ids"),
     "doge": ({}, "DogeForCausalLM", "its attention adds a bias of its own to the scores"),
     "gptj": ({"n_head": 4, "n_layer": 2, "n_embd": 32, "rotary_dim": 8}, "GPTJForCausalLM", "AttentionInterface"),
 }
@@ -159,3 +165,9 @@ def test_more_families_pass(family):
 
 def test_opt_passes():
     check_parity(tiny_model("opt", word_embed_proj_dim=32)).raise_if_failed()
+
+
+def test_queries_scaled_by_their_place_in_the_row_are_refused():
+    layers = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True}
+    with pytest.raises(UnsupportedModelError, match="scales queries by their place in the row"):
+        check_supported(tiny_model("llama4_text", **layers))

@@ -193,3 +193,23 @@ def test_head_keeps_a_forward_that_was_put_into_the_decoder():
     assert calls == []
     model(torch.ones(1, 3, dtype=torch.long))
     assert calls == [1]
+
+
+def test_a_repeated_batch_is_repeated_inside_a_context_too():
+    model = tiny_model()
+    with shared_prefix(model) as context:
+        rollout_logprobs(model, random_groups(0, SHAPES), sharing="repeated")
+        assert context.last_call is None
+        rollout_logprobs(model, random_groups(0, SHAPES))
+        assert context.last_call.token_ratio > 1
+
+
+def test_scoring_leaves_nothing_in_global_registries():
+    from torch.utils import _pytree
+
+    model = tiny_model()
+    rollout_logprobs(model, random_groups(0, SHAPES))
+    before = len(_pytree.SUPPORTED_NODES)
+    for _ in range(3):
+        torch.cat(rollout_logprobs(model, random_groups(0, SHAPES), chunk_size=4)).sum().backward()
+    assert len(_pytree.SUPPORTED_NODES) == before

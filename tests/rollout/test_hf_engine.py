@@ -331,10 +331,25 @@ def test_constructor_refuses():
 def test_models_with_a_recurrent_state_are_refused():
     import transformers as tf
 
-    config = tf.MambaConfig(vocab_size=24, hidden_size=16, num_hidden_layers=1, state_size=4)
+    config = tf.Lfm2Config(
+        vocab_size=24, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
     model = tf.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="caches its state as LinearAttentionLayer"):
         HFRolloutEngine(model).generate([[1, 2]], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0)
+
+
+def test_models_that_count_positions_themselves_are_refused():
+    import transformers as tf
+
+    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1}
+    mamba = tf.MambaForCausalLM(tf.MambaConfig(**small, state_size=4))
+    heads = {"num_attention_heads": 2, "intermediate_size": 16, "is_decoder": True}
+    roberta = tf.RobertaForCausalLM(tf.RobertaConfig(**small, **heads))
+    for model, reason in ((mamba, "MambaModel takes no position_ids"), (roberta, "RobertaModel counts positions")):
+        with pytest.raises(ValueError, match=f"needs to say where they begin, but {reason}"):
+            HFRolloutEngine(model)
 
 
 def test_logits_that_are_not_finite_are_reported(make_model):
