@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -72,7 +72,8 @@ class RLTrainer(Trainer):
         """Compare log-probs and gradients of the shared with the repeated prefix on the configured policy.
 
         Args:
-            model: A module that holds a policy, or the path or name of a Hugging Face model.
+            model: A module that holds a policy, or the path or name of a Hugging Face model. The backend is the
+                module's `attention_backend`, where it has one.
             datamodule: Not needed; taken so that the configuration of a training run can be used as it is.
             ckpt_path: Checkpoint whose weights are compared; without it, the weights that training starts from.
 
@@ -81,7 +82,7 @@ class RLTrainer(Trainer):
         """
         from pl_grouprl.attention import check_parity
 
-        return check_parity(_load_policy(model, ckpt_path))
+        return check_parity(_load_policy(model, ckpt_path), backend=getattr(model, "attention_backend", "auto"))
 
 
 def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
@@ -110,6 +111,23 @@ def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
     return policy.eval()
 
 
+class SaveConfig(SaveConfigCallback):
+    """Saves the configuration as `config.yaml` in the folder of a run.
+
+    A run without a folder of its own saves none: without a logger, or with one that writes into the Trainer's root
+    folder or the working directory, where a `config.yaml` is somebody else's.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it, if the run has a folder."""
+        if not trainer.loggers:
+            return
+        folder = trainer.log_dir  # rank 0 tells the others
+        shared = {Path(trainer.default_root_dir).resolve(), Path.cwd()}
+        if folder is not None and Path(folder).resolve() not in shared:
+            super().setup(trainer, pl_module, stage)
+
+
 class RLCLI(LightningCLI):
     """LightningCLI for any LightningModule and data module, with configurations by name and the `parity` command.
 
@@ -128,6 +146,7 @@ class RLCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             seed_everything_default=0,
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             args=None if args is None else list(args),
         )
@@ -207,11 +226,16 @@ class RLCLI(LightningCLI):
 def last_checkpoint(trainer: Trainer) -> str:
     """The newest checkpoint that earlier runs with the same logger folder and name have left.
 
+    Without a logger it is the newest in `<default_root_dir>/checkpoints`, where ModelCheckpoint then writes.
+
     Raises:
         ValueError: If there is none.
     """
-    folder = _runs_folder(trainer.loggers[0] if trainer.loggers else None, trainer.default_root_dir)
-    checkpoints = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.is_file()]
+    if trainer.loggers:
+        folder, pattern = _runs_folder(trainer.loggers[0], trainer.default_root_dir), "**/checkpoints/*.ckpt"
+    else:
+        folder, pattern = Path(trainer.default_root_dir, "checkpoints"), "*.ckpt"
+    checkpoints = [path for path in folder.glob(pattern) if path.is_file()]
     if not checkpoints:
         raise ValueError(
             f"ckpt_path is 'last' and there is no checkpoint below {folder}; leave --ckpt_path out to start anew, or "
@@ -222,11 +246,9 @@ def last_checkpoint(trainer: Trainer) -> str:
     return str(newest)
 
 
-def _runs_folder(logger: Logger | None, default_root_dir: str) -> Path:
+def _runs_folder(logger: Logger, default_root_dir: str) -> Path:
     """Folder that holds the versions of a run: `<save_dir>/<name>`."""
-    if logger is None or logger.save_dir is None:
-        return Path(default_root_dir)
-    return Path(logger.save_dir, str(logger.name or ""))
+    return Path(default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))
 
 
 def main(args: Sequence[str] | None = None) -> None:

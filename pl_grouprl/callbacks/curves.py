@@ -21,6 +21,10 @@ PANELS: Mapping[str, Sequence[str]] = {
 }
 """Title of each panel and the metrics in it; a star at the end takes every name that begins so."""
 
+NEVER_CUT = ("reward", "validation")
+"""Panels that show every point: what a run is judged by."""
+
+_CUT_FROM = 100
 _COLUMNS = 3
 _MOST_LINES = 8
 
@@ -51,7 +55,7 @@ def draw_curves(
             steps, values = zip(*points[name], strict=True)
             axes.plot(steps, values, label=name, marker="." if len(steps) < 40 else None, linewidth=1.5)
         limits = robust_limits([value for name in names for _, value in points[name]])
-        if limits is not None:
+        if limits is not None and title not in NEVER_CUT:
             axes.set_ylim(*limits)
             title += ", peaks cut off"
         axes.set_title(title, fontsize=10)
@@ -68,13 +72,13 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
     """Limits of an axis that a few peaks would flatten.
 
     Returns:
-        The range of all values but the outermost hundredth at each end, with a margin; None where the whole range is at
-        most three times as wide, and nothing needs to be cut off.
+        The range of all values but the outermost hundredth at each end, with a margin; None for 100 values or fewer,
+        and where the whole range is at most three times as wide, so that nothing needs to be cut off.
     """
-    ordered = sorted(values)
-    cut = max(1, len(ordered) // 100)
-    if len(ordered) <= 2 * cut:
+    if len(values) <= _CUT_FROM:
         return None
+    ordered = sorted(values)
+    cut = len(ordered) // 100
     low, high = ordered[cut], ordered[-1 - cut]
     if ordered[-1] - ordered[0] <= 3 * (high - low) or low == high:
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from pl_grouprl.callbacks.curves import draw_curves
 from pl_grouprl.callbacks.metric_history import MetricHistory
@@ -16,11 +17,13 @@ from pl_grouprl.callbacks.run_folder import run_folder
 
 Statistics = Mapping[str, Mapping[str, float]]
 
-VALIDATION_PREFIX = "val"
+VALIDATION_PREFIXES = ("val/", "val_")
 
 
 class RunSummary(Callback):
     """Keep every logged metric over the run and sum it up when training ends.
+
+    A value counts for the step in which it was logged, though Lightning repeats it in later steps.
 
     Works with any module that logs. The history is part of checkpoints, so that a resumed run is summed up from its
     beginning. Without a logger and under `fast_dev_run` only the console lines are written.
@@ -49,6 +52,7 @@ class RunSummary(Callback):
         self.training_seconds = 0.0
         self._started: float | None = None
         self._last_step = 0
+        self._seen: dict[str, Tensor] = {}
         self._folder: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -60,28 +64,34 @@ class RunSummary(Callback):
         """Start the clock."""
         self._started = time.monotonic()
         self._last_step = trainer.global_step
+        self._seen = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Record what the step before has logged since this callback's `on_train_batch_end`."""
+        self._record_training(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the training metrics of a new optimizer step."""
-        if trainer.global_step == self._last_step or trainer.global_step % self.every_n_steps:
-            return
-        self._last_step = trainer.global_step
-        metrics = trainer.callback_metrics
-        training = {name: value for name, value in metrics.items() if not name.startswith(VALIDATION_PREFIX)}
-        self.history.record(trainer.global_step, training)
+        """Record the training metrics of a new optimizer step, so that a checkpoint of this step has them.
+
+        The module logs in its own `on_train_batch_end` after those of all callbacks; that is recorded later.
+        """
+        if trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            self._record_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation metrics."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         metrics = trainer.callback_metrics
-        validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIX)}
+        validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIXES)}
         self.history.record(trainer.global_step, validation)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary."""
+        self._record_training(trainer)
         self._stop_clock()
         if not trainer.is_global_zero or not self.history.points:
             return
@@ -106,6 +116,18 @@ class RunSummary(Callback):
         self.history.load_state_dict(state_dict["history"])
         self.training_seconds = float(state_dict["training_seconds"])
 
+    def _record_training(self, trainer: Trainer) -> None:
+        """Record the values of the last step that are new since this was last called.
+
+        Until a metric is logged again, Lightning hands out the same storage; it is kept here, so a new value has
+        another.
+        """
+        metrics = {name: v for name, v in trainer.callback_metrics.items() if not name.startswith(VALIDATION_PREFIXES)}
+        seen, self._seen = self._seen, metrics
+        if self._last_step % self.every_n_steps == 0:
+            fresh = {n: v for n, v in metrics.items() if n not in seen or seen[n].data_ptr() != v.data_ptr()}
+            self.history.record(self._last_step, fresh)
+
     def _stop_clock(self) -> None:
         """Add what has passed since the last look; the clock goes on."""
         if self._started is not None:
@@ -121,7 +143,7 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
         reward = statistics["reward"]
         lines.append(f"  reward              first {reward['first']:.3f}, last {reward['last']:.3f}")
     for name, values in statistics.items():
-        if name.startswith(VALIDATION_PREFIX):
+        if name.startswith(VALIDATION_PREFIXES):
             lines.append(
                 f"  {name:<19} first {values['first']:.3f}, last {values['last']:.3f}, "
                 f"lowest over the last quarter {values['min_last_quarter']:.3f}"

@@ -27,15 +27,16 @@ class SharedPrefixCallback(Callback):
 
     Logged each step, over the step's decoder calls without a cache: `prefix/token_ratio` (tokens with repeated
     prefixes over tokens run), `prefix/flops_ratio` (the same of linear layers and attention), `prefix/groups`
-    (prompts whose prefix was shared), `prefix/segments`, `prefix/padding_fraction` (of the batch as it was given)
-    and, every `measure_every_n_steps`, `prefix/measured_speedup` (seconds of the decoder's forward and backward on
-    padded, repeated rows over seconds on the packed row).
+    (groups whose prefix was shared) and `prefix/segments`, both summed over those calls (of a reference model too),
+    `prefix/padding_fraction` (of the batch as it was given) and, in every `measure_every_n_steps`-th step,
+    `prefix/measured_speedup` (seconds of the decoder's forward and backward on padded, repeated rows over seconds on
+    the packed row).
 
     Args:
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
         verify: Compare shared and repeated prefixes on small random groups before the first step, and stop the run if
             log-probabilities or gradients differ by more than the dtype explains.
-        measure_every_n_steps: How often one of the step's calls is timed both ways; 0 is never.
+        measure_every_n_steps: Optimizer steps from one step to the next of which a call is timed both ways; 0 is never.
         min_saved_tokens: Rows share a prefix where that saves at least this many tokens.
 
     Raises:
@@ -61,6 +62,7 @@ class SharedPrefixCallback(Callback):
         self._entered: list[SharedPrefix] = []
         self._calls: list[tuple[SharedPrefix, CallReport]] = []
         self._announced = False
+        self._steps_before = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Patch or observe the module's models, and verify them.
@@ -103,6 +105,7 @@ class SharedPrefixCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to collect the step's calls."""
         self._calls.clear()
+        self._steps_before = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -116,10 +119,15 @@ class SharedPrefixCallback(Callback):
             self._announce(calls)
         metrics = self._metrics(calls)
         shared = [(patch, call) for patch, call in calls if call.layout is not None]
-        if shared and self.measure_every_n_steps and batch_idx % self.measure_every_n_steps == 0:
+        if shared and self._is_measured(trainer.global_step):
             with trainer.precision_plugin.forward_context():
                 metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
         pl_module.log_dict(metrics, batch_size=1)
+
+    def _is_measured(self, step: int) -> bool:
+        """Whether the batch has completed an optimizer step, and one of those to measure."""
+        every = self.measure_every_n_steps
+        return every > 0 and step > self._steps_before and step % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the models."""

@@ -84,12 +84,36 @@ def test_panels_take_names_with_stars():
 
 
 def test_a_peak_does_not_flatten_a_panel():
-    values = [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
+    values = [1.0, 2.0, 3.0] * 40
     assert robust_limits(values) is None
     low, high = robust_limits([*values, 100.0])  # cut: one 1 and the 100; left: 1 to 3, and a tenth at both ends
     assert (low, high) == pytest.approx((0.8, 3.2))
-    assert robust_limits([5.0] * 9) is None
-    assert robust_limits([5.0, 6.0]) is None
+    assert robust_limits([5.0] * 200) is None
+
+
+def test_few_points_are_all_shown():
+    values = [1.0, 2.0, 3.0] * 33
+    assert robust_limits([*values, 100.0]) is None  # 100 values
+    assert robust_limits([*values, 2.0, 100.0]) is not None
+
+
+@pytest.mark.parametrize(("name", "cut"), [("reward", False), ("val/score", False), ("grad_norm", True)])
+def test_reward_and_validation_are_never_cut(name, cut, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    limits = []
+    monkeypatch.setattr(Axes, "set_ylim", lambda axes, *own: limits.append(own))
+    draw_curves({name: [(0, -9.0), *((step, step % 2) for step in range(1, 150))]}, tmp_path / "curves.png")
+    assert bool(limits) == cut
+
+
+def test_names_that_only_begin_like_validation_are_training_metrics(fit, counter, tmp_path):
+    step = counter.training_step
+    counter.training_step = lambda batch, batch_idx: (counter.log("value/loss", 3.0), step(batch, batch_idx))[1]
+    summary = RunSummary(curves_filename=None)
+    fit(counter, summary)
+    assert summary.history.points["value/loss"] == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0)]
+    assert "value/loss" not in summary_text({"value/loss": summary.history.statistics("value/loss")}, 4, 1.0, None)
 
 
 def test_nothing_to_draw_draws_nothing(tmp_path):

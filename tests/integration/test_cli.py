@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from pl_grouprl.cli import find_config, main
+from pl_grouprl.cli import find_config, last_checkpoint, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -151,6 +151,30 @@ def test_last_without_a_run_is_an_error(small, tmp_path):
         main(["fit", *small, "--trainer.logger", loggers, "--ckpt_path", "last"])
 
 
+def test_last_without_a_logger_is_the_trainers_own(tmp_path):
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    other = tmp_path / "other_project" / "checkpoints" / "last.ckpt"
+    own = tmp_path / "checkpoints" / "last.ckpt"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    with pytest.raises(ValueError, match="there is no checkpoint below"):
+        last_checkpoint(trainer)
+    own.parent.mkdir()
+    own.touch()
+    assert last_checkpoint(trainer) == str(own)
+
+
+def test_a_run_without_a_folder_of_its_own_leaves_config_yaml_alone(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("mine")
+    options = ["--trainer.max_steps", "1", "--trainer.callbacks", "null", "--trainer.val_check_interval", "1"]
+    main(["fit", *small, *options, "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"])
+    assert Path("config.yaml").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
 @pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])
 def test_evaluation_reports_mean_best_and_majority(run, small, command, prefix, capsys):
     main([command, *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")])
@@ -214,6 +238,11 @@ def test_parity_of_a_run_and_of_a_folder(run, small, capsys):
     main(["parity", "--model", str(run / "policy")])
     shown = capsys.readouterr().out
     assert shown.count("Qwen3ForCausalLM") >= 3
+
+
+def test_parity_runs_the_backend_of_the_module(small, capsys):
+    main(["parity", *small, "--model.init_args.attention_backend", "reference"])
+    assert "backend reference" in capsys.readouterr().out
 
 
 def test_parity_exits_with_one_on_a_mismatch(run, monkeypatch):
