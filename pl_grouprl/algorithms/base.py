@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,6 +20,7 @@ from pl_grouprl.algorithms.evaluation import evaluation_metrics
 from pl_grouprl.algorithms.metrics import Record, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.algorithms.policy_module import LossTerms, PolicyModule, evaluating
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import score
@@ -28,9 +29,6 @@ from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, prepare_
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
-
-if TYPE_CHECKING:
-    from pl_grouprl.data import PromptBatch
 
 DEFAULT_SAMPLING = SamplingConfig()
 
@@ -121,7 +119,7 @@ class RolloutModule(PolicyModule, ABC):
         self._evaluated: list[RolloutGroup] = []
         self._records: list[Record] = []
         self._seconds: dict[str, float] = {}
-        self._step_start = self._update_start = self._cycle_seconds = 0.0
+        self._step_start = self._update_start = self._update_end = self._cycle_seconds = 0.0
 
     # What a subclass fills in.
 
@@ -182,7 +180,12 @@ class RolloutModule(PolicyModule, ABC):
         return buffer
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Sample new rollouts where a new prompt batch begins."""
+        """Sample new rollouts where a new prompt batch begins.
+
+        Raises:
+            TypeError: If the batch is of a loader that knows nothing of rollouts.
+        """
+        _check_batch(batch)
         self._step_start = time.perf_counter()
         held = self.last_rollouts
         if batch.update_index == 0 or held is None or held.rollout_number != batch.rollout_number:
@@ -224,11 +227,20 @@ class RolloutModule(PolicyModule, ABC):
         self.log_dict({**hidden, **metrics, "num_tokens": float(self.num_tokens)}, batch_size=1)
         return loss
 
+    def on_after_backward(self) -> None:
+        """Stop the clock of a micro-batch that only accumulates gradients."""
+        self._update_end = time.perf_counter()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the clock when the update is done, before callbacks save checkpoints or measure."""
+        super().optimizer_step(*args, **kwargs)
+        self._update_end = time.perf_counter()
+
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         """Log where the time went."""
-        buffer, now = self.last_rollouts, time.perf_counter()
+        buffer, end = self.last_rollouts, self._update_end
         assert buffer is not None
-        seconds = {"update": now - self._update_start, "step": now - self._step_start}
+        seconds = {"update": end - self._update_start, "step": end - self._step_start}
         self._cycle_seconds += seconds["step"]
         metrics = {f"time/{name}": value for name, value in (self._seconds | seconds).items()}
         # Tokens that were sampled and trained, over the time for both; unknown where a resumed run begins in between.
@@ -239,7 +251,12 @@ class RolloutModule(PolicyModule, ABC):
     # Evaluation.
 
     def on_validation_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample the rollouts to evaluate; here rather than in the step, which runs under autocast."""
+        """Sample the rollouts to evaluate; here rather than in the step, which runs under autocast.
+
+        Raises:
+            TypeError: If the batch is of a loader that knows nothing of rollouts.
+        """
+        _check_batch(batch)
         seed = self._derive_seed("evaluation", dataloader_idx, batch_idx)
         self._evaluated = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
         apply_rewards(self._evaluated, self.rewards, tokenizer=self.tokenizer)
@@ -314,3 +331,12 @@ class RolloutModule(PolicyModule, ABC):
         start = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - start
+
+
+def _check_batch(batch: Any) -> None:
+    if not isinstance(batch, PromptBatch):
+        raise TypeError(
+            f"the loader yields {type(batch).__name__}, but rollouts need a pl_grouprl.data.PromptBatch: prompts, and "
+            "which update of their rollouts it is. Put the prompts into a PromptDataModule and pass it as datamodule; "
+            "a loader of your own must yield PromptBatch objects, each module.updates_per_rollout times in a row."
+        )
