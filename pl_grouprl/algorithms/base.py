@@ -6,10 +6,11 @@ Legend: B rollouts, N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch, pack
-from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, prepare_rewards
+from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, check_columns, prepare_rewards
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 
 DEFAULT_SAMPLING = SamplingConfig()
+
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,9 @@ class RolloutModule(PolicyModule, ABC):
                 f"num_mini_batches is {self.num_mini_batches} with batch_size={batch_size} prompts; groups are not "
                 f"split, so it can be at most {batch_size}."
             )
+        prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts", {})
+        for split in _SPLITS_OF_STAGE.get(stage, ()):
+            check_columns(prompts.get(split, ()), self.rewards, split)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: int
@@ -175,6 +181,11 @@ class RolloutModule(PolicyModule, ABC):
         records = [record for own, _ in per_rank for record in own]
         buffer.metrics = merge_reward_metrics([own for _, own in per_rank]) | rollout_metrics(records)
         buffer.num_tokens = count_tokens(records)
+        if math.isnan(buffer.metrics["reward"]):
+            rank_zero_warn(
+                "no rollout of a batch has a reward, so nothing is learned from it; see that a reward function applies "
+                "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
+            )
         self.num_tokens += buffer.num_tokens
         self.prepare(buffer)
         return buffer
@@ -286,24 +297,37 @@ class RolloutModule(PolicyModule, ABC):
 
     # Checkpoints.
 
+    def rollout_options(self) -> dict[str, Any]:
+        """Options, by name and as plain values, that unfinished rollouts in a checkpoint must be resumed under."""
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()}
+        sampling = {f"sampling.{name}": value for name, value in plain.items()}
+        return {"num_generations": self.num_generations, "seed": self.seed} | sampling
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the counters, and the rollouts of every rank where some of their updates are still to come."""
         super().on_save_checkpoint(checkpoint)
         buffer = self.last_rollouts
         unfinished = buffer is not None and buffer.updates_done < self.updates_per_rollout
         state = buffer.state_dict() if buffer is not None and unfinished else None
-        checkpoint["pl_grouprl"] |= {"num_tokens": self.num_tokens, "rollouts": gather_plain(state, self.device)}
+        checkpoint["pl_grouprl"] |= {
+            "num_tokens": self.num_tokens,
+            "rollouts": gather_plain(state, self.device),
+            "options": self.rollout_options(),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them.
 
         Raises:
-            ValueError: If the rollouts were to be cut into another number of mini-batches.
+            ValueError: If rollouts some of whose updates are still to come would be trained under other options, or
+                cut into another number of mini-batches.
         """
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("pl_grouprl", {})
         self.num_tokens = state.get("num_tokens", 0)
         rollouts = state.get("rollouts", [None])
+        kept = rollouts[0] is not None and len(rollouts) == num_ranks()
+        self._compare_options(state.get("options", {}), unfinished=kept)
         if rollouts[0] is None:
             return
         if len(rollouts) != num_ranks():
@@ -319,6 +343,19 @@ class RolloutModule(PolicyModule, ABC):
                 f"in {buffer.num_mini_batches}; keep that number, or resume where a batch of rollouts ends."
             )
         self.last_rollouts = buffer
+
+    def _compare_options(self, then: dict[str, Any], *, unfinished: bool) -> None:
+        """Refuse other options than the checkpoint's amid rollouts; elsewhere warn of them."""
+        if self._trainer is None or self.trainer.state.fn != "fit":
+            return
+        now = self.rollout_options()
+        for name in (name for name in then if name in now and then[name] != now[name]):
+            if unfinished:
+                raise ValueError(
+                    f"{name} is {now[name]!r}, but the checkpoint is amid rollouts made with {then[name]!r}; keep that "
+                    "value, or resume where a batch of rollouts ends."
+                )
+            rank_zero_warn(f"{name} is {now[name]!r} from here on; the checkpoint was made with {then[name]!r}.")
 
     def _pack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
         return pack(groups, self.sharing, device=self.device)

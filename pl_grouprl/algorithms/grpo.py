@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -127,6 +128,15 @@ class GRPO(RolloutModule):
             with self._timed("ref_logprobs"):
                 buffer.put("ref_logprobs", self.score_rollouts(self.reference, buffer))
 
+    def rollout_options(self) -> dict[str, Any]:
+        """Add what decides the prepared quantities and the loss. Weights in the loss may change at any time."""
+        return super().rollout_options() | {
+            "advantage_estimator": _describe(self.advantage_estimator),
+            "policy_loss": _describe(self.policy_loss),
+            "loss_agg_mode": self.loss_agg_mode,
+            "beta > 0": self.beta > 0,
+        }
+
     def compute_loss(self, batch: MiniBatch) -> LossTerms:
         """Clipped policy loss, KL penalty and entropy bonus, added per token."""
         mask_N, rollout_index_N, num_rollouts = batch.mask_N, batch.scoring.rollout_index_N, batch.scoring.num_rollouts
@@ -168,6 +178,11 @@ class GRPO(RolloutModule):
         return LossTerms(
             numerator, loss_denominator(mask_N, rollout_index_N, num_rollouts, self.loss_agg_mode), metrics
         )
+
+
+def _describe(part: Any) -> str:
+    """Name a loss or estimator with its options, the same in every process."""
+    return repr(part) if is_dataclass(part) else getattr(part, "__qualname__", type(part).__qualname__)
 
 
 def _given(**options: Any) -> dict[str, Any]:

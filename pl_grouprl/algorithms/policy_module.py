@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
@@ -104,7 +105,12 @@ class PolicyModule(pl.LightningModule):
             self._reference_fingerprint = fingerprint(self.reference)
 
     def on_fit_start(self) -> None:
-        """Check that sharing changes nothing but time, then share prefixes until the end of the fit."""
+        """Check that sharing changes nothing but time, then share prefixes until the end of the fit.
+
+        Raises:
+            ValueError: If the module or its policy is compiled.
+        """
+        self._refuse_compiled()
         self._denominators.clear()
         self._contexts.close()  # of a fit that an exception has ended
         if self.sharing == "repeated":
@@ -124,6 +130,16 @@ class PolicyModule(pl.LightningModule):
             f"sharing='shared': {type(self.policy).__name__} encodes each prompt once, "
             f"attention backend {self.attention_backend!r}; prefix/token_ratio says what that saves."
         )
+
+    def _refuse_compiled(self) -> None:
+        parts = {"module": self, "module.policy": self.policy}
+        for name, part in parts.items():
+            compiled = isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
+            if compiled or getattr(part, "_compiler_ctx", None) is not None:
+                raise ValueError(
+                    f"{name} is compiled, which is not supported yet; leave out torch.compile({name}) and "
+                    f"{name}.compile()."
+                )
 
     def teardown(self, stage: str) -> None:
         """Restore the models."""
@@ -164,7 +180,11 @@ class PolicyModule(pl.LightningModule):
         return terms.numerator * (self.trainer.world_size / (self._denominators[0] or 1.0)), metrics
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Finish the division of accumulated gradients, and skip the step where the gradient is not finite."""
+        """Finish the division of accumulated gradients.
+
+        The step is skipped where the gradient is not finite, and where no token of any rank is trained: momentum would
+        move the weights all the same.
+        """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         total, first = sum(self._denominators), self._denominators[0] or 1.0
         # Lightning has divided each loss by the number of micro-batches.
@@ -174,12 +194,15 @@ class PolicyModule(pl.LightningModule):
             torch._foreach_mul_(gradients, factor)
         norm = torch.nn.utils.get_total_norm(gradients)
         self.log("grad_norm", norm)
+        if total == 0:
+            optimizer.zero_grad(set_to_none=True)  # AdamW leaves a parameter without gradient alone, and its state too
+            return
         (broken_ranks,) = self.sum_over_ranks([~norm.isfinite()])
         if not broken_ranks:
             self.nonfinite_steps = 0
             return
         self.nonfinite_steps += 1
-        optimizer.zero_grad(set_to_none=True)  # AdamW leaves a parameter without gradient alone, and its state too
+        optimizer.zero_grad(set_to_none=True)
         rank_zero_warn(f"gradient norm is {float(norm)} at step {self.global_step}; the step is skipped.")
         if self.nonfinite_steps >= self.max_nonfinite_steps:
             raise RuntimeError(

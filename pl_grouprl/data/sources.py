@@ -125,7 +125,10 @@ def _read_parquet(file: Path) -> list[SourceRow]:
 
 def _read_json(file: Path) -> list[SourceRow]:
     """Read JSON lines, or a single JSON array (which only a `.json` file may hold)."""
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # a byte order mark is skipped
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 ({error}); save the file in that encoding.") from error
     if file.suffix == ".json" and text.lstrip().startswith("["):
         return [SourceRow(f"{file}, row {index}", values) for index, values in enumerate(_parse(text, str(file)))]
     # Split at line feeds only: str.splitlines would also split at separators that JSON strings may contain.

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -56,7 +56,8 @@ class WarmStartedPolicy:
 
     Attributes:
         demonstrations: Where prompts and completions come from. The completions may be wrong in part; what a policy
-            learns from them is what reinforcement learning then improves.
+            learns from them is what reinforcement learning then improves. Its class and its options (the fields of a
+            dataclass, otherwise the attributes without a leading underscore) are part of the cache key.
         architecture: The model's config: `model_type` as transformers names it, and any option of that config. The
             vocabulary and the special tokens come from the tokenizer where they are not given.
         steps: Supervised optimizer steps.
@@ -114,17 +115,18 @@ class WarmStartedPolicy:
         return self.demonstrations.tokenizer()
 
     def _key(self) -> str:
-        """Hash of all that determines the weights: options, vocabulary, and the first demonstrations."""
+        """Hash of all that determines the weights: options, the task's too, vocabulary, the first demonstrations."""
         options = asdict(self)
         for name in ("demonstrations", "cache_dir", "progress_bar"):
             del options[name]
         parts = {
             "format": FORMAT_VERSION,
             "options": options,
+            "task": _describe(self.demonstrations),
             "vocabulary": sorted(self.load_tokenizer().get_vocab().items()),
             "sample": self.demonstrations.demonstrations(_SAMPLE, _demonstration_seed(self.seed, 0)),
         }
-        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=_describe).encode(), digest_size=8).hexdigest()
 
     def _make(self, folder: Path) -> None:
         """Train, and put the folder in place in one move, so that a reader sees all of it or nothing."""
@@ -218,6 +220,19 @@ def supervised_loss(model: nn.Module, pairs: list[Demonstration]) -> Tensor:
     kept = torch.arange(first, length - 1, device=device)
     logits = model(input_ids=input_ids, logits_to_keep=kept, use_cache=False).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets[:, kept].flatten(), ignore_index=-100)
+
+
+def _describe(instance: Any) -> Any:
+    """Name the class of an object and its options, for the cache key; `str` where it has no attributes."""
+    if is_dataclass(instance):
+        options = {own.name: getattr(instance, own.name) for own in fields(instance)}
+    elif hasattr(instance, "__dict__"):
+        options = {name: value for name, value in vars(instance).items() if not name.startswith("_")}
+    else:
+        return str(instance)
+    if hasattr(instance, "__qualname__"):  # a function or a class
+        return f"{instance.__module__}.{instance.__qualname__}"
+    return {"class": f"{type(instance).__module__}.{type(instance).__qualname__}", "options": options}
 
 
 def _demonstration_seed(seed: int, step: int) -> int:

@@ -1,6 +1,6 @@
 """Reward functions: TRL's and verl's signatures are accepted as they are."""
 
-from pl_grouprl.rewards.apply import Rewards, apply_rewards, prepare_rewards
+from pl_grouprl.rewards.apply import Rewards, apply_rewards, check_columns, prepare_rewards
 from pl_grouprl.rewards.base import FunctionFromFile, RewardFunction, Weighted
 from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
@@ -15,5 +15,6 @@ __all__ = [
     "Rewards",
     "Weighted",
     "apply_rewards",
+    "check_columns",
     "prepare_rewards",
 ]

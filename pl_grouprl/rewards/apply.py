@@ -8,8 +8,15 @@ from typing import Any
 
 from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted
 from pl_grouprl.rewards.calls import score_all
-from pl_grouprl.rewards.conventions import PreparedReward, Score, flatten_groups, prepare_reward
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.rewards.conventions import (
+    PreparedReward,
+    Score,
+    call_arguments,
+    fits_float32,
+    flatten_groups,
+    prepare_reward,
+)
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
 Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
 """What is accepted wherever reward functions are: one, or a list, weighted or not."""
@@ -19,10 +26,35 @@ def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
     """Check reward functions before a run: names, and which signature each has.
 
     Raises:
-        ValueError: If the list is empty, names repeat, or a signature is none of the known ones.
+        ValueError: If the list is empty, names repeat, all weights are 0, or a signature is none of the known ones.
         TypeError: If something is not callable, or is a class.
     """
-    return [prepare_reward(weighted) for weighted in as_weighted(rewards)]
+    prepared = [prepare_reward(weighted) for weighted in as_weighted(rewards)]
+    if all(reward.weight == 0 for reward in prepared):
+        raise ValueError(
+            f"rewards has the weight 0 for all of {[reward.name for reward in prepared]}, so no rollout would have a "
+            "reward; give one of them another weight."
+        )
+    return prepared
+
+
+def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> None:
+    """Check before a run that every prompt has the columns that the reward functions cannot be called without.
+
+    Raises:
+        ValueError: If one has not; names the prompt (counted from 0), the function and the column.
+    """
+    prepared = prepare_rewards(rewards)
+    for number, prompt in enumerate(prompts):
+        group = RolloutGroup(
+            prompt.token_ids, [Rollout([], text="")], number, prompt.columns, prompt.prompt, prompt.data_source
+        )
+        inputs = flatten_groups([group])
+        for reward in prepared:
+            try:
+                call_arguments(reward, inputs, [0])
+            except ValueError as error:
+                raise ValueError(f"{split}, prompt {number}: {error}") from error
 
 
 def apply_rewards(
@@ -37,14 +69,15 @@ def apply_rewards(
 
     The combined reward is the weighted sum over the functions that apply, where None means "does not apply". It is
     None, and the rollout is not trained, if no function applies, or if one with a weight other than 0 raised or gave
-    NaN or infinity: the sum of the rest would not be comparable with the other rollouts of the group.
+    NaN or infinity (of float32): the sum of the rest would not be comparable with the other rollouts of the group.
 
     Args:
         groups: Any number of groups of any size. Changed in place.
         rewards: One reward function or several, weighted or not.
         tokenizer: Decodes completions whose `text` is None (and sets it). May be left out if all have their text.
         retries: How often a call that raised is repeated.
-        max_failed_share: Share of rollouts on which a function may fail before that is an error, from 0 to 1.
+        max_failed_share: Share of rollouts on which a function may raise or give no finite number before that is an
+            error, from 0 to 1.
 
     Returns:
         For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
@@ -92,7 +125,7 @@ def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: 
     counted = [(reward.weight, score) for reward, score in zip(prepared, scores, strict=True) if reward.weight != 0]
     applied = [weight * score.value for weight, score in counted if score.value is not None]
     valid = bool(applied) and not any(score.invalid for _, score in counted)
-    rollout.reward = sum(applied) if valid else None
+    rollout.reward = sum(applied) if valid and fits_float32(sum(applied)) else None
 
 
 def _metrics(prefix: str, scores: Sequence[Score]) -> dict[str, float]:

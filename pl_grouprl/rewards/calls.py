@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class _Failure:
     """Stands for the result of a call that raised."""
 
-    error: Exception
+    error: BaseException
 
 
 def score_all(
@@ -45,11 +45,11 @@ def score_all(
     (a notebook's) does not matter. Meanwhile plain functions run here, one after another: graders that use signals
     work on the main thread only.
 
-    A call that raises is repeated `retries` times. A call for many groups is then made once per group. What still
-    fails is marked so.
+    A call that raises (`sys.exit()` too, which would end the run or its event loop) is repeated `retries` times. A
+    call for many groups is then made once per group. What still fails is marked so.
 
     Raises:
-        RuntimeError: If a function failed on more than `max_failed_share` of the rollouts.
+        RuntimeError: If a function raised or gave no finite number on more than `max_failed_share` of the rollouts.
         ValueError: If a function returned the wrong type or length, or needs a column that the data lacks.
     """
     pending: dict[int, Future[list[Any]]] = {}
@@ -81,7 +81,7 @@ def _read_results(
 ) -> list[Score]:
     """Read the results of a function's calls, divide the failed ones, and check how much failed."""
     scores = [Score(failed=True)] * len(inputs.texts)
-    last_error: Exception | None = None
+    last_error: BaseException | None = None
     for unit, result in zip(units, results, strict=True):
         if isinstance(result, _Failure):
             last_error = result.error
@@ -95,13 +95,20 @@ def _read_results(
                 continue
             for index, score in zip(part, read_result(reward, outcome, part), strict=True):
                 scores[index] = score
-    if last_error is not None:
-        _judge_failures(reward, sum(score.failed for score in scores), len(scores), last_error, max_failed_share)
+    _judge_failures(reward, scores, last_error, max_failed_share)
     return scores
 
 
-def _judge_failures(reward: PreparedReward, failed: int, total: int, error: Exception, max_failed_share: float) -> None:
-    what = f"Reward function {reward.name!r} raised {type(error).__name__}: {error}"
+def _judge_failures(
+    reward: PreparedReward, scores: list[Score], error: BaseException | None, max_failed_share: float
+) -> None:
+    failed, total = sum(score.invalid for score in scores), len(scores)
+    if failed == 0 and error is None:
+        return
+    did = (
+        "gave NaN, infinity, or a number beyond float32" if error is None else f"raised {type(error).__name__}: {error}"
+    )
+    what = f"Reward function {reward.name!r} {did}"
     if failed > max_failed_share * total:
         raise RuntimeError(
             f"{what}. It failed for {failed} of {total} rollouts, more than max_failed_share={max_failed_share} "
@@ -129,7 +136,7 @@ def _attempt(reward: PreparedReward, kwargs: dict[str, Any], retries: int) -> An
     for remaining in range(retries, -1, -1):
         try:
             return reward.function(**kwargs)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             if remaining == 0:
                 return _Failure(error)
     raise AssertionError("unreachable: retries is at least 0")
@@ -139,7 +146,7 @@ async def _attempt_async(reward: PreparedReward, kwargs: dict[str, Any], retries
     for remaining in range(retries, -1, -1):
         try:
             return await reward.function(**kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if remaining == 0:
                 return _Failure(error)
     raise AssertionError("unreachable: retries is at least 0")

@@ -14,6 +14,8 @@ from pl_grouprl.types import Messages, RolloutGroup
 
 Convention = Literal["trl", "verl"]
 
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+
 _TRL_INPUTS = ("prompts", "completions", "completion_ids")
 _VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -39,6 +41,11 @@ class RewardInputs:
     groups: list[int]
 
 
+def fits_float32(value: float) -> bool:
+    """Whether a number is finite in float32."""
+    return abs(value) <= _MAX_FLOAT32  # False for NaN
+
+
 @dataclass(frozen=True)
 class Score:
     """What a function said of one rollout.
@@ -55,8 +62,11 @@ class Score:
 
     @property
     def invalid(self) -> bool:
-        """True where there should be a number and there is none: the function raised, or gave NaN or infinity."""
-        return self.failed or (self.value is not None and not math.isfinite(self.value))
+        """True where there should be a number and there is none: the function raised, or gave NaN or infinity.
+
+        What float32 does not hold, in which advantages are computed, is infinite.
+        """
+        return self.failed or (self.value is not None and not fits_float32(self.value))
 
 
 @dataclass(frozen=True)
@@ -265,7 +275,10 @@ def _number(reward: PreparedReward, value: Any) -> float | None:
             f"Reward function {reward.name!r} returned {value!r} of type {type(value).__name__} as the reward of a "
             "rollout; return a number or None."
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.inf
 
 
 def _is_async(function: RewardFunction) -> bool:

@@ -124,6 +124,30 @@ def test_every_option_that_matters_is_part_of_the_key(tmp_path, change):
     assert make_policy(tmp_path, **change).folder != make_policy(tmp_path).folder
 
 
+class PlainTask:
+    def __init__(self, noise, nested=None):
+        self.noise = noise
+        self.nested = nested
+        self._cache = object()
+
+    def demonstrations(self, count, seed):
+        return LastDigit().demonstrations(count, seed)
+
+    def tokenizer(self):
+        return LastDigit().tokenizer()
+
+
+class OtherPlainTask(PlainTask):
+    pass
+
+
+def test_options_of_the_task_that_the_first_demonstrations_do_not_show_are_part_of_the_key(tmp_path):
+    tasks = [LastDigit(), PlainTask(0.6), PlainTask(0.605), OtherPlainTask(0.6), PlainTask(0.6, PlainTask(1))]
+    folders = [make_policy(tmp_path, task=task).folder for task in tasks]
+    assert len(set(folders)) == len(tasks)
+    assert make_policy(tmp_path, task=PlainTask(0.6, PlainTask(1))).folder == folders[-1]
+
+
 def test_where_the_cache_lies_is_not_part_of_the_key(tmp_path):
     assert make_policy(tmp_path / "a").folder.name == make_policy(tmp_path / "b", progress_bar=True).folder.name
 
