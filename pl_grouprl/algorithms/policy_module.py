@@ -14,6 +14,7 @@ from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
+from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
@@ -71,6 +72,7 @@ class PolicyModule(pl.LightningModule):
         super().__init__()
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
+        get_backend(attention_backend)  # an unknown name is an error here, not at the start of a fit
         if max_nonfinite_steps < 1:
             raise ValueError(f"max_nonfinite_steps is {max_nonfinite_steps}; it must be at least 1.")
         self.policy_source: PolicySource = PretrainedPolicy(policy) if isinstance(policy, str) else policy

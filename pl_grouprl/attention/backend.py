@@ -1,4 +1,4 @@
-"""What an attention backend is, and the choice among them by name.
+"""What an attention backend is.
 
 Legend: T packed tokens, H query heads, K key/value heads (H is a multiple of K), D head size.
 """
@@ -63,30 +63,3 @@ class Backend:
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether a backward pass through a call with these tensors is to be expected."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def get_backend(name: str) -> Backend:
-    """Find a backend by name.
-
-    Raises:
-        ValueError: If there is none of that name.
-    """
-    from pl_grouprl.attention import cascade, flex, prefix_grouper, reference
-
-    backends = {b.name: b for b in (cascade.CASCADE, flex.FLEX, prefix_grouper.PREFIX_GROUPER, reference.REFERENCE)}
-    if name not in ("auto", *backends):
-        raise ValueError(f"backend is {name!r}; choose one of {', '.join(['auto', *sorted(backends)])}.")
-    if name != "auto":
-        return backends[name]
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float) -> Tensor:
-        return backends[choose(query, key, value)](query, key, value, layout, scale)
-
-    return Backend("auto", attend)
-
-
-def choose(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """What `auto` runs: `cascade` wherever it can, otherwise (float32 on CUDA) `flex`."""
-    from pl_grouprl.attention.cascade import CASCADE
-
-    return "cascade" if CASCADE.refusal(query, key, value) is None else "flex"

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.backend import get_backend
+from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.rows import SharedRows, share_rows, unsharable
 from pl_grouprl.attention.support import check_supported, find_decoder, positions_are_relative

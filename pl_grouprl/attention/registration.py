@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.backend import Backend, get_backend
+from pl_grouprl.attention.backend import Backend
+from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.packing import SharedPrefixLayout
 
 _REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "head_mask", "alibi")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.attention import SharedPrefix, find_decoder, in_force, shared_prefix, sharing_paused
-from pl_grouprl.attention.backend import get_backend
+from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.models.head import logits_function
 from pl_grouprl.packing import ScoringBatch, Sharing, pack

@@ -276,11 +276,10 @@ def test_models_are_restored_after_the_fit(make_module, make_data, make_trainer)
     assert {model.config._attn_implementation for model in (module.policy, module.reference)} == {"sdpa"}
 
 
-def test_an_unknown_backend_ends_the_run_before_a_rollout(make_module, make_data, make_trainer):
-    module = make_module(attention_backend="magic")
-    with pytest.raises(ValueError, match="backend is 'magic'"):
-        make_trainer(max_steps=1).fit(module, make_data())
-    assert module.last_rollouts is None
+@pytest.mark.parametrize("sharing", ["shared", "repeated"])
+def test_an_unknown_backend_is_an_error_at_once(make_module, sharing):
+    with pytest.raises(ValueError, match="backend is 'magic'; choose one of auto, cascade"):
+        make_module(attention_backend="magic", sharing=sharing)
 
 
 def test_more_mini_batches_than_prompts(make_module, make_data, make_trainer):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.forests import Forest, attention_by_sequence, random_forest, relative_error
 
-from pl_grouprl.attention.backend import get_backend
+from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.packing import SharedPrefixLayout
 
 HEADS = [(4, 4), (4, 2), (6, 1)]

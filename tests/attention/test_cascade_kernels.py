@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers.forests import Forest, attention_by_sequence, random_forest, relative_error
 
-from pl_grouprl.attention.backend import get_backend
 from pl_grouprl.attention.cascade import cascade_attention, plan_cascade
+from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.attention.kernels import CPUKernel, VarlenCall
 from pl_grouprl.packing import SharedPrefixLayout
 
