@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.tiny_models import FAMILIES, random_groups, tiny_model
 
-from pl_grouprl.attention import ParityError, cascade, check_parity, patch
+from pl_grouprl.attention import ParityError, cascade, check_parity, choice, patch
 from pl_grouprl.attention.parity import TOLERANCES, Tolerance
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup
@@ -86,7 +86,7 @@ def test_a_broken_backend_fails(monkeypatch, breakage, dtype):
     broken = dataclasses.replace(cascade.CASCADE, attend=breakage(cascade.CASCADE.attend))
     model = tiny_model("qwen3", dtype=dtype)
     with monkeypatch.context() as patched:
-        patched.setattr(cascade, "CASCADE", broken)
+        patched.setitem(choice.BACKENDS, "cascade", broken)
         report = check_parity(model, backend="cascade")
     assert not report.passed
     if breakage is without_gradient_of_the_prefix:
