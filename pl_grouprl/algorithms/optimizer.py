@@ -46,6 +46,11 @@ class OptimizerConfig:
         for name, (valid, range_) in checks.items():
             if not valid:
                 raise ValueError(f"OptimizerConfig.{name} is {getattr(self, name)!r}; it must be {range_}.")
+        if self.final_fraction and self.schedule == "constant":
+            raise ValueError(
+                f"OptimizerConfig.final_fraction is {self.final_fraction} with schedule 'constant', which never falls; "
+                "choose schedule 'linear' or 'cosine', or leave final_fraction out."
+            )
 
     def learning_rate_factor(self, step: int, total_steps: float) -> float:
         """Share of the peak learning rate at an optimizer step, counted from 0."""

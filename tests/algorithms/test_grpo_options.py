@@ -57,6 +57,7 @@ def test_presets_and_single_options(make_module):
         ({"warmup_steps": -1}, "OptimizerConfig.warmup_steps is -1"),
         ({"schedule": "sqrt"}, "OptimizerConfig.schedule is 'sqrt'; it must be constant, linear or cosine"),
         ({"final_fraction": 2.0}, "OptimizerConfig.final_fraction is 2.0"),
+        ({"final_fraction": 0.1}, "final_fraction is 0.1 with schedule 'constant', which never falls"),
     ],
 )
 def test_refused_by_the_optimizer(options, message):
