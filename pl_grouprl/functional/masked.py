@@ -85,3 +85,23 @@ def sum_per_rollout(values_N: Tensor, rollout_index_N: Tensor, num_rollouts: int
     """
     check_flat(values_N=values_N, rollout_index_N=rollout_index_N)
     return values_N.new_zeros(num_rollouts).index_add(0, rollout_index_N, values_N)
+
+
+def bool_mask(mask: Tensor) -> Tensor:
+    """Turn a mask of 0 and 1, which other projects' masks are, into bool.
+
+    Args:
+        mask: Any shape; bool, or 0 and 1 of another dtype.
+
+    Returns:
+        The same shape, bool.
+
+    Raises:
+        ValueError: If it holds anything else, such as weights.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    other = (mask != 0) & (mask != 1)
+    if other.any():
+        raise ValueError(f"mask has the entry {mask[other][0].item()}; pass bool, or 0 and 1.")
+    return mask != 0

@@ -1,0 +1,119 @@
+"""Rewards gathered by the groups they belong to: what every estimator over groups begins with.
+
+Legend: B rollouts, P prompts (groups).
+
+Groups come by explicit ids, in any order and of any size. What holds for every estimator over them:
+- a reward of NaN means that the rollout has none: it is left out of every statistic and gets 0 (the caller leaves it
+  out of the loss as well, by its mask);
+- a group whose rewards are all equal, or that has fewer than two, gets exactly 0, whatever rounding does to its mean;
+- statistics are taken in float64 and returned in the dtype of the rewards (at least float32), without gradient.
+
+verl gives a group of one rollout its reward as advantage; TRL gives 0, as here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """Rewards with the group of each, and the statistics of the groups.
+
+    Attributes:
+        rewards_B: float64, 0 where a rollout has none.
+        valid_B: True for rollouts with a reward.
+        index_B: Group of each rollout, int64 in [0, P), in the order of the sorted ids.
+        count_P: Rewards of each group, float64.
+        mean_P: Their mean, 0 where there is none.
+        spread_P: True where the largest reward of the group exceeds the smallest.
+        dtype: That of the result.
+    """
+
+    rewards_B: Tensor
+    valid_B: Tensor
+    index_B: Tensor
+    count_P: Tensor
+    mean_P: Tensor
+    spread_P: Tensor
+    dtype: torch.dtype
+
+    def sum(self, values_B: Tensor) -> Tensor:
+        """Add up the values of each group, shape [P]; they must be 0 where there is no reward."""
+        return torch.zeros_like(self.count_P).index_add(0, self.index_B, values_B)
+
+    def centred(self) -> Tensor:
+        """Subtract from each reward the mean of its group, shape [B]; exactly 0 without a reward or without spread."""
+        centred_B = self.rewards_B - self.mean_P[self.index_B]
+        return centred_B.masked_fill(~self._trained(), 0)
+
+    def std(self) -> Tensor:
+        """Return the unbiased standard deviation of each group, shape [P]; 0 for fewer than two rewards."""
+        return (self.sum(self.centred().square()) / (self.count_P - 1).clamp(min=1)).sqrt()
+
+    def finish(self, advantages_B: Tensor) -> Tensor:
+        """Set 0 where there is no reward or no spread, and take the dtype of the result."""
+        return advantages_B.masked_fill(~self._trained(), 0).to(self.dtype)
+
+    def _trained(self) -> Tensor:
+        return self.valid_B & self.spread_P[self.index_B]
+
+
+def gather_groups(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Groups:
+    """Gather the rewards of each group.
+
+    Args:
+        rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order.
+
+    Raises:
+        ValueError: If the shapes differ, the ids are not integers, or a reward is infinite.
+    """
+    ids_B = torch.as_tensor(group_ids, device=rewards.device)
+    check_rewards(rewards)
+    _check_ids(ids_B, len(rewards))
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    valid_B = ~rewards.isnan()
+    rewards_B = rewards.to(torch.float64).masked_fill(~valid_B, 0)
+    unique_P, index_B = ids_B.unique(return_inverse=True)
+
+    zeros_P = rewards_B.new_zeros(len(unique_P))
+    count_P = zeros_P.index_add(0, index_B, valid_B.to(torch.float64))
+    mean_P = zeros_P.index_add(0, index_B, rewards_B) / count_P.clamp(min=1)
+    highest_B, lowest_B = rewards_B.masked_fill(~valid_B, -torch.inf), rewards_B.masked_fill(~valid_B, torch.inf)
+    highest_P = (zeros_P - torch.inf).scatter_reduce(0, index_B, highest_B, "amax")
+    lowest_P = (zeros_P + torch.inf).scatter_reduce(0, index_B, lowest_B, "amin")
+    return Groups(rewards_B, valid_B, index_B, count_P, mean_P, highest_P > lowest_P, dtype)
+
+
+def check_rewards(rewards: Tensor, name: str = "rewards") -> None:
+    """Refuse rewards that are not one finite scalar (or NaN) per rollout.
+
+    Args:
+        rewards: What should have shape [B].
+        name: What the caller calls it, for the error.
+
+    Raises:
+        ValueError: If it has another shape, or an entry is infinite.
+    """
+    if rewards.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(rewards.shape)}; pass one scalar per rollout, shape [B].")
+    infinite = rewards.isinf().nonzero().flatten()
+    if len(infinite):
+        raise ValueError(
+            f"{name} is infinite for rollouts {infinite[:5].tolist()} ({len(infinite)} in all); "
+            "return a finite reward, or NaN for a rollout that is not to be trained."
+        )
+
+
+def _check_ids(ids_B: Tensor, num_rollouts: int) -> None:
+    if ids_B.dim() != 1 or len(ids_B) != num_rollouts:
+        raise ValueError(
+            f"group_ids has {ids_B.numel()} entries (shape {tuple(ids_B.shape)}) for {num_rollouts} rewards; "
+            "pass the prompt's number once per rollout, in the order of the rewards."
+        )
+    if len(ids_B) and (ids_B.is_floating_point() or ids_B.is_complex() or ids_B.dtype == torch.bool):
+        raise ValueError(f"group_ids has dtype {ids_B.dtype}; pass integers, one number per prompt.")
