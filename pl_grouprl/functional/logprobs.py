@@ -1,6 +1,6 @@
-"""Log-probabilities, entropy and score norm of given tokens, from hidden states, without a matrix of all logits.
+"""Log-probabilities, entropy and scores of given tokens, from hidden states, without a matrix of all logits.
 
-Legend: N response tokens (flat), D hidden size, V vocabulary, M tokens of one chunk.
+Legend: N response tokens (flat), D hidden size, V vocabulary, M tokens of one chunk, S size of a sketch.
 
 The logits exist for `chunk_size` tokens at a time. With gradient enabled a chunk keeps only its hidden states, and its
 logits are computed again in the backward pass; so at any time about three tensors [M, V] are alive, in both passes.
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pl_grouprl.functional.head_sketch import HeadSketch
+
 
 class TokenScores(NamedTuple):
     """What one pass over the response tokens gives, each in float32 (float64 for float64 logits).
@@ -24,11 +26,14 @@ class TokenScores(NamedTuple):
         entropy_N: Entropy of the distribution that each token was drawn from, in nats; None unless asked for.
         score_norm_N: Squared norm of the gradient of the log-probability with respect to the logits divided by the
             temperature, 1 - 2 p_a + sum_v p_v^2, detached; None unless asked for.
+        sketch_NS: Random sketch of the gradient of the log-probability with respect to the head's weights (see
+            `HeadSketch`), shape [N, S], detached; None unless asked for.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
     score_norm_N: Tensor | None = None
+    sketch_NS: Tensor | None = None
 
 
 def token_scores(
@@ -41,6 +46,7 @@ def token_scores(
     entropy: bool = False,
     entropy_grad: bool = False,
     score_norm: bool = False,
+    sketch: HeadSketch | None = None,
 ) -> TokenScores:
     """Score each target token under softmax(logits_fn(hidden) / temperature), chunk by chunk.
 
@@ -54,6 +60,7 @@ def token_scores(
         entropy: Also return the entropy of each distribution.
         entropy_grad: Let gradients flow through the entropy (an entropy bonus); costs memory. Needs `entropy`.
         score_norm: Also return the score norm.
+        sketch: Also return this sketch of the score.
 
     Returns:
         The scores; the softmax is taken in float32 whatever the dtype of the logits.
@@ -62,7 +69,7 @@ def token_scores(
         ValueError: If shapes or dtypes do not fit, or an option is out of range.
     """
     _check(hidden_ND, targets_N, temperature, chunk_size, entropy, entropy_grad)
-    options = _Options(temperature or 1.0, entropy, entropy_grad, score_norm)
+    options = _Options(temperature or 1.0, entropy, entropy_grad, score_norm, sketch)
     recompute = torch.is_grad_enabled()
     chunks = []
     # split, not slices: its backward pass joins the gradients of all chunks once.
@@ -72,11 +79,12 @@ def token_scores(
         else:
             scores = _score_chunk(hidden_MD, targets_M, logits_fn, options)
         chunks.append(scores)
-    logprobs, entropies, score_norms = zip(*chunks, strict=True)
+    logprobs, entropies, score_norms, sketches = zip(*chunks, strict=True)
     return TokenScores(
         torch.cat(logprobs),
         torch.cat(entropies) if entropy else None,
         torch.cat(score_norms) if score_norm else None,
+        torch.cat(sketches) if sketch is not None else None,
     )
 
 
@@ -85,11 +93,12 @@ class _Options(NamedTuple):
     entropy: bool
     entropy_grad: bool
     score_norm: bool
+    sketch: HeadSketch | None
 
 
 def _score_chunk(
     hidden_MD: Tensor, targets_M: Tensor, logits_fn: Callable[[Tensor], Tensor], options: _Options
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     logits_MV = logits_fn(hidden_MD)
     if logits_MV.dim() != 2 or len(logits_MV) != len(hidden_MD):
         raise ValueError(
@@ -104,15 +113,16 @@ def _score_chunk(
     logprobs_M = all_logprobs_MV.gather(-1, targets_M[:, None]).squeeze(-1)
     entropy_M = _entropy_with_gradient(all_logprobs_MV) if options.entropy_grad else None
     # The detached quantities come last: recomputation for the backward pass stops before them.
-    if not options.score_norm and (options.entropy_grad or not options.entropy):
-        return logprobs_M, entropy_M, None
+    scored = options.score_norm or options.sketch is not None
+    if not scored and (options.entropy_grad or not options.entropy):
+        return logprobs_M, entropy_M, None, None
     with torch.no_grad():
         probs_MV = all_logprobs_MV.exp()
-        score_norm_M = _score_norm(probs_MV, targets_M) if options.score_norm else None
+        score_norm_M, sketch_MS = _score(hidden_MD, probs_MV, targets_M, options) if scored else (None, None)
         if options.entropy and entropy_M is None:
             # A logit of -inf has p = 0 and contributes 0 * -inf, which is 0 here. A NaN logit stays NaN in logprobs_M.
             entropy_M = -probs_MV.mul_(all_logprobs_MV).nan_to_num_(nan=0.0).sum(dim=-1)
-    return logprobs_M, entropy_M, score_norm_M
+    return logprobs_M, entropy_M, score_norm_M, sketch_MS
 
 
 def _entropy_with_gradient(all_logprobs_MV: Tensor) -> Tensor:
@@ -120,14 +130,22 @@ def _entropy_with_gradient(all_logprobs_MV: Tensor) -> Tensor:
     return -(all_logprobs_MV.exp() * finite_MV).sum(dim=-1)
 
 
-def _score_norm(probs_MV: Tensor, targets_M: Tensor) -> Tensor:
-    """Return (sum of the other p_v)^2 + sum of the other p_v^2: the same without cancellation where p_a is near 1."""
+def _score(
+    hidden_MD: Tensor, probs_MV: Tensor, targets_M: Tensor, options: _Options
+) -> tuple[Tensor | None, Tensor | None]:
+    """Score norm and sketch, as asked for; both from the other tokens' p_v, as 1 - p_a cancels where p_a is near 1."""
     column = targets_M[:, None]
     target_probs = probs_MV.gather(-1, column)
     probs_MV.scatter_(-1, column, 0.0)
-    norm_M = probs_MV.sum(dim=-1).square() + torch.linalg.vector_norm(probs_MV, dim=-1).square()
+    norm_M = _score_norm(probs_MV) if options.score_norm else None
+    sketch_MS = None if options.sketch is None else options.sketch.project(hidden_MD, probs_MV, targets_M)
     probs_MV.scatter_(-1, column, target_probs)
-    return norm_M
+    return norm_M, sketch_MS
+
+
+def _score_norm(others_MV: Tensor) -> Tensor:
+    """Return (sum of the other p_v)^2 + sum of the other p_v^2, which is 1 - 2 p_a + sum_v p_v^2."""
+    return others_MV.sum(dim=-1).square() + torch.linalg.vector_norm(others_MV, dim=-1).square()
 
 
 def _check(

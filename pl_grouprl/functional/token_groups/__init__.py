@@ -1,0 +1,14 @@
+"""GROUP PPO's token groups: where a response is cut, the advantage of each group, the threshold, the counts."""
+
+from pl_grouprl.functional.token_groups.advantages import ADVANTAGE_MODES, AdvantageMode, token_group_advantages
+from pl_grouprl.functional.token_groups.counts import token_group_counts, token_group_metrics
+from pl_grouprl.functional.token_groups.find import (
+    ENDED_BY_LAST,
+    ENDED_BY_SIZE,
+    ENDED_BY_VARIANCE,
+    TokenGroups,
+    find_token_groups,
+    log_ratio_scores,
+    signal_sums,
+)
+from pl_grouprl.functional.token_groups.threshold import ThresholdController

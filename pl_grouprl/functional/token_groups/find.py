@@ -1,0 +1,319 @@
+"""Where GROUP PPO cuts a response into token groups.
+
+Legend: B rollouts, T length of the longest row, S size of a sketch.
+
+Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl (2025; no paper that states it has
+been found), ends a group at its t-th token if t >= r_grpo / r_ppo: the squared norm of the gradient estimate in which
+all its tokens share the advantage of the last one, over that of the estimate with an advantage per token. Here k
+counts the tokens since the group began, and
+
+    end_t = (r_ppo > eps * mean(delta^2 q)  and  k * r_ppo * (1 + 1e-5) >= threshold * r_grpo)
+            or k = max_size  or  t is the last valid token  or  a boundary is forced at t.
+
+With a score norm q per token the cross terms are left out (the score is a martingale difference, so they vanish in
+expectation): r_ppo = sum delta^2 q and r_grpo = delta_t^2 * sum q. With a score vector phi per token the formula is
+taken literally: r_ppo = |sum delta phi|^2 and r_grpo = delta_t^2 * |sum phi|^2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.masked import bool_mask
+from pl_grouprl.functional.rows import Compacted, compact
+
+ENDED_BY_VARIANCE = 1
+"""Cause of an endpoint: the variance rule. It comes before the other two where several hold."""
+ENDED_BY_SIZE = 2
+"""Cause of an endpoint: the group has `max_size` tokens. It comes before `last`."""
+ENDED_BY_LAST = 3
+"""Cause of an endpoint: the last valid token of a row, or of a turn (a forced end)."""
+
+_TOLERANCE = 1e-5  # at k = 1 and threshold 1 both sides are equal but for rounding
+_BLOCK = 1 << 16  # elements per block of rows: what is at work at one time stays in the cache
+_DEVICE_BLOCK = 1 << 24  # the same on a GPU, where few large kernels are faster
+
+
+class TokenGroups(NamedTuple):
+    """The cut of each row, in the positions of the mask that it was made with.
+
+    Attributes:
+        starts: True at the first token of each group, bool, shape [B, T].
+        ends: True at the last token of each group (its endpoint), bool, shape [B, T].
+        group_index: Group of each token, counted from 0 in each row, -1 outside the mask; int64, shape [B, T].
+        causes: `ENDED_BY_...` at endpoints, 0 elsewhere; int8, shape [B, T]. None where nobody recorded them.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    group_index: Tensor
+    causes: Tensor | None = None
+
+
+@torch.no_grad()
+def find_token_groups(
+    td_errors: Tensor,
+    score_norms: Tensor,
+    mask: Tensor,
+    *,
+    threshold: float = 1.0,
+    max_size: int = 16,
+    epsilon: float = 1e-6,
+    forced_ends: Tensor | None = None,
+    mean_signal: float | Tensor | None = None,
+) -> TokenGroups:
+    """Cut each row into token groups; the rule and its source stand at the top of this file.
+
+    The valid tokens of a row are read one after another: what the mask leaves out, its length and what stands there
+    (NaN included) change nothing. Everything is computed in float32 at least. A NaN at a valid token is no evidence:
+    its group goes on, to `max_size` at most, and other groups do not notice.
+
+    Args:
+        td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio does not
+            change with their scale, but with a shift). Another signal may be passed, but one that looks ahead, such as
+            GAE, makes the boundary depend on later actions, and biases the gradient for thresholds above 1 (18-34 % in
+            an enumerated MDP).
+        score_norms: Squared norm q >= 0 of each token's score, shape [B, T] (`TokenScores.score_norm_N`); or the score
+            itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the literal formula.
+        mask: True for response tokens, shape [B, T].
+        threshold: tau > 0. 1 is Algorithm 2 and makes each informative token an endpoint; with a constant delta a
+            group has ceil(tau) tokens. Below 1 nothing changes any more, so it is taken as 1.
+        max_size: Most tokens of a group, at least 1; may exceed T.
+        epsilon: A group needs r_ppo above this share of the mean of delta^2 q to be ended by the variance rule.
+        forced_ends: True where a group has to end, such as the last token of a turn, bool, shape [B, T]. Only valid
+            tokens count.
+        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None takes that of this call.
+
+    Returns:
+        The groups. A row without valid tokens has none.
+
+    Raises:
+        ValueError: If shapes differ, an option is out of range, or the mask holds anything but 0 and 1.
+    """
+    mask_BT = _check(td_errors, score_norms, mask, forced_ends, threshold, max_size, epsilon)
+    if mean_signal is None:
+        total, count = signal_sums(td_errors, score_norms, mask_BT).tolist()
+        mean_signal = total / max(count, 1)
+    starts_BT, ends_BT = torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
+    causes_BT = torch.zeros_like(mask_BT, dtype=torch.int8)
+    index_BT = torch.full_like(mask_BT, -1, dtype=torch.int64)
+    if mask_BT.numel():
+        scale = _power_of_two(td_errors, mask_BT)
+        rule = _Rule(max(threshold, 1.0), max_size, epsilon * float(mean_signal) / scale / scale)
+        for rows in _blocks(score_norms):
+            forced = None if forced_ends is None else forced_ends[rows]
+            found = _cut_rows(td_errors[rows], score_norms[rows], mask_BT[rows], forced, scale, rule)
+            for whole, part in zip((starts_BT, ends_BT, index_BT, causes_BT), found, strict=True):
+                whole[rows] = part
+    return TokenGroups(starts_BT, ends_BT, index_BT, causes_BT)
+
+
+@torch.no_grad()
+def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
+    """Sum of delta^2 q and number of tokens, to be added up over ranks before `mean_signal` is their ratio.
+
+    Args:
+        td_errors: As for `find_token_groups`, shape [B, T].
+        score_norms: As for `find_token_groups`, shape [B, T] or [B, T, S] (then q is the squared norm).
+        mask: True for response tokens, shape [B, T].
+
+    Returns:
+        [sum, count] in float64. Tokens whose signal is NaN or infinite are left out of both.
+    """
+    mask_BT = bool_mask(mask)
+    norms_BT = score_norms
+    if score_norms.dim() == 3:
+        dtype = torch.promote_types(score_norms.dtype, torch.float32)
+        norms_BT = torch.linalg.vector_norm(score_norms, dim=-1, dtype=dtype).double().square()
+    signal_BT = td_errors.double().square() * norms_BT
+    counted_BT = mask_BT & signal_BT.isfinite()
+    return torch.stack([signal_BT.masked_fill(~counted_BT, 0).sum(), counted_BT.sum().double()])
+
+
+def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Take log pi_new - log pi_old for the score, as the reference code does; for comparison with it only.
+
+    Args:
+        policy_logprobs: Log-probability of each token under the current policy, shape [B, T], in nats.
+        old_logprobs: The same under the policy before the update, shape [B, T].
+        mask: True for response tokens, shape [B, T].
+
+    Returns:
+        Score vectors of size 1, shape [B, T, 1], for `find_token_groups`.
+
+    Raises:
+        ValueError: If the two are the same at every token, as they are in the first pass over new rollouts.
+    """
+    ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~bool_mask(mask), 0)
+    if mask.any() and not ratio_BT.any():
+        raise ValueError(
+            "score_norm='log_ratio', but policy_logprobs and old_logprobs are equal at every token, as they are in the "
+            "first pass over new rollouts: no group would ever end by its variance. Use score_norm='logit' or 'sketch'."
+        )
+    return ratio_BT[:, :, None]
+
+
+class _Rule(NamedTuple):
+    threshold: float
+    max_size: int
+    floor: float
+
+
+def _cut_rows(
+    errors_BT: Tensor, norms: Tensor, mask_BT: Tensor, forced_BT: Tensor | None, scale: float, rule: _Rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Close the gaps, cut, and open the gaps again: starts, ends, index, causes."""
+    dtype = torch.promote_types(torch.promote_types(errors_BT.dtype, norms.dtype), torch.float32)
+    errors_BT, norms = errors_BT.to(dtype) / scale, norms.to(dtype)
+    gaps = bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
+    rows = compact(mask_BT) if gaps else None
+    if rows is not None:
+        errors_BT = rows.close(errors_BT)
+        norms = _close(norms, rows)
+        forced_BT = None if forced_BT is None else rows.close(forced_BT)
+        mask_BT = rows.mask_BT
+    last_BT = mask_BT.clone()
+    last_BT[:, :-1] &= ~mask_BT[:, 1:]
+    if forced_BT is not None:
+        last_BT |= forced_BT & mask_BT
+    size_BT, cause_BT = _first_ends(errors_BT, norms, mask_BT, last_BT, rule)
+    starts_BT, causes_BT = _follow(size_BT, cause_BT, mask_BT)
+    index_BT = (starts_BT.cumsum(dim=1) - 1).masked_fill_(~mask_BT, -1)
+    if rows is None:
+        return starts_BT, causes_BT > 0, index_BT, causes_BT
+    starts_BT, causes_BT = rows.reopen(starts_BT), rows.reopen(causes_BT)
+    return starts_BT, causes_BT > 0, rows.reopen(index_BT, fill=-1), causes_BT
+
+
+def _close(norms: Tensor, rows: Compacted) -> Tensor:
+    if norms.dim() == 2:
+        return rows.close(norms)
+    return norms.gather(1, rows.index_BT[:, :, None].expand_as(norms))
+
+
+def _first_ends(
+    errors_BT: Tensor, norms: Tensor, mask_BT: Tensor, last_BT: Tensor, rule: _Rule
+) -> tuple[Tensor, Tensor]:
+    """For a group that began at t, for each t: how many tokens it has and why it ends.
+
+    A loop over the size k of the group, all starts at once, until each has its end. The sums grow by one token per
+    pass: no difference of prefix sums, so nothing cancels, and the order of additions is that of a loop over tokens.
+    """
+    length = errors_BT.shape[1]
+    size_BT = torch.ones_like(mask_BT, dtype=torch.int64)
+    cause_BT = (~mask_BT).to(torch.int8)  # behind the end nothing is left to be found
+    end_BT = last_BT.to(torch.int8) * ENDED_BY_LAST
+    square_BT = errors_BT.square()
+    windows = _vector_windows(errors_BT, square_BT, norms) if norms.dim() == 3 else _norm_windows(square_BT, norms)
+    for k, (ppo, grpo) in enumerate(itertools.islice(windows, min(rule.max_size, length)), start=1):
+        fires = (ppo * k).mul_(1 + _TOLERANCE) >= grpo.mul_(rule.threshold)
+        fires &= ppo > rule.floor
+        otherwise = end_BT[:, k - 1 :] if k < rule.max_size else end_BT.new_tensor(ENDED_BY_SIZE)
+        now = torch.where(fires, ENDED_BY_VARIANCE, otherwise).to(torch.int8)
+        found = cause_BT[:, : length - k + 1]
+        found.copy_(torch.where(found == 0, now, found))
+        open_BT = cause_BT == 0
+        size_BT += open_BT
+        if not open_BT.any():
+            break
+    return size_BT, cause_BT
+
+
+def _norm_windows(square_BT: Tensor, norms_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield r_ppo and r_grpo of the windows of 1, 2, ... tokens that begin at each t, from a norm per token."""
+    signal_BT = square_BT * norms_BT
+    ppo_BT, sum_BT = torch.zeros_like(signal_BT), torch.zeros_like(signal_BT)
+    for behind in range(signal_BT.shape[1]):
+        starts = slice(signal_BT.shape[1] - behind)
+        ppo_BT[:, starts] += signal_BT[:, behind:]
+        sum_BT[:, starts] += norms_BT[:, behind:]
+        yield ppo_BT[:, starts], square_BT[:, behind:] * sum_BT[:, starts]
+
+
+def _vector_windows(errors_BT: Tensor, square_BT: Tensor, scores_BTS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same from a vector per token."""
+    weighted_BTS = errors_BT[:, :, None] * scores_BTS
+    ppo_BTS, grpo_BTS = torch.zeros_like(weighted_BTS), torch.zeros_like(weighted_BTS)
+    for behind in range(errors_BT.shape[1]):
+        starts = slice(errors_BT.shape[1] - behind)
+        ppo_BTS[:, starts] += weighted_BTS[:, behind:]
+        grpo_BTS[:, starts] += scores_BTS[:, behind:]
+        yield _squared_norm(ppo_BTS[:, starts]), square_BT[:, behind:] * _squared_norm(grpo_BTS[:, starts])
+
+
+def _squared_norm(vectors: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vectors, dim=-1).square_()
+
+
+def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Go from the first token of each row from group to group, in log2(T) steps (pointer doubling).
+
+    Returns:
+        Starts (bool), and the cause of its end at the endpoint of each group (int8, 0 elsewhere), both [B, T].
+    """
+    num_rows, length = mask_BT.shape
+    own_BT = torch.arange(length, device=mask_BT.device)
+    # One more place at the end takes what leaves the row; it leads to itself.
+    jump_BT = torch.cat([(own_BT + size_BT).clamp_(max=length), size_BT.new_full((num_rows, 1), length)], dim=1)
+    reached_BT = torch.zeros_like(jump_BT, dtype=torch.bool)
+    reached_BT[:, 0] = mask_BT[:, 0]
+    for _ in range(math.ceil(math.log2(length)) if length > 1 else 0):
+        reached_BT.scatter_(1, torch.where(reached_BT, jump_BT, length), True)
+        jump_BT = jump_BT.gather(1, jump_BT)
+    starts_BT = reached_BT[:, :length] & mask_BT
+    causes_BT = torch.zeros_like(reached_BT, dtype=torch.int8)
+    causes_BT.scatter_(1, torch.where(starts_BT, own_BT + size_BT - 1, length), cause_BT)
+    return starts_BT, causes_BT[:, :length]
+
+
+def _power_of_two(errors_BT: Tensor, mask_BT: Tensor) -> float:
+    """A power of two near the largest error: dividing by it is exact, and squares neither vanish nor overflow."""
+    largest = float(errors_BT.masked_fill(~(mask_BT & errors_BT.isfinite()), 0).abs().max())
+    return math.ldexp(1.0, math.frexp(largest)[1]) if largest > 0 else 1.0
+
+
+def _blocks(norms: Tensor) -> Iterator[slice]:
+    elements = _BLOCK if norms.device.type == "cpu" else _DEVICE_BLOCK
+    rows = max(elements // max(norms[0].numel(), 1), 1)
+    return (slice(first, first + rows) for first in range(0, len(norms), rows))
+
+
+def _check(
+    td_errors: Tensor,
+    score_norms: Tensor,
+    mask: Tensor,
+    forced_ends: Tensor | None,
+    threshold: float,
+    max_size: int,
+    epsilon: float,
+) -> Tensor:
+    shape = td_errors.shape
+    if len(shape) != 2:
+        raise ValueError(f"td_errors has shape {tuple(shape)}; pass one row of tokens per rollout, shape [B, T].")
+    if score_norms.dim() not in (2, 3) or score_norms.shape[:2] != shape:
+        raise ValueError(
+            f"score_norms has shape {tuple(score_norms.shape)} and td_errors {tuple(shape)}; pass a norm [B, T] or a "
+            "vector [B, T, S] per token."
+        )
+    for name, tensor in (("mask", mask), ("forced_ends", forced_ends)):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and td_errors {tuple(shape)}; pass both as [B, T]."
+            )
+    if forced_ends is not None and forced_ends.dtype != torch.bool:
+        raise ValueError(f"forced_ends has dtype {forced_ends.dtype}; pass bool, such as forced_ends.bool().")
+    if not (threshold > 0 and math.isfinite(threshold)):
+        raise ValueError(
+            f"threshold is {threshold}; it must be a finite number above 0 (1 and less cut at each token)."
+        )
+    if max_size < 1 or max_size != int(max_size):
+        raise ValueError(f"max_size is {max_size}; it must be a whole number of tokens, at least 1.")
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon is {epsilon}; it must be 0 or larger.")
+    return bool_mask(mask)

@@ -1,0 +1,114 @@
+"""The threshold of the variance rule: fixed, or moved after each step towards a compression."""
+
+from __future__ import annotations
+
+import math
+
+
+class ThresholdController:
+    """Moves the threshold so that a set share of the advantage positions is saved.
+
+    With c = 1 - groups / tokens of the whole step, over all ranks,
+
+        log tau <- clip(log tau + threshold_lr * (target_compression - c),
+                        log max(min_threshold, 1), log max_threshold).
+
+    A group of k equally informative tokens has compression 1 - 1/k, so that between 0 and 1/2 nothing is reached by a
+    threshold: a target must be 0 or lie in [1/2, 1 - 1/max_size].
+
+    Args:
+        group_variance_threshold: Where tau starts. None is 1 / (1 - target_compression) where adaptive (clipped like
+            every update), the threshold that compresses to the target where delta is constant, and 1 where fixed.
+        adaptive_threshold: Move it; otherwise `update` does nothing.
+        threshold_lr: Step of log tau for a compression that is off by 1. In a toy with target 0.75 it takes 0.1 about
+            180 steps from tau = 1; 0.01 has not arrived after 600, which is why tau does not start there.
+        min_threshold: Lower clip; below 1 it acts as 1, since a smaller tau changes nothing.
+        max_threshold: Upper clip.
+        target_compression: Share of the tokens that are to be no endpoints.
+        max_size: Most tokens of a group; it limits the compression.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        group_variance_threshold: float | None = None,
+        *,
+        adaptive_threshold: bool = True,
+        threshold_lr: float = 0.01,
+        min_threshold: float = 0.1,
+        max_threshold: float = 10.0,
+        target_compression: float = 0.75,
+        max_size: int = 16,
+    ) -> None:
+        if group_variance_threshold is not None and not 0 < group_variance_threshold < math.inf:
+            raise ValueError(
+                f"group_variance_threshold is {group_variance_threshold}; it must be a finite number above 0, or None."
+            )
+        if max_size < 1:
+            raise ValueError(f"max_size is {max_size}; it must be at least 1.")
+        self.adaptive_threshold = adaptive_threshold
+        self.threshold_lr = threshold_lr
+        self.target_compression = target_compression
+        if not adaptive_threshold:
+            self._threshold = 1.0 if group_variance_threshold is None else group_variance_threshold
+            return
+        _check_clips(threshold_lr, min_threshold, max_threshold)
+        _check_target(target_compression, max_size)
+        self._low, self._high = max(min_threshold, 1.0), max_threshold
+        if group_variance_threshold is None:
+            group_variance_threshold = 1 / (1 - target_compression)
+        self._threshold = self._clip(group_variance_threshold)
+
+    @property
+    def threshold(self) -> float:
+        """The present tau; constant within a step."""
+        return self._threshold
+
+    def update(self, compression: float) -> None:
+        """Move the threshold after a step.
+
+        Args:
+            compression: 1 - groups / tokens of the step, over all ranks. NaN (a step without a token) changes nothing.
+        """
+        if not self.adaptive_threshold or math.isnan(compression):
+            return
+        error = self.target_compression - compression
+        self._threshold = self._clip(self._threshold * math.exp(self.threshold_lr * error))
+
+    def _clip(self, threshold: float) -> float:
+        return min(max(threshold, self._low), self._high)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint has to hold."""
+        return {"threshold": self._threshold}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on where `state_dict` was taken. A fixed threshold is the option's, whatever the checkpoint says."""
+        if self.adaptive_threshold:
+            self._threshold = self._clip(float(state["threshold"]))
+
+
+def _check_clips(threshold_lr: float, min_threshold: float, max_threshold: float) -> None:
+    if not 0 <= threshold_lr < math.inf:
+        raise ValueError(f"threshold_lr is {threshold_lr}; it must be 0 or larger.")
+    if not min_threshold > 0:
+        raise ValueError(f"min_threshold is {min_threshold}; it must be above 0 (below 1 it acts as 1).")
+    if not max(min_threshold, 1.0) <= max_threshold < math.inf:
+        raise ValueError(
+            f"max_threshold is {max_threshold}; it must be finite, and at least 1 and min_threshold ({min_threshold})."
+        )
+
+
+def _check_target(target: float, max_size: int) -> None:
+    largest = 1 - 1 / max_size
+    if target == 0 or 0.5 <= target <= largest + 1e-9:
+        return
+    if 0 < target < 0.5:
+        reason = "no threshold reaches a compression between 0 (a threshold of 1) and 1/2 (groups of two tokens)"
+    else:
+        reason = f"groups of at most {max_size} tokens compress by at most {largest:.4g}"
+    raise ValueError(
+        f"target_compression is {target}; {reason}. Set it to 0 or between 0.5 and {largest:.4g}, or change max_size."
+    )
