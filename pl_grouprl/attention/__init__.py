@@ -1,6 +1,6 @@
 """Attention over packed rows with shared prefixes, and how a transformers model is made to use it."""
 
-from pl_grouprl.attention.parity import ParityError, ParityReport, check_parity
+from pl_grouprl.attention.parity import ParityError, ParityReport, check_parity, compare_paths
 from pl_grouprl.attention.patch import CallReport, SharedPrefix, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.support import UnsupportedModelError, check_supported, find_decoder
 
@@ -12,6 +12,7 @@ __all__ = [
     "UnsupportedModelError",
     "check_parity",
     "check_supported",
+    "compare_paths",
     "find_decoder",
     "in_force",
     "shared_prefix",

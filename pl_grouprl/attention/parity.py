@@ -5,7 +5,7 @@ Legend: N response tokens of all rollouts one after another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.patch import shared_prefix
-from pl_grouprl.packing import pack
+from pl_grouprl.packing import ScoringBatch, pack
 from pl_grouprl.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class Tolerance:
     """What rounding explains in one dtype.
 
     Attributes:
-        logprob: Difference of a log-probability, in nats: the largest in float32 and float64, the mean below.
+        logprob: Difference of a log-probability, in nats: the largest in float32 and float64, the mean below. A
+            critic's quantity, of about 1 as well, has the same.
         gradient: Norm of the difference of all gradients over the norm of the gradients.
     """
 
@@ -64,6 +65,7 @@ class ParityReport:
         compared_weights: Weights whose gradients were compared.
         token_ratio: Tokens of the repeated path over tokens of the shared one.
         tolerance: What was allowed.
+        quantity: What was compared where it was not log-probabilities.
     """
 
     model: str
@@ -76,6 +78,7 @@ class ParityReport:
     compared_weights: int
     token_ratio: float
     tolerance: Tolerance
+    quantity: str = "log-probabilities"
 
     @property
     def passed(self) -> bool:
@@ -89,7 +92,7 @@ class ParityReport:
         return (
             f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} "
             f"({self.model}, backend {self.backend}, {self.dtype}, {self.device}, token ratio {self.token_ratio:.2f})\n"
-            f"  log-probabilities: largest difference {self.max_logprob_difference:.2e}, mean "
+            f"  {self.quantity}: largest difference {self.max_logprob_difference:.2e}, mean "
             f"{self.mean_logprob_difference:.2e} (allowed {self.tolerance.logprob:.0e})\n"
             f"  gradients: relative difference {self.gradient_difference:.2e} over {self.compared_weights:,} weights "
             f"(allowed {self.tolerance.gradient:.0e})"
@@ -123,6 +126,38 @@ def check_parity(
         UnsupportedModelError: If the model cannot share prefixes.
         ValueError: If there is no rollout in `groups`, or nothing in the model is trained.
     """
+
+    def from_sequence(tokens: Tensor, prompt_length: int) -> Tensor:
+        logits = model(input_ids=tokens, use_cache=False, return_dict=True).logits[0, prompt_length - 1 : -1]
+        return _gather(logits, tokens[0, prompt_length:])
+
+    def from_batch(batch: ScoringBatch) -> Tensor:
+        logits = model(**batch.model_inputs, use_cache=False, return_dict=True).logits[0]
+        return _gather(logits.index_select(0, batch.predict_index_N), batch.targets_N)
+
+    return compare_paths(model, from_sequence, from_batch, groups, backend=backend)
+
+
+def compare_paths(
+    model: PreTrainedModel,
+    from_sequence: Callable[[Tensor, int], Tensor],
+    from_batch: Callable[[ScoringBatch], Tensor],
+    groups: Sequence[RolloutGroup] | None = None,
+    *,
+    backend: str = "auto",
+    quantity: str = "log-probabilities",
+) -> ParityReport:
+    """Compare any quantity of about 1 that belongs to response tokens, and its gradients, on both paths.
+
+    Args:
+        model: A decoder, with or without a head.
+        from_sequence: Takes the tokens [1, L] of one sequence and the length of its prompt; returns one number for
+            each token behind that.
+        from_batch: Takes a packed batch; returns one number for each of its N response tokens.
+        groups: As in `check_parity`, like all that is raised.
+        backend: Attention backend of the shared path.
+        quantity: Its name in the report.
+    """
     groups = random_groups(model.config.get_text_config().vocab_size) if groups is None else groups
     batch = pack(groups, device=model.device)
     weights = _compared_weights(model)
@@ -130,11 +165,18 @@ def check_parity(
     dtype = torch.get_autocast_dtype(model.device.type) if autocast else model.dtype
     patch = shared_prefix(model, backend)
     with _comparable_mode(model), torch.enable_grad():
-        repeated_N = _repeated_logprobs(model, groups)
+        repeated_N = torch.cat(
+            [
+                from_sequence(
+                    torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device), len(group.prompt_ids)
+                )
+                for group in groups
+                for rollout in group.rollouts
+            ]
+        )
         repeated_gradients = torch.autograd.grad(_probe(repeated_N), weights, allow_unused=True)
         with patch:
-            logits = model(**batch.model_inputs, use_cache=False, return_dict=True).logits[0]
-            shared_N = _gather(logits.index_select(0, batch.predict_index_N), batch.targets_N)
+            shared_N = from_batch(batch)
             shared_gradients = torch.autograd.grad(_probe(shared_N), weights, allow_unused=True)
     difference_N = (repeated_N - shared_N).detach().abs()
     return ParityReport(
@@ -148,6 +190,7 @@ def check_parity(
         compared_weights=sum(weight.numel() for weight in weights),
         token_ratio=batch.layout.token_ratio,
         tolerance=TOLERANCES[dtype],
+        quantity=quantity,
     )
 
 
@@ -160,18 +203,6 @@ def random_groups(vocabulary: int, seed: int = 0) -> list[RolloutGroup]:
 
     shapes = [(24, (7, 1, 12, 0)), (9, (5,))]
     return [RolloutGroup(tokens(prefix), [Rollout(tokens(n)) for n in suffixes]) for prefix, suffixes in shapes]
-
-
-def _repeated_logprobs(model: PreTrainedModel, groups: Sequence[RolloutGroup]) -> Tensor:
-    logprobs = []
-    for group in groups:
-        for rollout in group.rollouts:
-            tokens = torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device)
-            logits = model(input_ids=tokens, use_cache=False, return_dict=True).logits[
-                0, len(group.prompt_ids) - 1 : -1
-            ]
-            logprobs.append(_gather(logits, tokens[0, len(group.prompt_ids) :]))
-    return torch.cat(logprobs)
 
 
 def _gather(logits: Tensor, targets_N: Tensor) -> Tensor:

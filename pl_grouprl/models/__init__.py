@@ -1,7 +1,25 @@
-"""Policies: where they come from, and how their rollouts are scored."""
+"""Policies, critics: where they come from, and how rollouts are scored with them."""
 
+from pl_grouprl.models.critic import Critic, ValueHead, check_critic_parity
+from pl_grouprl.models.critic_sources import CriticSource, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
+from pl_grouprl.models.lora_critic import LoRACritic
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
-from pl_grouprl.models.score import rollout_logprobs, score
+from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
 from pl_grouprl.models.warm_start import WarmStartedPolicy
 
-__all__ = ["PolicySource", "PretrainedPolicy", "WarmStartedPolicy", "rollout_logprobs", "score"]
+__all__ = [
+    "Critic",
+    "CriticSource",
+    "LoRACritic",
+    "PolicyCopyCritic",
+    "PolicySource",
+    "PretrainedCritic",
+    "PretrainedPolicy",
+    "SharedTrunkCritic",
+    "ValueHead",
+    "WarmStartedPolicy",
+    "check_critic_parity",
+    "hidden_states",
+    "rollout_logprobs",
+    "score",
+]

@@ -54,7 +54,7 @@ class PretrainedPolicy:
     def __post_init__(self) -> None:
         if self.path.startswith((".", "/", "~")) and not Path(self.path).expanduser().is_dir():
             raise FileNotFoundError(
-                f"policy path {self.path!r} is not a folder; pass a folder written by save_pretrained or a hub name."
+                f"model path {self.path!r} is not a folder; pass a folder written by save_pretrained or a hub name."
             )
 
     def load(self) -> nn.Module:
@@ -63,13 +63,28 @@ class PretrainedPolicy:
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        return self.load_as("AutoModelForCausalLM")
+
+    def load_config(self) -> PretrainedConfig:
+        """Load the model's config, dropout disabled where that is asked for."""
+        from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._location, **self._hub_options)
         if self.disable_dropout:
             zero_dropout(config)
+        return config
+
+    def load_as(self, auto_class: str) -> Any:
+        """Load the weights into another kind of model.
+
+        Args:
+            auto_class: Its name in transformers: `AutoModel`, `AutoModelForSequenceClassification`.
+        """
+        import transformers
+
+        config = self.load_config()
         options = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
-        model = AutoModelForCausalLM.from_pretrained(
+        model = getattr(transformers, auto_class).from_pretrained(
             self._location, config=config, dtype=self.dtype, **options, **self._hub_options
         )
         if self.gradient_checkpointing:

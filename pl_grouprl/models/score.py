@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def predicting_hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
-    """Run the decoder and keep the hidden states that predict response tokens, shape [N, D].
+def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
+    """Run the decoder and return the hidden states of all its positions, rows one after another, shape [B * L, D].
+
+    For a batch with shared prefixes, one row, that is [T, D]. The batch's indices (`predict_index_N`, `final_index_B`)
+    point into it.
+
+    Args:
+        model: A decoder, with or without a head.
+        batch: What `packing.pack` made, on the model's device.
 
     Raises:
         RuntimeError: If the batch has shared prefixes and no `shared_prefix(model)` is in force: the model would ignore
@@ -38,7 +45,16 @@ def predicting_hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Ten
     # In a context the rows of a repeated batch would be found to share their prompts.
     with sharing_paused(model):
         hidden = find_decoder(model)(**batch.model_inputs, use_cache=False, return_dict=True).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, batch.predict_index_N)
+    return hidden.flatten(0, 1)
+
+
+def predicting_hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
+    """Run the decoder and keep the hidden states that predict response tokens, shape [N, D].
+
+    Raises:
+        RuntimeError: As `hidden_states` does.
+    """
+    return hidden_states(model, batch).index_select(0, batch.predict_index_N)
 
 
 def score(

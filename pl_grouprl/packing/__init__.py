@@ -3,5 +3,15 @@
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.cost import ModelCost
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
+from pl_grouprl.packing.shorten import ShortenedGroups, shorten
 
-__all__ = ["ModelCost", "ScoringBatch", "Segment", "SharedPrefixLayout", "Sharing", "pack"]
+__all__ = [
+    "ModelCost",
+    "ScoringBatch",
+    "Segment",
+    "SharedPrefixLayout",
+    "Sharing",
+    "ShortenedGroups",
+    "pack",
+    "shorten",
+]

@@ -30,6 +30,7 @@ class ScoringBatch:
         targets_N: The response tokens, int64.
         rollout_index_N: The rollout of each response token, counted through the groups in order, int64.
         loss_mask_N: Which response tokens are trained, bool.
+        final_index_B: Where in the flattened hidden states each rollout ends, int64; where an empty one's prompt does.
         rollout_lengths: Response tokens of each of the B rollouts.
         layout: The forest of the groups, whichever way they are encoded.
         sharing: Which way that is.
@@ -40,6 +41,7 @@ class ScoringBatch:
     targets_N: Tensor
     rollout_index_N: Tensor
     loss_mask_N: Tensor
+    final_index_B: Tensor
     rollout_lengths: tuple[int, ...]
     layout: SharedPrefixLayout
     sharing: Sharing
@@ -91,7 +93,7 @@ def pack(
         [number if group.group_id is None else group.group_id for number, group in enumerate(groups)],
     )
     encode = _packed_row if sharing == "shared" else _padded_rows
-    model_inputs, predict_index_N = encode(groups, layout)
+    model_inputs, predict_index_N, final_index_B = encode(groups, layout)
     trained = [bit for r in rollouts for bit in (r.loss_mask if r.loss_mask is not None else [1] * len(r.token_ids))]
     return ScoringBatch(
         model_inputs={name: v.to(device) if isinstance(v, Tensor) else v for name, v in model_inputs.items()},
@@ -99,36 +101,43 @@ def pack(
         targets_N=_int64([token for rollout in rollouts for token in rollout.token_ids]).to(device),
         rollout_index_N=torch.arange(len(rollouts)).repeat_interleave(_int64(lengths)).to(device),
         loss_mask_N=torch.tensor(trained, dtype=torch.bool, device=device),
+        final_index_B=final_index_B.to(device),
         rollout_lengths=tuple(lengths),
         layout=layout,
         sharing=sharing,
     )
 
 
-def _packed_row(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor]:
+def _packed_row(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
     tokens: list[int] = []
     for group in groups:
         tokens += group.prompt_ids
         for rollout in group.rollouts:
             tokens += rollout.token_ids
     predict: list[int] = []
+    final: list[int] = []
     for segment in layout.segments:
-        if segment.parent is not None and segment.length:
+        if segment.parent is None:
+            continue
+        end_of_prompt = layout.segments[segment.parent].stop - 1
+        final.append(segment.stop - 1 if segment.length else end_of_prompt)
+        if segment.length:
             # The last token of the prompt predicts the first of each rollout; the others are predicted in place.
-            predict += [layout.segments[segment.parent].stop - 1, *range(segment.start, segment.stop - 1)]
+            predict += [end_of_prompt, *range(segment.start, segment.stop - 1)]
     inputs = {
         "input_ids": _int64(tokens)[None],
         "position_ids": layout.position_ids[None],
         "prefix_layout": layout,
     }
-    return inputs, _int64(predict)
+    return inputs, _int64(predict), _int64(final)
 
 
-def _padded_rows(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor]:
+def _padded_rows(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
     width = max(layout.repeated_lengths)
     input_ids_BL = torch.zeros(len(layout.repeated_lengths), width, dtype=torch.long)
     attention_mask_BL = torch.zeros_like(input_ids_BL)
     predict: list[int] = []
+    final: list[int] = []
     row = 0
     for group in groups:
         prefix_len = len(group.prompt_ids)
@@ -137,8 +146,9 @@ def _padded_rows(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> 
             input_ids_BL[row, : len(sequence)] = _int64(sequence)
             attention_mask_BL[row, : len(sequence)] = 1
             predict += range(row * width + prefix_len - 1, row * width + len(sequence) - 1)
+            final.append(row * width + len(sequence) - 1)
             row += 1
-    return {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}, _int64(predict)
+    return {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}, _int64(predict), _int64(final)
 
 
 def _int64(values: Sequence[int]) -> Tensor:

@@ -36,7 +36,7 @@ def test_attention_implementation(folder):
 
 
 def test_a_folder_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match=r"policy path './nowhere' is not a folder"):
+    with pytest.raises(FileNotFoundError, match=r"model path './nowhere' is not a folder"):
         PretrainedPolicy("./nowhere")
 
 

@@ -1,0 +1,138 @@
+"""A critic beside the policy: the policy's own weights, plus low-rank layers and a value head that are the critic's.
+
+LoRA (arXiv:2106.09685) by PEFT. The base weights exist once: the critic's are aliases of the policy's storage, so they
+follow the policy as it trains, and the critic's gradient never reaches them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pl_grouprl.attention import find_decoder
+from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
+from pl_grouprl.models.critic_sources import check_head_std, hidden_size, unpatched_decoder, zero_dropout_rates
+from pl_grouprl.utilities import optional
+from pl_grouprl.utilities.distributed import derive_seed
+
+_ADAPTER = "critic"
+
+
+@dataclass(frozen=True)
+class LoRACritic:
+    """A value head on the policy's decoder with low-rank layers of the critic's own.
+
+    Attributes:
+        r: Rank of the layers.
+        alpha: Their output is multiplied by alpha / r.
+        dropout: Rate of dropout in front of them, in training mode. With prefixes shared, a prompt's tokens are dropped
+            once for all rollouts of a group.
+        target_modules: Names of the layers that get one, as in PEFT; `all-linear` for every linear layer.
+        head_std: As in `PolicyCopyCritic`.
+        seed: Of the new layers and of the value head.
+
+    Raises:
+        ModuleNotFoundError: If PEFT is not installed.
+        ValueError: If an option is out of range.
+    """
+
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: str | list[str] = "all-linear"
+    head_std: float = DEFAULT_HEAD_STD
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        optional.require(optional.PEFT_AVAILABLE, "LoRACritic", "lora")
+        check_head_std(self, self.head_std)
+        checks = {
+            "r": (self.r >= 1, "at least 1"),
+            "alpha": (self.alpha > 0, "larger than 0"),
+            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
+            "target_modules": (bool(self.target_modules), "'all-linear' or names of layers"),
+        }
+        for name, (valid, range_) in checks.items():
+            if not valid:
+                raise ValueError(f"LoRACritic.{name} is {getattr(self, name)!r}; it must be {range_}.")
+
+    def load(self, policy: nn.Module) -> Critic:
+        """Build the critic beside the policy.
+
+        Raises:
+            ValueError: If no layer has one of the names in `target_modules`.
+        """
+        decoder = unpatched_decoder(policy)
+        aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in decoder.parameters()}
+        # The memo makes the copy take the aliases where it meets a parameter.
+        trunk = copy.deepcopy(decoder, dict(aliases))
+        zero_dropout_rates(trunk)
+        self._add_adapters(trunk)
+        names = {id(aliases[id(parameter)]): name for name, parameter in decoder.named_parameters()}
+        tied = {name: names[id(p)] for name, p in trunk.named_parameters() if id(p) in names}
+        head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
+        return TiedCritic(trunk, head, tied).train()
+
+    def _add_adapters(self, trunk: Any) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        config = LoraConfig(
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=self.target_modules
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed("critic adapters", self.seed))
+            inject_adapter_in_model(config, trunk, adapter_name=_ADAPTER)
+        for parameter in trunk.parameters():
+            if parameter.requires_grad:  # PEFT makes them in the base weights' dtype, too coarse to be trained
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+class TiedCritic(Critic):
+    """A critic whose trunk has frozen parameters that are aliases of the policy's.
+
+    They are no part of its `state_dict`, and loading does not miss them.
+
+    Args:
+        trunk: A structural copy of the policy's decoder, with layers of its own.
+        head: The value head.
+        tied: The name in the policy's decoder of each parameter of the trunk that is an alias.
+    """
+
+    def __init__(self, trunk: Any, head: ValueHead, tied: dict[str, str]) -> None:
+        super().__init__(trunk, head)
+        self.tied = tied
+        trunk.register_state_dict_post_hook(self._drop_aliases)
+        trunk.register_load_state_dict_pre_hook(self._fill_in_aliases)
+
+    @torch.no_grad()
+    def retie(self, policy: nn.Module) -> None:
+        """Point the aliases at the policy's storage again, after one of both was moved or cast.
+
+        Raises:
+            ValueError: If the policy's parameters are not whole tensors of the same shapes (sharded by FSDP, say).
+        """
+        own = dict(self.trunk.named_parameters())
+        theirs = dict(find_decoder(policy).named_parameters())  # type: ignore[arg-type]
+        for name, source in self.tied.items():
+            parameter = theirs.get(source)
+            if parameter is None or type(parameter) is not nn.Parameter or parameter.shape != own[name].shape:
+                found = "missing" if parameter is None else f"a {type(parameter).__name__} of {list(parameter.shape)}"
+                raise ValueError(
+                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(own[name].shape)}, which "
+                    f"is now {found}; it needs whole parameters (one device or DDP). With sharded weights use "
+                    "PolicyCopyCritic or SharedTrunkCritic."
+                )
+            own[name].data = parameter.data
+
+    def _drop_aliases(self, trunk: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name in self.tied:
+            state.pop(prefix + name, None)
+
+    def _fill_in_aliases(self, trunk: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        own = dict(trunk.named_parameters())
+        for name in self.tied:
+            state.setdefault(prefix + name, own[name])

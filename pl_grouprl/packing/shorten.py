@@ -1,0 +1,79 @@
+"""Groups whose rollouts end early, for passes that read nothing behind a certain token of each.
+
+What a causal decoder computes at a token does not depend on what follows, so tokens behind the last one that is read
+need not be run at all, forward or backward. GROUP PPO's critic is trained at the starts of token groups only.
+
+Legend: B rollouts, N response tokens of all rollouts one after another, M those of them that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.types import Rollout, RolloutGroup
+
+
+class ShortenedGroups(NamedTuple):
+    """Groups with shorter rollouts, and where their tokens stood.
+
+    Attributes:
+        groups: The same prompts with the first tokens of each rollout.
+        kept_index_M: Place of each kept token among the N of the groups as they were, int64, ascending: any tensor of
+            shape [N] belongs to the shortened groups as `tensor_N[kept_index_M]`.
+    """
+
+    groups: list[RolloutGroup]
+    kept_index_M: Tensor
+
+
+def shorten(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -> ShortenedGroups:
+    """Keep the first tokens of each rollout.
+
+    The value V[t] is read where token t is predicted, so for values up to token s of a rollout keep s + 1 tokens
+    (one more than is run through the critic in the strictest sense, so that the packed indices stay those of `pack`).
+
+    Args:
+        groups: Prompts with their rollouts; they are left as they are. Of a rollout its tokens and its loss mask are
+            taken over, nothing else.
+        lengths_B: How many tokens of each rollout to keep, through the groups in order.
+
+    Raises:
+        ValueError: If there is not one length per rollout, or one is negative or beyond its rollout's end.
+    """
+    lengths = [int(length) for length in lengths_B]
+    full = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    if len(lengths) != len(full):
+        raise ValueError(f"lengths_B has {len(lengths)} entries for {len(full)} rollouts; pass one per rollout.")
+    for number, (length, tokens) in enumerate(zip(lengths, full, strict=True)):
+        if not 0 <= length <= tokens:
+            raise ValueError(
+                f"lengths_B[{number}] is {length}, but the rollout has {tokens} tokens; pass 0 to {tokens}."
+            )
+    remaining = iter(lengths)
+    shortened = [
+        RolloutGroup(
+            group.prompt_ids,
+            [_first_tokens(rollout, next(remaining)) for rollout in group.rollouts],
+            group.group_id,
+        )
+        for group in groups
+    ]
+    return ShortenedGroups(shortened, _kept_index(full, lengths))
+
+
+def _first_tokens(rollout: Rollout, length: int) -> Rollout:
+    mask = rollout.loss_mask
+    return Rollout(rollout.token_ids[:length], loss_mask=None if mask is None else mask[:length])
+
+
+def _kept_index(full: list[int], lengths: list[int]) -> Tensor:
+    index: list[int] = []
+    start = 0
+    for tokens, length in zip(full, lengths, strict=True):
+        index += range(start, start + length)
+        start += tokens
+    return torch.tensor(index, dtype=torch.long)
