@@ -1,12 +1,19 @@
-"""Masked sums and means on the flat token axis, and the shape checks that every function there begins with.
+"""Masked sums, means and whitening, and the shape checks that every function on the flat token axis begins with.
 
 Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Adds up a small 1-D tensor of sums over all ranks; every rank calls it equally often."""
+
+_ROUNDING = 1e-12  # a standard deviation below this share of the mean is what rounding leaves of equal values
 
 
 def check_flat(**tensors: Tensor) -> None:
@@ -105,3 +112,45 @@ def bool_mask(mask: Tensor) -> Tensor:
     if other.any():
         raise ValueError(f"mask has the entry {mask[other][0].item()}; pass bool, or 0 and 1.")
     return mask != 0
+
+
+@torch.no_grad()
+def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
+    """Subtract the mean of the valid entries and divide by their standard deviation.
+
+    Equal to verl's and TRL's `masked_whiten`: (x - mean) / sqrt(variance + 1e-8) with the unbiased variance (n - 1).
+    Here the statistics are taken in float64 and over all ranks, and what stands outside the mask (NaN included) stays
+    out of them. Where verl raises an error, for fewer than two valid entries, and where all are equal, what is left
+    is the centred value: exactly 0.
+
+    Args:
+        values: Any shape and unit; not changed.
+        mask: True for valid entries, the shape of the values; bool, or 0 and 1 of another dtype.
+        shift_mean: False adds the mean again after the division.
+        reduce: Adds up sums over ranks, so that each whitens by the statistics of all; None for this rank alone. It is
+            called twice, whatever the mask.
+
+    Returns:
+        The shape of the values, in their dtype (at least float32), without gradient, 0 outside the mask.
+
+    Raises:
+        ValueError: If the shapes differ, or the mask holds anything but 0 and 1.
+    """
+    if mask.shape != values.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)} and values {tuple(values.shape)}; pass one per value.")
+    valid = bool_mask(mask)
+    total = reduce or _this_rank
+    exact = values.to(torch.float64).masked_fill(~valid, 0)
+    count, summed = total(torch.stack([valid.sum().to(torch.float64), exact.sum()])).unbind()
+    mean = summed / count.clamp(min=1)
+    centred = (exact - mean).masked_fill(~valid, 0)
+    variance = total(centred.square().sum()[None])[0] / (count - 1).clamp(min=1)
+    spread = (count > 1) & (variance.sqrt() > _ROUNDING * mean.abs())
+    whitened = torch.where(spread, centred * (variance + 1e-8).rsqrt(), torch.zeros_like(centred))
+    if not shift_mean:
+        whitened = (whitened + mean).masked_fill(~valid, 0)
+    return whitened.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _this_rank(sums: Tensor) -> Tensor:
+    return sums

@@ -1,5 +1,11 @@
 """Advantages of rollouts and of tokens, one idea per file."""
 
+from pl_grouprl.functional.advantages.baselines import (
+    OPOAdvantage,
+    ReMaxAdvantage,
+    opo_advantages,
+    remax_advantages,
+)
 from pl_grouprl.functional.advantages.gae import (
     discounted_returns,
     generalized_advantages,
@@ -9,12 +15,26 @@ from pl_grouprl.functional.advantages.gae import (
 from pl_grouprl.functional.advantages.group_relative import (
     REWARD_SCALES,
     GroupRelativeAdvantage,
+    PassKAdvantage,
     RLOOAdvantage,
     group_relative_advantages,
+    grpo_passk_advantages,
     rloo_advantages,
+)
+from pl_grouprl.functional.advantages.multi_reward import (
+    REWARD_AGGREGATIONS,
+    combine_rewards,
+    multi_reward_advantages,
 )
 from pl_grouprl.functional.advantages.registry import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
+    RewardBatch,
     make_advantage_estimator,
+)
+from pl_grouprl.functional.advantages.reinforce import (
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
 )

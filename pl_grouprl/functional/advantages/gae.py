@@ -56,7 +56,7 @@ def generalized_advantages(
         ValueError: If shapes differ, gamma or a lambda is outside [0, 1], a reward is infinite, or the mask holds
             anything but 0 and 1.
     """
-    mask_BT = _check_rows(mask, rewards=rewards, values=values)
+    mask_BT = check_rows(mask, rewards=rewards, values=values)
     _check_lam("lam", lam, len(mask_BT))
     errors_BT = td_errors(rewards, values, mask_BT, gamma=gamma, bootstrap_value=bootstrap_value)
     advantages_BT = _discounted_sum(errors_BT, mask_BT, _per_row(lam, errors_BT) * gamma)
@@ -87,8 +87,8 @@ def td_errors(
         ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask holds anything but
             0 and 1.
     """
-    mask_BT = _check_rows(mask, rewards=rewards, values=values)
-    _check_unit("gamma", gamma)
+    mask_BT = check_rows(mask, rewards=rewards, values=values)
+    check_unit("gamma", gamma)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rows = compact(mask_BT)
     rewards_BT, values_BT = rows.close(rewards.to(dtype)), rows.close(values.to(dtype))
@@ -117,8 +117,8 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
         ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask holds anything but
             0 and 1.
     """
-    mask_BT = _check_rows(mask, rewards=rewards)
-    _check_unit("gamma", gamma)
+    mask_BT = check_rows(mask, rewards=rewards)
+    check_unit("gamma", gamma)
     rewards_BT = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     rewards_BT = rewards_BT.masked_fill(_without_reward(rewards, mask_BT), 0)
     return _discounted_sum(rewards_BT, mask_BT, _per_row(gamma, rewards_BT))
@@ -166,7 +166,20 @@ def _without_reward(rewards: Tensor, mask_BT: Tensor) -> Tensor:
     return (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
 
 
-def _check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) -> Tensor:
+def check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) -> Tensor:
+    """Refuse rows that do not fit together.
+
+    Args:
+        mask: What should be [B, T], bool or 0 and 1.
+        rewards: What should be [B, T], finite or NaN where the mask is true.
+        values: What should be [B, T].
+
+    Returns:
+        The mask as bool.
+
+    Raises:
+        ValueError: If shapes differ, a reward is infinite, or the mask holds anything but 0 and 1.
+    """
     if rewards.dim() != 2:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; pass one row of tokens per rollout, shape [B, T].")
     for name, tensor in (("mask", mask), ("values", values)):
@@ -184,14 +197,15 @@ def _check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) 
     return mask_BT
 
 
-def _check_unit(name: str, value: float) -> None:
+def check_unit(name: str, value: float) -> None:
+    """Refuse a discount or a lambda outside [0, 1] with a ValueError that names it."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value}; it must lie in [0, 1].")
 
 
 def _check_lam(name: str, lam: float | Tensor, num_rollouts: int) -> None:
     if not isinstance(lam, Tensor):
-        _check_unit(name, lam)
+        check_unit(name, lam)
         return
     if lam.shape not in ((), (num_rollouts,)):
         raise ValueError(

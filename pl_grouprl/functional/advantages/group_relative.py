@@ -1,4 +1,4 @@
-"""Advantages of whole rollouts from the rewards of their group.
+"""Advantages of whole rollouts from the rewards of their group and nothing else.
 
 Legend: B rollouts, P prompts (groups). What holds for all of them (NaN, equal rewards, dtypes) is said in `groups`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from pl_grouprl.functional.advantages.groups import gather_groups
 
 REWARD_SCALES = ("group", "batch", "none")
+PASSK_SCALES = ("group", "none")
 
 
 @torch.no_grad()
@@ -71,6 +73,40 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tenso
     return groups.finish(groups.centred() * factor_P[groups.index_B])
 
 
+@torch.no_grad()
+def grpo_passk_advantages(
+    rewards: Tensor, group_ids: Tensor | Sequence[int], *, scale: str = "group", eps: float = 1e-6
+) -> Tensor:
+    """Credit the best rollout of a group with its lead over the second best, the others with 0 (arXiv:2503.19595).
+
+    The gradient of the group's largest reward with the largest of the others as each rollout's baseline. Equal to
+    verl's `grpo_passk`, `scale="none"` standing for its `norm_adv_by_std_in_grpo=False`, but for groups of one, which
+    are an error there. Two equally good rollouts have no lead: the whole group gets 0.
+
+    Args:
+        rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order.
+        scale: `group` divides by the group's unbiased standard deviation, `none` does not divide.
+        eps: Added to the standard deviation, in units of the reward.
+
+    Returns:
+        Advantages, shape [B], 0 or more.
+
+    Raises:
+        ValueError: If the shapes differ, a reward is infinite, or the scale is neither of the two.
+    """
+    _check_scale(scale, PASSK_SCALES)
+    groups = gather_groups(rewards, group_ids)
+    rewards_B = groups.rewards_B.masked_fill(~groups.valid_B, -torch.inf)
+    best_B = groups.valid_B & (rewards_B == groups.largest(rewards_B)[groups.index_B])
+    second_P = groups.largest(rewards_B.masked_fill(best_B, -torch.inf))
+    alone_P = groups.sum(best_B.to(torch.float64)) == 1
+    lead_B = groups.rewards_B - second_P[groups.index_B]
+    if scale == "group":
+        lead_B = lead_B / (groups.std()[groups.index_B] + eps)
+    return groups.finish(lead_B.masked_fill(~(best_B & alone_P[groups.index_B]), 0))
+
+
 @dataclass(frozen=True)
 class GroupRelativeAdvantage:
     """`group_relative_advantages` with its options, as a configuration names it.
@@ -83,11 +119,21 @@ class GroupRelativeAdvantage:
     scale: str = "group"
     eps: float = 1e-6
 
+    needs_greedy: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         _check_scale(self.scale)
 
-    def __call__(self, rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tensor:
-        """Return `group_relative_advantages` of rewards [B] and group ids [B], shape [B]."""
+    def __call__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor | Sequence[int],
+        *,
+        lengths: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return `group_relative_advantages` of rewards [B] and group ids [B], shape [B]; the others are not used."""
         return group_relative_advantages(rewards, group_ids, scale=self.scale, eps=self.eps)
 
 
@@ -95,11 +141,51 @@ class GroupRelativeAdvantage:
 class RLOOAdvantage:
     """`rloo_advantages`, as a configuration names it."""
 
-    def __call__(self, rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tensor:
-        """Return `rloo_advantages` of rewards [B] and group ids [B], shape [B]."""
+    needs_greedy: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor | Sequence[int],
+        *,
+        lengths: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return `rloo_advantages` of rewards [B] and group ids [B], shape [B]; the others are not used."""
         return rloo_advantages(rewards, group_ids)
 
 
-def _check_scale(scale: str) -> None:
-    if scale not in REWARD_SCALES:
-        raise ValueError(f"scale is {scale!r}; it must be one of {', '.join(REWARD_SCALES)}.")
+@dataclass(frozen=True)
+class PassKAdvantage:
+    """`grpo_passk_advantages` with its options, as a configuration names it.
+
+    Attributes:
+        scale: `group` or `none`.
+        eps: Added to the standard deviation.
+    """
+
+    scale: str = "group"
+    eps: float = 1e-6
+
+    needs_greedy: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_scale(self.scale, PASSK_SCALES)
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor | Sequence[int],
+        *,
+        lengths: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return `grpo_passk_advantages` of rewards [B] and group ids [B], shape [B]; the others are not used."""
+        return grpo_passk_advantages(rewards, group_ids, scale=self.scale, eps=self.eps)
+
+
+def _check_scale(scale: str, scales: Sequence[str] = REWARD_SCALES) -> None:
+    if scale not in scales:
+        raise ValueError(f"scale is {scale!r}; it must be one of {', '.join(scales)}.")

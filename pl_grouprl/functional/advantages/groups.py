@@ -45,10 +45,14 @@ class Groups(NamedTuple):
         """Add up the values of each group, shape [P]; they must be 0 where there is no reward."""
         return torch.zeros_like(self.count_P).index_add(0, self.index_B, values_B)
 
+    def largest(self, values_B: Tensor) -> Tensor:
+        """Return the largest value of each group, shape [P]; -inf for a group without any."""
+        return torch.full_like(self.count_P, -torch.inf).scatter_reduce(0, self.index_B, values_B, "amax")
+
     def centred(self) -> Tensor:
         """Subtract from each reward the mean of its group, shape [B]; exactly 0 without a reward or without spread."""
         centred_B = self.rewards_B - self.mean_P[self.index_B]
-        return centred_B.masked_fill(~self._trained(), 0)
+        return centred_B.masked_fill(~self.trained(), 0)
 
     def std(self) -> Tensor:
         """Return the unbiased standard deviation of each group, shape [P]; 0 for fewer than two rewards."""
@@ -56,9 +60,10 @@ class Groups(NamedTuple):
 
     def finish(self, advantages_B: Tensor) -> Tensor:
         """Set 0 where there is no reward or no spread, and take the dtype of the result."""
-        return advantages_B.masked_fill(~self._trained(), 0).to(self.dtype)
+        return advantages_B.masked_fill(~self.trained(), 0).to(self.dtype)
 
-    def _trained(self) -> Tensor:
+    def trained(self) -> Tensor:
+        """Tell which rollouts have a reward and a group with spread, bool, shape [B]."""
         return self.valid_B & self.spread_P[self.index_B]
 
 

@@ -1,20 +1,76 @@
-"""Advantage estimators by name, as a configuration gives them."""
+"""Advantage estimators by name, as a configuration gives them, and what they have in common.
+
+Legend: B rollouts, T length of the longest row.
+
+There are two kinds, told apart by `per_token`. Those of whole rollouts take rewards [B] and group ids [B], with the
+keyword arguments `lengths` and `greedy_rewards` for the two that need them (`opo`, `remax`), and return [B]. Those per
+token take rewards [B, T], a mask [B, T] and group ids [B], with the keyword argument `reduce` for statistics over
+ranks, and return [B, T]. All rollouts of a group come in one call.
+
+`gae` and `group_ppo` need a critic: they belong to the modules that train one and are not in this table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from pl_grouprl.functional.advantages.group_relative import GroupRelativeAdvantage, RLOOAdvantage
+from pl_grouprl.functional.advantages.baselines import OPOAdvantage, ReMaxAdvantage
+from pl_grouprl.functional.advantages.group_relative import GroupRelativeAdvantage, PassKAdvantage, RLOOAdvantage
+from pl_grouprl.functional.advantages.reinforce import ReinforcePlusPlusAdvantage, ReinforcePlusPlusBaselineAdvantage
 from pl_grouprl.functional.registry import build
 
-AdvantageEstimator = Callable[[Tensor, "Tensor | Sequence[int]"], Tensor]
-"""Rewards [B] and group ids [B] to advantages [B]."""
+
+class AdvantageEstimator(Protocol):
+    """Turns rewards into advantages; the arguments of the two kinds are in the head of this file.
+
+    Attributes:
+        needs_greedy: True if it needs the reward of a greedy rollout of each prompt.
+        per_token: True if it takes and returns rows of tokens.
+    """
+
+    needs_greedy: ClassVar[bool]
+    per_token: ClassVar[bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return advantages, shape [B], or [B, T] where `per_token`."""
+
+
+class RewardBatch(NamedTuple):
+    """What an estimator of whole rollouts may need to know of a batch.
+
+    Attributes:
+        rewards_B: Scalar reward of each rollout; NaN marks a rollout without a reward.
+        group_ids_B: Prompt of each rollout, any integers, in any order.
+        lengths_B: Response tokens of each rollout.
+        greedy_rewards_B: Reward of the greedy rollout of each rollout's prompt.
+    """
+
+    rewards_B: Tensor
+    group_ids_B: Tensor | Sequence[int]
+    lengths_B: Tensor | None = None
+    greedy_rewards_B: Tensor | None = None
+
+    def advantages(self, estimator: AdvantageEstimator) -> Tensor:
+        """Return the estimator's advantages, shape [B].
+
+        Raises:
+            ValueError: If the estimator takes rows of tokens, or needs what this batch does not have.
+        """
+        if estimator.per_token:
+            raise ValueError(f"{type(estimator).__name__} takes rewards per token; call it with rows, [B, T].")
+        return estimator(self.rewards_B, self.group_ids_B, lengths=self.lengths_B, greedy_rewards=self.greedy_rewards_B)
+
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
     "grpo": GroupRelativeAdvantage,
+    "grpo_passk": PassKAdvantage,
+    "opo": OPOAdvantage,
+    "reinforce_plus_plus": ReinforcePlusPlusAdvantage,
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaselineAdvantage,
+    "remax": ReMaxAdvantage,
     "rloo": RLOOAdvantage,
 }
 

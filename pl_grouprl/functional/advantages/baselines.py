@@ -1,0 +1,133 @@
+"""Advantages of whole rollouts against a baseline that needs more than the rewards: lengths, or a greedy rollout.
+
+Legend: B rollouts, P prompts (groups). What holds for groups (NaN, equal rewards, dtypes) is said in `groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.advantages.groups import check_rewards, gather_groups
+
+
+@torch.no_grad()
+def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: Tensor) -> Tensor:
+    """Subtract from each reward the mean of its group weighted by length (OPO, arXiv:2505.23585).
+
+    The baseline of least variance where the squared score of a rollout grows with its length. Equal to verl's `opo`.
+
+    Args:
+        rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order.
+        lengths: Response tokens of each rollout, shape [B], 0 or more.
+
+    Returns:
+        Advantages, shape [B], in units of the reward. Exactly zero where all rewards of a group are equal.
+
+    Raises:
+        ValueError: If the shapes differ, a reward is infinite, or a length is negative.
+    """
+    groups = gather_groups(rewards, group_ids)
+    _check_lengths(lengths, len(rewards))
+    lengths_B = lengths.to(rewards.device, torch.float64).masked_fill(~groups.valid_B, 0)
+    # Lengths are whole numbers: the clamp only meets a group without any token, which trains nothing.
+    baseline_P = groups.sum(lengths_B * groups.rewards_B) / groups.sum(lengths_B).clamp(min=1)
+    return groups.finish(groups.rewards_B - baseline_P[groups.index_B])
+
+
+@torch.no_grad()
+def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """Subtract from each reward that of the greedy rollout of the same prompt (ReMax, arXiv:2310.10505).
+
+    Equal to verl's `remax` for one reward at the end of a rollout. No statistic of the group is taken: one rollout per
+    prompt is enough, and a group of equal rewards gets 0 only where the greedy rollout has that reward as well.
+
+    Args:
+        rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
+        greedy_rewards: Reward of the rollout without sampling, for the prompt of each rollout, shape [B]; NaN marks a
+            prompt without a baseline.
+
+    Returns:
+        Advantages, shape [B], in units of the reward; 0 where one of the two rewards is missing.
+
+    Raises:
+        ValueError: If the shapes differ or a reward is infinite.
+    """
+    check_rewards(rewards)
+    check_rewards(greedy_rewards, "greedy_rewards")
+    if len(greedy_rewards) != len(rewards):
+        raise ValueError(
+            f"greedy_rewards has {len(greedy_rewards)} entries for {len(rewards)} rewards; "
+            "pass the greedy reward of the prompt once per rollout."
+        )
+    difference_B = rewards.to(torch.float64) - greedy_rewards.to(rewards.device, torch.float64)
+    return difference_B.nan_to_num(nan=0.0).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class OPOAdvantage:
+    """`opo_advantages`, as a configuration names it."""
+
+    needs_greedy: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor | Sequence[int],
+        *,
+        lengths: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return `opo_advantages` of rewards, group ids and lengths, all [B]; greedy rewards are not used.
+
+        Raises:
+            ValueError: If there are no lengths.
+        """
+        if lengths is None:
+            raise ValueError("lengths is None; opo weighs by it: pass the response tokens of each rollout, shape [B].")
+        return opo_advantages(rewards, group_ids, lengths)
+
+
+@dataclass(frozen=True)
+class ReMaxAdvantage:
+    """`remax_advantages`, as a configuration names it."""
+
+    needs_greedy: ClassVar[bool] = True
+    per_token: ClassVar[bool] = False
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor | Sequence[int],
+        *,
+        lengths: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return `remax_advantages` of rewards and greedy rewards, both [B]; group ids and lengths are not used.
+
+        Raises:
+            ValueError: If there are no greedy rewards.
+        """
+        if greedy_rewards is None:
+            raise ValueError(
+                "greedy_rewards is None; remax subtracts them: pass the reward of each prompt's rollout without "
+                "sampling, once per rollout, shape [B]."
+            )
+        return remax_advantages(rewards, greedy_rewards)
+
+
+def _check_lengths(lengths: Tensor, num_rollouts: int) -> None:
+    if lengths.shape != (num_rollouts,):
+        raise ValueError(
+            f"lengths has shape {tuple(lengths.shape)} for {num_rollouts} rewards; "
+            "pass the response tokens of each rollout, shape [B]."
+        )
+    negative = ~(lengths >= 0)
+    if negative.any():
+        raise ValueError(f"lengths has the entry {lengths[negative][0].item()}; pass numbers of tokens, 0 or more.")

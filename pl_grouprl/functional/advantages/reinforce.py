@@ -1,0 +1,120 @@
+"""Advantages per token without a critic, whitened over the whole batch (REINFORCE++).
+
+Legend: B rollouts, T length of the longest row.
+
+Rewards of NaN, masks and gaps are read as in `gae`; a rollout without a reward stays out of the statistics too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.advantages.gae import check_rows, check_unit, discounted_returns
+from pl_grouprl.functional.advantages.groups import gather_groups
+from pl_grouprl.functional.masked import Reduce, bool_mask, masked_whiten
+
+
+@torch.no_grad()
+def reinforce_plus_plus_advantages(
+    rewards: Tensor, mask: Tensor, *, gamma: float, reduce: Reduce | None = None
+) -> Tensor:
+    """Whiten the discounted reward-to-go of all tokens of the batch (REINFORCE++, arXiv:2501.03262).
+
+    Equal to verl's `reinforce_plus_plus`; releases of verl before 2026 restart the sum at a gap of the mask, which
+    nothing here does.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit; the reward of a rollout stands at its last token.
+        mask: True for response tokens, shape [B, T].
+        gamma: Discount per token, in [0, 1].
+        reduce: Adds up sums over ranks; None for this rank alone.
+
+    Returns:
+        Shape [B, T], 0 outside the mask. Exactly 0 where all tokens of the batch have the same reward-to-go.
+
+    Raises:
+        ValueError: If the shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask holds anything but
+            0 and 1.
+    """
+    returns_BT = discounted_returns(rewards, mask, gamma)
+    mask_BT = bool_mask(mask)
+    missing_B1 = (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
+    return masked_whiten(returns_BT, mask_BT & ~missing_B1, reduce=reduce)
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline_advantages(
+    rewards: Tensor, group_ids: Tensor | Sequence[int], mask: Tensor, *, reduce: Reduce | None = None
+) -> Tensor:
+    """Subtract the group's mean from each reward, and whiten over all tokens of the batch (arXiv:2501.03262).
+
+    Equal to verl's `reinforce_plus_plus_baseline`, but for groups without spread and groups of one: they count as 0 in
+    the statistics and get exactly 0, where verl gives the shift of the whitening, and one rollout its whole reward.
+
+    Args:
+        rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
+        mask: True for response tokens, shape [B, T].
+        reduce: Adds up sums over ranks; None for this rank alone.
+
+    Returns:
+        Shape [B, T], the same number for all tokens of a rollout, 0 outside the mask.
+
+    Raises:
+        ValueError: If the shapes differ, a reward is infinite, or the mask holds anything but 0 and 1.
+    """
+    groups = gather_groups(rewards, group_ids)
+    if mask.dim() != 2 or len(mask) != len(rewards):
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} for {len(rewards)} rewards; pass one row per rollout, shape [B, T]."
+        )
+    mask_BT = bool_mask(mask)
+    centred_BT = groups.centred()[:, None].expand(mask_BT.shape)
+    whitened_BT = masked_whiten(centred_BT, mask_BT & groups.valid_B[:, None], reduce=reduce)
+    return whitened_BT.masked_fill(~groups.trained()[:, None], 0).to(groups.dtype)
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusAdvantage:
+    """`reinforce_plus_plus_advantages` with its options, as a configuration names it.
+
+    Attributes:
+        gamma: Discount per token, in [0, 1].
+    """
+
+    gamma: float = 1.0
+
+    needs_greedy: ClassVar[bool] = False
+    per_token: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_unit("gamma", self.gamma)
+
+    def __call__(
+        self, rewards: Tensor, mask: Tensor, group_ids: Tensor | Sequence[int], *, reduce: Reduce | None = None
+    ) -> Tensor:
+        """Return `reinforce_plus_plus_advantages` of rewards and mask, both [B, T]; group ids are not used."""
+        return reinforce_plus_plus_advantages(rewards, mask, gamma=self.gamma, reduce=reduce)
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaselineAdvantage:
+    """`reinforce_plus_plus_baseline_advantages` of the rewards of all tokens, as a configuration names it."""
+
+    needs_greedy: ClassVar[bool] = False
+    per_token: ClassVar[bool] = True
+
+    def __call__(
+        self, rewards: Tensor, mask: Tensor, group_ids: Tensor | Sequence[int], *, reduce: Reduce | None = None
+    ) -> Tensor:
+        """Return the advantages of rewards [B, T], mask [B, T] and group ids [B]; a row's valid rewards are summed."""
+        mask_BT = check_rows(mask, rewards=rewards)
+        # Added in float64 and rounded, so that rows of equal rewards at different places stay equal.
+        scores_B = rewards.to(torch.float64).masked_fill(~mask_BT, 0).sum(dim=1)
+        dtype = torch.promote_types(rewards.dtype, torch.float32)
+        return reinforce_plus_plus_baseline_advantages(scores_B.to(dtype), group_ids, mask_BT, reduce=reduce)
