@@ -7,6 +7,7 @@ follow the policy as it trains, and the critic's gradient never reaches them.
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,8 @@ class LoRACritic:
         config = LoraConfig(
             r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=self.target_modules
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT2's transposed layers, which PEFT handles
             torch.manual_seed(derive_seed("critic adapters", self.seed))
             inject_adapter_in_model(config, trunk, adapter_name=_ADAPTER)
         for parameter in trunk.parameters():
@@ -105,8 +107,7 @@ class TiedCritic(Critic):
     def __init__(self, trunk: Any, head: ValueHead, tied: dict[str, str]) -> None:
         super().__init__(trunk, head)
         self.tied = tied
-        trunk.register_state_dict_post_hook(self._drop_aliases)
-        trunk.register_load_state_dict_pre_hook(self._fill_in_aliases)
+        _leave_out_of_checkpoints(trunk, list(tied))
 
     @torch.no_grad()
     def retie(self, policy: nn.Module) -> None:
@@ -128,11 +129,18 @@ class TiedCritic(Critic):
                 )
             own[name].data = parameter.data
 
-    def _drop_aliases(self, trunk: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for name in self.tied:
+
+def _leave_out_of_checkpoints(trunk: nn.Module, names: list[str]) -> None:
+    """Keep parameters out of the `state_dict` of a trunk, and of all that contains it, and do not miss them."""
+
+    def drop(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name in names:
             state.pop(prefix + name, None)
 
-    def _fill_in_aliases(self, trunk: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        own = dict(trunk.named_parameters())
-        for name in self.tied:
+    def fill_in(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        own = dict(module.named_parameters())
+        for name in names:
             state.setdefault(prefix + name, own[name])
+
+    trunk.register_state_dict_post_hook(drop)
+    trunk.register_load_state_dict_pre_hook(fill_in)
