@@ -28,10 +28,19 @@ with D = 1024 values begin at about 0.03: near zero, but not zero, or no gradien
 
 
 class ValueHead(nn.Linear):
-    """Hidden states [K, D] to values [K], computed in float32 (float64 for float64 states), autocast or not."""
+    """Hidden states [K, D] to values [K], computed in float32 (float64 for float64 states), autocast or not.
+
+    Weights and bias are zero until one of the two constructors below, or a checkpoint, fills them.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all to zero."""
+        self.weight.zero_()
+        self.bias.zero_()
 
     @classmethod
     def near_zero(cls, hidden_size: int, std: float = DEFAULT_HEAD_STD, seed: int = 0) -> ValueHead:
@@ -40,7 +49,6 @@ class ValueHead(nn.Linear):
         generator = torch.Generator().manual_seed(derive_seed("value head", seed))
         with torch.no_grad():
             head.weight.copy_(torch.randn(1, hidden_size, generator=generator) * std)
-            head.bias.zero_()
         return head
 
     @classmethod
@@ -49,7 +57,8 @@ class ValueHead(nn.Linear):
         head = cls(score.in_features)
         with torch.no_grad():
             head.weight.copy_(score.weight)
-            head.bias.copy_(score.bias) if score.bias is not None else head.bias.zero_()
+            if score.bias is not None:
+                head.bias.copy_(score.bias)
         return head
 
     def forward(self, states_KD: Tensor) -> Tensor:
