@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import token_scores
 
 N, D, V = 11, 6, 17
@@ -96,7 +97,14 @@ def test_bfloat16_hidden_states_are_scored_in_float32(grad):
     hidden, weight, targets = _problem(torch.bfloat16)
     with torch.set_grad_enabled(grad):
         scores = token_scores(
-            hidden, targets, lambda h: h @ weight.T, chunk_size=4, entropy=True, score_norm=True, temperature=0.8
+            hidden,
+            targets,
+            lambda h: h @ weight.T,
+            chunk_size=4,
+            entropy=True,
+            score_norm=True,
+            sketch=HeadSketch(dim=3),
+            temperature=0.8,
         )
     logprobs, entropy = _full(hidden, weight, targets, 0.8)
     assert {t.dtype for t in scores} == {torch.float32}
@@ -113,8 +121,16 @@ def test_bfloat16_hidden_states_are_scored_in_float32(grad):
 def test_no_tokens_stay_tied_to_the_graph(grad):
     hidden, weight, targets = _problem(n=0)
     with torch.set_grad_enabled(grad):
-        scores = token_scores(hidden, targets, lambda h: h @ weight.T, entropy=True, score_norm=True, entropy_grad=grad)
-    assert [tuple(t.shape) for t in scores] == [(0,)] * 3
+        scores = token_scores(
+            hidden,
+            targets,
+            lambda h: h @ weight.T,
+            entropy=True,
+            score_norm=True,
+            entropy_grad=grad,
+            sketch=HeadSketch(dim=3),
+        )
+    assert [tuple(t.shape) for t in scores] == [(0,), (0,), (0,), (0, 3)]
     if grad:
         scores.logprobs_N.sum().backward()
         assert hidden.grad.shape == (0, D)
@@ -166,6 +182,7 @@ def test_no_tensor_of_all_tokens_and_vocabulary_exists(entropy_grad):
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     targets = torch.zeros(n, dtype=torch.int64)
     options = {"chunk_size": chunk_size, "entropy": True, "entropy_grad": entropy_grad, "score_norm": True}
+    options["sketch"] = HeadSketch(dim=5)
     with _LargestTensor() as largest:
         scores = token_scores(hidden, targets, lambda h: h @ weight.T, **options)
         (scores.logprobs_N.sum() + scores.entropy_N.sum()).backward()

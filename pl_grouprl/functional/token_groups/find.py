@@ -82,8 +82,9 @@ def find_token_groups(
         score_norms: Squared norm q >= 0 of each token's score, shape [B, T] (`TokenScores.score_norm_N`); or the score
             itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the literal formula.
         mask: True for response tokens, shape [B, T].
-        threshold: tau > 0. 1 is Algorithm 2 and makes each informative token an endpoint; with a constant delta a
-            group has ceil(tau) tokens. Below 1 nothing changes any more, so it is taken as 1.
+        threshold: tau > 0. 1 is Algorithm 2, and makes each token an endpoint where delta and q are not 0 (a token with
+            a delta of 0 adds its q to the group that it begins, which may outlast the next token); with a constant
+            delta a group has ceil(tau) tokens. Below 1 nothing changes any more, so it is taken as 1.
         max_size: Most tokens of a group, at least 1; may exceed T.
         epsilon: A group needs r_ppo above this share of the mean of delta^2 q to be ended by the variance rule.
         forced_ends: True where a group has to end, such as the last token of a turn, bool, shape [B, T]. Only valid

@@ -1,0 +1,364 @@
+"""The cut against a plain loop over tokens, and everything that must not move a boundary."""
+
+import pytest
+import torch
+
+from pl_grouprl.functional.token_groups import (
+    ENDED_BY_LAST,
+    ENDED_BY_SIZE,
+    ENDED_BY_VARIANCE,
+    find_token_groups,
+    log_ratio_scores,
+    signal_sums,
+    token_group_counts,
+    token_group_metrics,
+)
+
+FLOATS = [torch.bfloat16, torch.float32, torch.float64]
+
+
+def loop_over_tokens(deltas, norms, mask, *, threshold=1.0, max_size=16, epsilon=1e-6, forced=None, mean_signal=None):
+    """The rule, token by token, in the precision of zero-dimensional tensors (at least float32).
+
+    Returns:
+        Per row the list of (first, last, cause) of its groups.
+    """
+    dtype = torch.promote_types(deltas.dtype, torch.float32)
+    deltas, norms = deltas.to(dtype), norms.to(dtype)
+    valid = [[t for t in range(mask.shape[1]) if mask[row, t]] for row in range(len(mask))]
+    if mean_signal is None:
+        signals = [float(deltas[b, t]) ** 2 * float((norms[b, t] ** 2).sum() if norms.dim() == 3 else norms[b, t])
+                   for b, row in enumerate(valid) for t in row]  # fmt: skip
+        mean_signal = sum(signals) / max(len(signals), 1)
+    found = []
+    for b, row in enumerate(valid):
+        groups, tokens = [], []
+        for t in row:
+            tokens.append(t)
+            square = deltas[b, t] * deltas[b, t]
+            if norms.dim() == 3:
+                first = sum(deltas[b, n] * norms[b, n] for n in tokens)
+                second = sum(norms[b, n] for n in tokens)
+                ppo, grpo = torch.linalg.vector_norm(first) ** 2, square * torch.linalg.vector_norm(second) ** 2
+            else:
+                ppo = sum(deltas[b, n] * deltas[b, n] * norms[b, n] for n in tokens)
+                grpo = square * sum(norms[b, n] for n in tokens)
+            k = len(tokens)
+            if ppo > epsilon * mean_signal and k * ppo * (1 + 1e-5) >= threshold * grpo:
+                cause = ENDED_BY_VARIANCE
+            elif k == max_size:
+                cause = ENDED_BY_SIZE
+            elif t == row[-1] or (forced is not None and forced[b, t]):
+                cause = ENDED_BY_LAST
+            else:
+                continue
+            groups.append((tokens[0], t, cause))
+            tokens = []
+        found.append(groups)
+    return found
+
+
+def as_lists(groups):
+    rows = []
+    for starts, ends, causes in zip(groups.starts, groups.ends, groups.causes, strict=True):
+        first, last = starts.nonzero().flatten().tolist(), ends.nonzero().flatten().tolist()
+        assert torch.equal(causes > 0, ends)
+        rows.append(list(zip(first, last, causes[ends].tolist(), strict=True)))
+    return rows
+
+
+def sizes(groups, mask):
+    """Valid tokens of each group, row by row."""
+    index = groups.group_index
+    return [torch.bincount(index[b][mask[b]]).tolist() if mask[b].any() else [] for b in range(len(mask))]
+
+
+def random_case(seed, rows=6, length=23, gaps=True, dtype=torch.float32, size=None):
+    generator = torch.Generator().manual_seed(seed)
+    deltas = torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    deltas[torch.rand(rows, length, generator=generator) < 0.15] = 0
+    shape = (rows, length) if size is None else (rows, length, size)
+    norms = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if size is not None:
+        norms -= 0.5
+    mask = torch.arange(length) < torch.randint(0, length + 1, (rows, 1), generator=generator)
+    if gaps:
+        mask &= torch.rand(rows, length, generator=generator) < 0.8
+    return deltas.to(dtype), norms.to(dtype), mask
+
+
+def dyadic_case(seed, rows=6, length=23):
+    """Small multiples of 1/8: every sum and product is exact, so ties are ties."""
+    generator = torch.Generator().manual_seed(seed)
+    deltas = torch.randint(-8, 9, (rows, length), generator=generator) / 8
+    norms = torch.randint(0, 9, (rows, length), generator=generator) / 8
+    mask = torch.rand(rows, length, generator=generator) < 0.9
+    return deltas, norms, mask
+
+
+OPTIONS = [
+    {},
+    {"threshold": 1.5, "max_size": 4},
+    {"threshold": 3.0, "max_size": 7},
+    {"threshold": 9.0, "max_size": 100},
+    {"threshold": 2.0, "max_size": 1},
+    {"threshold": 2.0, "epsilon": 0.5},
+    {"threshold": 2.0, "epsilon": 0.0},
+    {"threshold": 2.0, "mean_signal": 1e6},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", [dyadic_case, random_case])
+def test_same_cut_as_a_loop_over_tokens(make, seed, options):
+    deltas, norms, mask = make(seed)
+    assert as_lists(find_token_groups(deltas, norms, mask, **options)) == loop_over_tokens(
+        deltas, norms, mask, **options
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_same_cut_as_a_loop_in_each_precision(dtype):
+    deltas, norms, mask = random_case(11, dtype=dtype)
+    found = find_token_groups(deltas, norms, mask, threshold=2.5)
+    assert as_lists(found) == loop_over_tokens(deltas, norms, mask, threshold=2.5)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"threshold": 2.0, "max_size": 5}, {"threshold": 4.0, "epsilon": 0.3}])
+def test_vectors_take_the_literal_formula(size, options):
+    deltas, scores, mask = random_case(5, dtype=torch.float64, size=size)
+    found = find_token_groups(deltas, scores, mask, **options)
+    assert as_lists(found) == loop_over_tokens(deltas, scores, mask, **options)
+
+
+def test_many_rows_are_cut_in_blocks(monkeypatch):
+    deltas, norms, mask = random_case(3, rows=40)
+    whole = find_token_groups(deltas, norms, mask, threshold=2.0)
+    monkeypatch.setattr("pl_grouprl.functional.token_groups.find._BLOCK", 50)  # two rows at a time
+    for left, right in zip(find_token_groups(deltas, norms, mask, threshold=2.0), whole, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_by_hand():
+    # q = 1. From 0: delta 2, then 3: k * r_ppo = 1 * 4 < 2 * 4; 2 * 13 = 26 < 2 * 2 * 9 = 36; then 1: 3 * 14 = 42 >=
+    # 2 * 3 * 1: ends. From 3: 1; 2 * 2 < 2 * 2 * 1 is false: 4 >= 4 ends. The last token is alone: 1 * 9 < 2 * 9.
+    deltas = torch.tensor([[2.0, 3.0, 1.0, 1.0, 1.0, 3.0, 99.0]])
+    mask = torch.tensor([[True] * 6 + [False]])
+    groups = find_token_groups(deltas, torch.ones(1, 7), mask, threshold=2.0)
+    assert as_lists(groups) == [[(0, 2, ENDED_BY_VARIANCE), (3, 4, ENDED_BY_VARIANCE), (5, 5, ENDED_BY_LAST)]]
+    assert groups.group_index.tolist() == [[0, 0, 0, 1, 1, 2, -1]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("threshold", [1.0, 0.3])
+@pytest.mark.parametrize("size", [None, 64])
+def test_threshold_1_ends_a_group_at_every_informative_token(dtype, threshold, size):
+    deltas, norms, mask = random_case(7, rows=50, length=40, gaps=False, dtype=dtype, size=size)
+    deltas[deltas == 0] = 1
+    norms[torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) < 0.2] = 0  # nothing to learn there
+    informative = (norms.any(2) if size else norms != 0) & mask
+    groups = find_token_groups(deltas, norms, mask, threshold=threshold, epsilon=0.0)
+    assert groups.ends[informative].all()
+    assert (groups.causes[informative] == ENDED_BY_VARIANCE).all()
+
+
+def test_a_token_with_a_delta_of_zero_still_counts_for_its_group():
+    """The rule to the letter: the score of such a token is part of r_grpo, and only of that."""
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    deltas = torch.tensor([[0.0, 1.0]])
+    # At the second token r_ppo = q_2 and r_grpo = q_1 + q_2: it ends the group by its variance if 2 q_2 >= q_1 + q_2.
+    cheap_first = find_token_groups(deltas, torch.tensor([[0.5, 1.0]]), mask)
+    dear_first = find_token_groups(deltas, torch.tensor([[1.0, 0.5]]), mask)
+    assert as_lists(cheap_first) == [[(0, 1, ENDED_BY_VARIANCE)]]
+    assert as_lists(dear_first) == [[(0, 1, ENDED_BY_LAST)]]
+
+
+def test_tokens_without_evidence_do_not_end_a_group():
+    # 0 / 0 is no evidence: the group goes on, over the cheap token (q = 0) too, to the token with both.
+    deltas = torch.tensor([[0.0, 0.0, 5.0, 1.0, 0.0, 0.0]])
+    norms = torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0, 1.0]])
+    groups = find_token_groups(deltas, norms, torch.ones(1, 6, dtype=torch.bool))
+    assert sizes(groups, torch.ones(1, 6, dtype=torch.bool)) == [[4, 2]]
+    assert as_lists(groups)[0][1][2] == ENDED_BY_LAST
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("threshold", "size"), [(1.0, 1), (1.2, 2), (2.0, 2), (2.5, 3), (3.0, 3), (7.9, 8)])
+def test_constant_delta_gives_groups_of_ceil_threshold(dtype, threshold, size):
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    norms = torch.full((2, 24), 0.3, dtype=dtype)
+    groups = find_token_groups(torch.full((2, 24), -0.7, dtype=dtype), norms, mask, threshold=threshold)
+    assert sizes(groups, mask) == [[size] * (24 // size)] * 2
+    assert (groups.causes[groups.ends] == ENDED_BY_VARIANCE).all()
+
+
+def test_max_size_caps_groups():
+    mask = torch.ones(1, 10, dtype=torch.bool)
+    groups = find_token_groups(torch.ones(1, 10), torch.ones(1, 10), mask, threshold=100.0, max_size=4)
+    assert as_lists(groups) == [[(0, 3, ENDED_BY_SIZE), (4, 7, ENDED_BY_SIZE), (8, 9, ENDED_BY_LAST)]]
+    groups = find_token_groups(torch.ones(1, 10), torch.ones(1, 10), mask, threshold=100.0, max_size=10**9)
+    assert as_lists(groups) == [[(0, 9, ENDED_BY_LAST)]]
+
+
+def test_gaps_padding_and_neighbours_change_nothing():
+    deltas, norms, _ = random_case(1, rows=3, length=12, gaps=False)
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    options = {"threshold": 2.0, "mean_signal": 0.3}
+    plain = find_token_groups(deltas, norms, mask, **options)
+    # Row 0 spread over 20 places, row 1 left-padded, row 2 right-padded, an empty row; NaN wherever the mask is False.
+    places = [[0, 1, 4, 5, 6, 9, 10, 11, 12, 17, 18, 19], list(range(8, 20)), list(range(12))]
+    wide_deltas, wide_norms = torch.full((2, 4, 20), torch.nan).unbind(0)
+    wide_mask = torch.zeros(4, 20, dtype=torch.bool)
+    for source, row in ((0, 3), (1, 0), (2, 2)):
+        wide_deltas[row, places[source]], wide_norms[row, places[source]] = deltas[source], norms[source]
+        wide_mask[row, places[source]] = True
+    wide = find_token_groups(wide_deltas, wide_norms, wide_mask, **options)
+    for source, row in ((0, 3), (1, 0), (2, 2)):
+        for expected, actual in zip(plain, wide, strict=True):
+            assert torch.equal(actual[row, places[source]], expected[source])
+    assert not wide.starts[~wide_mask].any()
+    assert not wide.ends[~wide_mask].any()
+    assert (wide.group_index[~wide_mask] == -1).all()
+    assert as_lists(wide)[1] == []
+
+
+def test_row_order_changes_nothing_with_the_mean_of_the_batch():
+    deltas, norms, mask = dyadic_case(4, rows=9)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    expected = find_token_groups(deltas, norms, mask, threshold=2.0, epsilon=0.5)
+    for left, right in zip(
+        find_token_groups(deltas[order], norms[order], mask[order], threshold=2.0, epsilon=0.5), expected, strict=True
+    ):
+        assert torch.equal(left, right[order])
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 1e-30, 1e-3, 7.0, 1e25])
+def test_scaling_all_rewards_moves_no_boundary(scale):
+    # Squares of 1e-30 are 0 in float32, those of 1e25 infinite.
+    deltas, norms, mask = random_case(2, rows=20)
+    expected = find_token_groups(deltas, norms, mask, threshold=2.3, epsilon=0.1)
+    scaled = find_token_groups(deltas * scale, norms, mask, threshold=2.3, epsilon=0.1)
+    assert torch.equal(scaled.ends, expected.ends)
+
+
+def test_epsilon_is_relative_to_the_mean_signal():
+    # Signals 100 and 1: the mean is 50.5, and 1 lies below 0.1 * 50.5, above 0.01 * 50.5.
+    deltas, norms, mask = torch.tensor([[10.0, 1.0]]).repeat(1, 3), torch.ones(1, 6), torch.ones(1, 6, dtype=torch.bool)
+    assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.01), mask) == [[1] * 6]
+    assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.1), mask) == [[1, 2, 2, 1]]
+    # The mean over all ranks may be passed.
+    total, count = signal_sums(deltas, norms, mask).tolist()
+    assert (total, count) == (303.0, 6.0)
+    assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.01, mean_signal=200.0), mask) == [[1, 2, 2, 1]]
+    assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.1, mean_signal=torch.tensor(5.0)), mask) == [[1] * 6]
+
+
+def test_forced_ends():
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, 4] = False  # a tool's output between two turns
+    forced = torch.zeros(1, 9, dtype=torch.bool)
+    forced[0, [3, 4]] = True  # what is forced outside the mask is no token
+    groups = find_token_groups(torch.ones(1, 9), torch.ones(1, 9), mask, threshold=3.0, forced_ends=forced)
+    assert as_lists(groups) == [
+        [(0, 2, ENDED_BY_VARIANCE), (3, 3, ENDED_BY_LAST), (5, 7, ENDED_BY_VARIANCE), (8, 8, ENDED_BY_LAST)]
+    ]
+    deltas, norms, mask = random_case(8)
+    forced = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    found = find_token_groups(deltas, norms, mask, threshold=4.0, forced_ends=forced)
+    assert as_lists(found) == loop_over_tokens(deltas, norms, mask, threshold=4.0, forced=forced)
+
+
+@pytest.mark.parametrize("place", ["deltas", "norms"])
+def test_nan_is_no_evidence_and_stays_in_its_group(place):
+    deltas, norms, mask = torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    (deltas if place == "deltas" else norms)[0, 2] = torch.nan
+    groups = find_token_groups(deltas, norms, mask, threshold=2.0, max_size=3)
+    assert sizes(groups, mask) == [[2, 3, 2, 1], [2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (2, 1)])
+def test_empty_shapes(shape):
+    groups = find_token_groups(torch.ones(shape), torch.ones(shape), torch.ones(shape, dtype=torch.bool))
+    assert groups.starts.shape == groups.group_index.shape == groups.causes.shape == shape
+    assert groups.ends.sum() == torch.Size(shape).numel()
+
+
+def test_no_valid_token():
+    groups = find_token_groups(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    assert not groups.starts.any()
+    assert (groups.group_index == -1).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"threshold": 3.0}, {"max_size": 2}, {"epsilon": 2.0}, {"mean_signal": 1e7}, {"forced_ends": None}]
+)
+def test_each_option_changes_the_cut(change):
+    deltas, norms, mask = random_case(9)
+    if "forced_ends" in change:
+        change = {"forced_ends": torch.ones_like(mask)}
+    base = {"threshold": 2.0}
+    expected = find_token_groups(deltas, norms, mask, **base)
+    assert not torch.equal(find_token_groups(deltas, norms, mask, **{**base, **change}).ends, expected.ends)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"td_errors": torch.ones(4)}, r"td_errors has shape \(4,\)"),
+        ({"score_norms": torch.ones(2, 3)}, r"score_norms has shape \(2, 3\)"),
+        ({"score_norms": torch.ones(4)}, r"score_norms has shape \(4,\)"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask has shape \(2, 5\)"),
+        ({"mask": torch.full((2, 4), 0.5)}, r"mask has the entry 0\.5"),
+        ({"forced_ends": torch.ones(2, 4)}, "forced_ends has dtype torch.float32"),
+        ({"forced_ends": torch.ones(2, 3, dtype=torch.bool)}, r"forced_ends has shape \(2, 3\)"),
+        ({"threshold": 0.0}, "threshold is 0.0"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"max_size": 0}, "max_size is 0"),
+        ({"max_size": 1.5}, "max_size is 1.5"),
+        ({"epsilon": -1.0}, "epsilon is -1.0"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    arguments = {
+        "td_errors": torch.ones(2, 4),
+        "score_norms": torch.ones(2, 4),
+        "mask": torch.ones(2, 4, dtype=torch.bool),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        find_token_groups(**arguments)
+
+
+def test_log_ratio_scores():
+    mask = torch.tensor([[True, True, False]])
+    old, new = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, torch.nan]])
+    scores = log_ratio_scores(new, old, mask)
+    assert scores.tolist() == [[[-0.5], [1.0], [0.0]]]
+    # deltas 1, 1: r_ppo = |-0.5 + 1|^2 = 0.25 at the second token, r_grpo the same: k = 2 suffices for threshold 2.
+    assert sizes(find_token_groups(torch.ones(1, 3), scores, mask, threshold=2.0), mask) == [[2]]
+    with pytest.raises(ValueError, match=r"score_norm='log_ratio'.*Use score_norm='logit'"):
+        log_ratio_scores(old, old, mask)
+    assert not log_ratio_scores(old, old, torch.zeros_like(mask)).any()  # nothing to compare is no error
+
+
+def test_counts_and_metrics_by_hand():
+    deltas = torch.tensor([[2.0, 3.0, 1.0, 1.0, 1.0, 3.0, 99.0], [0.0] * 7])
+    mask = torch.tensor([[True] * 6 + [False], [True] * 4 + [False] * 3])
+    groups = find_token_groups(deltas, torch.ones(2, 7), mask, threshold=2.0, max_size=3)
+    counts = token_group_counts(groups, mask)
+    # As in test_by_hand; the second row has no evidence: three tokens by size, one by the end.
+    expected = {"tokens": 10, "positions": 5, "ended_by_variance": 2, "ended_by_size": 1, "ended_by_last": 2}
+    assert {name: int(value) for name, value in counts.items()} == expected
+    metrics = {name: value.item() for name, value in token_group_metrics(counts).items()}
+    assert metrics == pytest.approx({
+        "total_tokens": 10, "advantage_positions": 5, "compression_ratio": 0.5, "speedup_factor": 2.0,
+        "avg_group_size": 2.0, "ended_by_variance": 0.4, "ended_by_size": 0.2, "ended_by_last": 0.4,
+    })  # fmt: skip
+    assert {name: int(value) for name, value in token_group_counts(groups, mask & (deltas != 3)).items()} == {
+        "tokens": 8, "positions": 4, "ended_by_variance": 2, "ended_by_size": 1, "ended_by_last": 1
+    }  # fmt: skip
+    assert "ended_by_size" not in token_group_metrics(token_group_counts(groups._replace(causes=None)))
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 6\)"):
+        token_group_counts(groups, mask[:, 1:])
