@@ -48,14 +48,15 @@ LOSS_PRESETS: dict[str, LossPreset] = {
     "dapo": LossPreset("group", "ppo", "token-mean"),
     "bnpo": LossPreset("group", "ppo", "token-mean"),
     "cispo": LossPreset("group", "cispo", "token-mean"),
+    "sapo": LossPreset("group", "sapo", "seq-mean-token-mean"),
     "gspo": LossPreset("group", "gspo", "seq-mean-token-mean"),
 }
 """TRL's `loss_type` names. Where they differ from TRL:
 
 - `scale_rewards` is a separate option in TRL, `group` whatever the loss. Here `dr_grpo` implies `none`, as its paper
   has it.
-- `grpo`, `dr_grpo`, `bnpo`: TRL averages the averages of micro-batches and ranks; here the denominator is the step's.
-  With micro-batches of equal numbers of rollouts that is the same for `grpo` and `dr_grpo`. It is not for `bnpo`,
+- `grpo`, `sapo`, `dr_grpo`, `bnpo`: TRL averages the averages of micro-batches and ranks; here the denominator is the
+  step's. With micro-batches of equal numbers of rollouts that is the same for the first three. It is not for `bnpo`,
   which therefore is `dapo` here.
 - `gspo` is no `loss_type` of TRL but `importance_sampling_level="sequence"` with `loss_type="grpo"`.
 - `cispo`: TRL's `epsilon_high` is the upper bound of the weight itself, here named `epsilon_max`.

@@ -64,7 +64,7 @@ def test_dual_clip_limits_the_loss_of_negative_advantages_only():
     assert result.metrics["clip_ratio/delta_mean"] == 1
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov", "kl_cov"}))  # those always pick a token
 def test_on_policy_gradient_is_that_of_the_plain_policy_gradient(name):
     policy = _tensor([-1.0, -0.3, -2.0]).requires_grad_()
     advantages = _tensor([0.5, 0.5, -1.5])
@@ -137,7 +137,8 @@ def test_cispo_with_one_upper_bound():
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_masked_tokens_change_nothing(name, junk):
-    loss = make_policy_loss(name, epsilon=0.1)
+    clipping = {"epsilon": 0.1} if hasattr(POLICY_LOSSES[name], "epsilon") else {}
+    loss = make_policy_loss(name, **clipping)
     mask = torch.tensor([True, False, True])
     rollouts = torch.tensor([0, 0, 0])
     old, advantages = _tensor([-1.5, 0.0, -0.4]), _tensor([1.0, 0.0, -1.0])
@@ -219,7 +220,7 @@ def test_errors_name_argument_value_and_remedy():
         CISPOPolicyLoss(epsilon_high=0.3, epsilon_max=5.0)
     with pytest.raises(ValueError, match=r"epsilon_max is 0; it must be larger than 0"):
         CISPOPolicyLoss(epsilon_max=0)
-    with pytest.raises(ValueError, match=r"policy_loss is 'trpo'; it must be one of cispo, gspo, ppo"):
+    with pytest.raises(ValueError, match=r"policy_loss is 'trpo'; it must be one of cispo, .*gspo, .*ppo"):
         make_policy_loss("trpo")
     with pytest.raises(ValueError, match=r"policy_loss='gspo' does not use delta; it takes epsilon, epsilon_high"):
         make_policy_loss("gspo", delta=3.0)

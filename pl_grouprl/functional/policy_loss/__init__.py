@@ -1,0 +1,57 @@
+"""Policy losses per token, from log-probabilities and advantages on the flat token axis.
+
+With r the ratio of a token's probability p under the policy to that under the policy before the update, A its
+advantage, s the ratio of the sequence (the geometric mean of its tokens' r):
+
+| name | loss of a token | TRL | verl |
+|---|---|---|---|
+| `ppo` | -min(r A, clip(r) A), see `clipped_policy_loss` | `grpo`, `dr_grpo`, `dapo`, `bnpo` | `vanilla` |
+| `gspo` | -min(s A, clip(s) A), see `gspo_policy_loss` | sequence level (below) | |
+| `gspo_token` | the same, each token with its own gradient, see `gspo_token_policy_loss` | experimental | `gspo` |
+| `gmpo` | -A times the geometric mean of clipped ratios, see `gmpo_policy_loss` | experimental | `geo_mean` |
+| `cispo` | -clip(r) A log p, see `cispo_policy_loss` | `cispo` | `cispo` |
+| `gpg` | -A log p, see `gpg_policy_loss` | | `gpg` |
+| `sapo` | -A gate(r), see `sapo_policy_loss` | `sapo` | `sapo` |
+| `clip_cov` | `ppo` without a few tokens, see `clip_cov_policy_loss` | | `clip_cov` |
+| `kl_cov` | -r A and a penalty for a few tokens, see `kl_cov_policy_loss` | | `kl_cov` |
+| `dppo_tv`, `dppo_kl` | -min(r, c) A log p inside a divergence, see `dppo_tv_policy_loss` | experimental | same names |
+
+TRL's sequence level is `importance_sampling_level="sequence"`.
+
+Log-ratios are limited to [-20, 20] before `exp` (to at most 10 in `gspo` and `gspo_token`). verl does so in most of
+its losses, TRL does not limit them, and all agree inside. Tokens outside the mask get a loss of exactly 0 and no
+gradient, whatever their inputs hold.
+"""
+
+from pl_grouprl.functional.aggregation import aggregate
+from pl_grouprl.functional.policy_loss.base import MAX_LOG_RATIO, ConfiguredLoss, PolicyLoss, PolicyLossFunction
+from pl_grouprl.functional.policy_loss.clipped import ClippedPolicyLoss, clipped_policy_loss
+from pl_grouprl.functional.policy_loss.covariance import (
+    ClipCovPolicyLoss,
+    KLCovPolicyLoss,
+    clip_cov_policy_loss,
+    kl_cov_policy_loss,
+)
+from pl_grouprl.functional.policy_loss.divergence import (
+    DPPOKLPolicyLoss,
+    DPPOTVPolicyLoss,
+    dppo_kl_policy_loss,
+    dppo_tv_policy_loss,
+)
+from pl_grouprl.functional.policy_loss.registry import POLICY_LOSSES, make_policy_loss
+from pl_grouprl.functional.policy_loss.sapo import SAPOPolicyLoss, sapo_policy_loss
+from pl_grouprl.functional.policy_loss.sequence import (
+    MAX_SEQUENCE_LOG_RATIO,
+    GMPOPolicyLoss,
+    GSPOPolicyLoss,
+    GSPOTokenPolicyLoss,
+    gmpo_policy_loss,
+    gspo_policy_loss,
+    gspo_token_policy_loss,
+)
+from pl_grouprl.functional.policy_loss.weighted import (
+    CISPOPolicyLoss,
+    GPGPolicyLoss,
+    cispo_policy_loss,
+    gpg_policy_loss,
+)

@@ -1,0 +1,159 @@
+"""What every policy loss shares: its result, its call, the checks of its inputs, and the class that holds its options.
+
+Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.masked import check_flat, check_mask
+
+MAX_LOG_RATIO = 20.0
+"""Limit of a token's log-ratio, in nats."""
+
+
+class PolicyLoss(NamedTuple):
+    """A policy loss before aggregation, and what was clipped.
+
+    Attributes:
+        per_token_N: Loss of each token, shape [N], to be minimised; 0 outside the mask. Give it to `aggregate`.
+        metrics: Detached sums `clip_ratio/{low,high,region}_mean`, or others where a loss says so. Add them over
+            micro-batches and ranks and divide by the sum of `metric_count`: a ratio of sums does not depend on how the
+            step was cut.
+        metric_count: What the sums are divided by: trained tokens, or trained rollouts where a ratio belongs to a whole
+            sequence.
+    """
+
+    per_token_N: Tensor
+    metrics: dict[str, Tensor]
+    metric_count: Tensor
+
+
+class PolicyLossFunction(Protocol):
+    """What the registered classes build: one call for every loss, whether it needs the rollouts or not."""
+
+    def __call__(
+        self,
+        policy_logprobs_N: Tensor,
+        old_logprobs_N: Tensor,
+        advantages_N: Tensor,
+        *,
+        mask_N: Tensor,
+        rollout_index_N: Tensor,
+        num_rollouts: int,
+    ) -> PolicyLoss:
+        """Return the loss of each token."""
+
+
+@dataclass(frozen=True)
+class ConfiguredLoss:
+    """A loss function with its options as fields, called like every `PolicyLossFunction`.
+
+    A subclass names the function and declares the function's options as fields. Options out of range are refused when
+    it is built, by a call of the function without tokens.
+
+    Attributes:
+        function: The loss of each token, taking the fields as keyword arguments.
+        uses_rollouts: Whether the function takes `rollout_index_N` and `num_rollouts`.
+    """
+
+    function: ClassVar[Callable[..., PolicyLoss]]
+    uses_rollouts: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        none_N = torch.zeros(0)
+        self(none_N, none_N, none_N, mask_N=none_N.bool(), rollout_index_N=none_N.long(), num_rollouts=0)
+
+    def __call__(
+        self,
+        policy_logprobs_N: Tensor,
+        old_logprobs_N: Tensor,
+        advantages_N: Tensor,
+        *,
+        mask_N: Tensor,
+        rollout_index_N: Tensor | None = None,
+        num_rollouts: int | None = None,
+    ) -> PolicyLoss:
+        """Return the function's result; the rollouts are looked at only where `uses_rollouts` is set."""
+        rollouts = {"rollout_index_N": rollout_index_N, "num_rollouts": num_rollouts} if self.uses_rollouts else {}
+        return type(self).function(
+            policy_logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts, **asdict(self)
+        )
+
+
+def masked_inputs(policy_N: Tensor, old_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Check the inputs; return log-ratios and advantages, 0 where the mask is false."""
+    check_flat(policy_logprobs_N=policy_N, old_logprobs_N=old_N, advantages_N=advantages_N, mask_N=mask_N)
+    check_mask(mask_N)
+    return (policy_N - old_N).masked_fill(~mask_N, 0), advantages_N.masked_fill(~mask_N, 0)
+
+
+def token_ratio(log_ratio_N: Tensor) -> Tensor:
+    """Return the ratio of each token's probabilities, between e^-20 and e^20."""
+    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> Tensor:
+    """Return PPO's loss -min(r A, clip(r, low, high) A)."""
+    return torch.maximum(-advantages_N * ratio_N, -advantages_N * ratio_N.clamp(low, high))
+
+
+def clip_flags(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    """Say which tokens have lost their gradient to the clip, by the names of the metrics."""
+    return flags_by_side((ratio_N < low) & (advantages_N < 0), (ratio_N > high) & (advantages_N > 0))
+
+
+def flags_by_side(is_low_N: Tensor, is_high_N: Tensor) -> dict[str, Tensor]:
+    """Name the flags as the metrics are named; the region is both sides together."""
+    return {
+        "clip_ratio/low_mean": is_low_N,
+        "clip_ratio/high_mean": is_high_N,
+        "clip_ratio/region_mean": is_low_N | is_high_N,
+    }
+
+
+def count_flags(flags: dict[str, Tensor], mask_N: Tensor) -> dict[str, Tensor]:
+    """Count the flagged tokens inside the mask."""
+    return {name: (flag_N & mask_N).sum() for name, flag_N in flags.items()}
+
+
+def epsilons(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
+    """Return how far down and up, the first for both where the second is None.
+
+    Raises:
+        ValueError: If one is negative or NaN.
+    """
+    high = epsilon if epsilon_high is None else epsilon_high
+    for name, value in (("epsilon", epsilon), ("epsilon_high", high)):
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be 0 or larger.")
+    return epsilon, high
+
+
+def clip_bounds(epsilon: float, epsilon_high: float | None, delta: float | None = None) -> tuple[float, float]:
+    """Return the bounds of the ratio, after a check of all three options.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    low, high = epsilons(epsilon, epsilon_high)
+    if delta is not None and delta < 1 + high:
+        raise ValueError(f"delta is {delta}; it must be at least 1 + epsilon_high = {1 + high}, or None for no limit.")
+    return 1 - low, 1 + high
+
+
+def check_positive(**options: float) -> None:
+    """Refuse options that are not larger than 0.
+
+    Raises:
+        ValueError: If one is 0, negative or NaN.
+    """
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be larger than 0.")

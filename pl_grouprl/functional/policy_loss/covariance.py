@@ -1,0 +1,199 @@
+"""Clip-Cov and KL-Cov: hold back the few tokens whose update lowers the entropy most.
+
+A token's share in the covariance of log-probability and advantage, (log p - mean) (A - mean), says how much its update
+lowers the policy's entropy (arXiv:2505.22617, section 4). Clip-Cov takes the gradient of some tokens with a large one
+away, KL-Cov pulls those with the largest back to the old policy.
+
+The means and the selection are over the trained tokens of one call, that is of a micro-batch, as in verl: unlike the
+other losses, these two change with the size of the micro-batches. How many tokens are selected is the ratio times the
+trained tokens, rounded down, and at least one, so that small micro-batches select a larger share (the paper has no
+such minimum).
+
+Legend: N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.policy_loss.base import (
+    ConfiguredLoss,
+    PolicyLoss,
+    check_positive,
+    clip_bounds,
+    clip_flags,
+    clipped_surrogate,
+    count_flags,
+    masked_inputs,
+    token_ratio,
+)
+
+
+def clip_cov_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> PolicyLoss:
+    """Drop the loss of a few tokens of large covariance, chosen at random (Clip-Cov, arXiv:2505.22617, section 4.2).
+
+    L is that of `clipped_policy_loss`, and 0 for the chosen ones among the tokens that the ratio's clip leaves alone
+    and whose covariance lies between the bounds. verl draws them from the global generator; here each token's place in
+    the draw is a hash of its log-probability (as float32), so that the same inputs always give the same choice, on
+    every device and after every resume, whatever their order.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+        epsilon: How far the ratio may fall below 1 (1 in the paper, which leaves the work to the covariance).
+        epsilon_high: How far it may rise above 1; None takes `epsilon`.
+        clip_cov_ratio: Share of the trained tokens to choose.
+        clip_cov_lb: Lower bound of the covariance of a token that may be chosen.
+        clip_cov_ub: Upper bound of it.
+
+    Returns:
+        The loss of each token; the clip fractions of `clipped_policy_loss`, and `clip_ratio/cov_mean` for the chosen
+        tokens (verl's `pg_clipfrac`).
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    low, high = clip_bounds(epsilon, epsilon_high)
+    _check_share(clip_cov_ratio=clip_cov_ratio)
+    if not clip_cov_lb < clip_cov_ub:
+        raise ValueError(
+            f"clip_cov_lb is {clip_cov_lb} and clip_cov_ub is {clip_cov_ub}; no token lies between them, so make the "
+            "first one smaller."
+        )
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    ratio_N = token_ratio(log_ratio_N)
+    flags = clip_flags(ratio_N, advantages_N, low, high)
+    covariance_N = _covariance_shares(policy_logprobs_N, advantages_N, mask_N)
+    may_be_chosen_N = mask_N & ~flags["clip_ratio/region_mean"]
+    may_be_chosen_N &= (covariance_N > clip_cov_lb) & (covariance_N < clip_cov_ub)
+    number = _share_of(mask_N, clip_cov_ratio)
+    chosen_N = _largest(_hash(policy_logprobs_N), may_be_chosen_N, number)
+    flags["clip_ratio/cov_mean"] = chosen_N
+    loss_N = clipped_surrogate(ratio_N, advantages_N, low, high).masked_fill(chosen_N | ~mask_N, 0)
+    return PolicyLoss(loss_N, count_flags(flags, mask_N), mask_N.sum())
+
+
+def kl_cov_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    kl_cov_ratio: float = 2e-4,
+    ppo_kl_coef: float = 1.0,
+) -> PolicyLoss:
+    """Penalise the tokens of the largest covariance for leaving the old policy (KL-Cov, arXiv:2505.22617, section 4.2).
+
+    L = -r A, plus ppo_kl_coef times the absolute value of log r for the tokens of the largest covariance. There is no
+    clip. The absolute value is verl's (and the authors') estimate of the paper's KL; on-policy its gradient is 0.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+        kl_cov_ratio: Share of the trained tokens that get the penalty.
+        ppo_kl_coef: Weight of the penalty.
+
+    Returns:
+        The loss of each token, and `clip_ratio/cov_mean` for the tokens with the penalty.
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    _check_share(kl_cov_ratio=kl_cov_ratio)
+    if not ppo_kl_coef >= 0:
+        raise ValueError(f"ppo_kl_coef is {ppo_kl_coef}; it must be 0 or larger.")
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    covariance_N = _covariance_shares(policy_logprobs_N, advantages_N, mask_N)
+    chosen_N = _largest(covariance_N, mask_N, _share_of(mask_N, kl_cov_ratio))
+    penalty_N = ppo_kl_coef * log_ratio_N.abs().masked_fill(~chosen_N, 0)
+    loss_N = (penalty_N - advantages_N * token_ratio(log_ratio_N)).masked_fill(~mask_N, 0)
+    return PolicyLoss(loss_N, count_flags({"clip_ratio/cov_mean": chosen_N}, mask_N), mask_N.sum())
+
+
+@dataclass(frozen=True)
+class ClipCovPolicyLoss(ConfiguredLoss):
+    """`clip_cov_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        epsilon: How far the ratio may fall below 1.
+        epsilon_high: How far it may rise above 1; None takes `epsilon`.
+        clip_cov_ratio: Share of the trained tokens to choose.
+        clip_cov_lb: Lower bound of the covariance of a token that may be chosen.
+        clip_cov_ub: Upper bound of it.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    clip_cov_ratio: float = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+
+    function = staticmethod(clip_cov_policy_loss)
+
+
+@dataclass(frozen=True)
+class KLCovPolicyLoss(ConfiguredLoss):
+    """`kl_cov_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        kl_cov_ratio: Share of the trained tokens that get the penalty.
+        ppo_kl_coef: Weight of the penalty.
+    """
+
+    kl_cov_ratio: float = 2e-4
+    ppo_kl_coef: float = 1.0
+
+    function = staticmethod(kl_cov_policy_loss)
+
+
+def _check_share(**options: float) -> None:
+    check_positive(**options)
+    for name, value in options.items():
+        if value > 1:
+            raise ValueError(f"{name} is {value}; it is a share of the tokens, so at most 1.")
+
+
+def _covariance_shares(policy_logprobs_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> Tensor:
+    """Return (log p - mean) (A - mean) of each trained token, without gradient; arbitrary elsewhere."""
+    count = mask_N.sum().clamp(min=1)
+    logprobs_N = policy_logprobs_N.detach().masked_fill(~mask_N, 0)
+    return (advantages_N - advantages_N.sum() / count) * (logprobs_N - logprobs_N.sum() / count)
+
+
+def _share_of(mask_N: Tensor, share: float) -> Tensor:
+    return (mask_N.sum().to(torch.float64) * share).floor().clamp(min=1)
+
+
+def _largest(values_N: Tensor, eligible_N: Tensor, number: Tensor) -> Tensor:
+    """Flag the `number` eligible tokens of the largest values (the first of equal ones), without leaving the device."""
+    order_N = values_N.masked_fill(~eligible_N, -torch.inf).argsort(descending=True, stable=True)
+    rank_N = torch.empty_like(order_N)
+    rank_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return eligible_N & (rank_N < number)
+
+
+def _hash(values_N: Tensor) -> Tensor:
+    """Turn the bits of each value, as float32, into a number that looks random (multiply and shift, 32 bits)."""
+    low_bits = 0xFFFFFFFF
+    bits_N = values_N.detach().to(torch.float32).contiguous().view(torch.int32).to(torch.int64) & low_bits
+    for factor in (0x21F0AAAD, 0x735A2D97):
+        bits_N = ((bits_N ^ (bits_N >> 16)) * factor) & low_bits
+    return (bits_N ^ (bits_N >> 15)).to(torch.float64)

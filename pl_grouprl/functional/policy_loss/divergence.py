@@ -1,0 +1,171 @@
+"""DPPO: tokens whose probability has moved too far, by a divergence and not by a ratio, lose their gradient.
+
+A token's distribution is reduced to two outcomes, this token or another one. With p its probability under the policy
+and q before the update, the divergences of the two outcomes are
+
+| name | divergence |
+|---|---|
+| `dppo_tv` | |p - q| (total variation) |
+| `dppo_kl` | q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (KL of old against new) |
+
+Legend: N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.policy_loss.base import (
+    ConfiguredLoss,
+    PolicyLoss,
+    check_positive,
+    count_flags,
+    epsilons,
+    flags_by_side,
+    masked_inputs,
+    token_ratio,
+)
+
+_REST_FLOOR = 1e-8
+"""Added to the probability of the other outcome before its logarithm, as in verl."""
+
+
+def dppo_tv_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    epsilon: float = 0.15,
+    epsilon_high: float | None = None,
+    clip_ratio_c: float = 20.0,
+) -> PolicyLoss:
+    """Keep each token inside a total variation of its probability (DPPO-Binary-TV, arXiv:2602.04879).
+
+    L = -sg[min(r, clip_ratio_c)] A log p for tokens inside, 0 for others. Outside is p - q > epsilon_high where A > 0,
+    and q - p > epsilon where A < 0: a token may always move back. Defaults are the paper's and TRL's; verl takes the
+    thresholds from `clip_ratio_low` and `clip_ratio_high`, and its actor's `clip_ratio_c` is 3 unless it is set.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same under the policy that sampled, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+        epsilon: How far a probability may fall.
+        epsilon_high: How far it may rise; None takes `epsilon`.
+        clip_ratio_c: Upper bound of the weight.
+
+    Returns:
+        The loss of each token; clip fractions count tokens outside (verl counts those with A = 0 too), and
+        `clip_ratio/delta_mean` those inside whose weight was cut (verl's `pg_clipfrac_lower`).
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    low, high = epsilons(epsilon, epsilon_high)
+    check_positive(clip_ratio_c=clip_ratio_c)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    policy_logprobs_N, old_logprobs_N = _without_masked(policy_logprobs_N, old_logprobs_N, mask_N)
+    rise_N = policy_logprobs_N.detach().exp() - old_logprobs_N.exp()
+    outside = (rise_N < -low, rise_N > high)
+    return _inside_only(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
+
+
+def dppo_kl_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    epsilon: float = 0.05,
+    epsilon_high: float | None = None,
+    clip_ratio_c: float = 20.0,
+) -> PolicyLoss:
+    """Keep each token inside a KL divergence of two outcomes (DPPO-Binary-KL, arXiv:2602.04879).
+
+    As `dppo_tv_policy_loss`, with the divergence of the module's table in the place of the distance: outside is
+    KL > epsilon_high with p > q where A > 0, and KL > epsilon with p < q where A < 0. The 1e-8 that verl adds to 1 - p
+    and 1 - q is kept; it matters above p = 1 - 1e-6.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same under the policy that sampled, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+        epsilon: Largest divergence of a falling probability, in nats.
+        epsilon_high: Largest divergence of a rising one, in nats; None takes `epsilon`.
+        clip_ratio_c: Upper bound of the weight.
+
+    Returns:
+        The loss of each token; metrics as in `dppo_tv_policy_loss`.
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    low, high = epsilons(epsilon, epsilon_high)
+    check_positive(clip_ratio_c=clip_ratio_c)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    policy_logprobs_N, old_logprobs_N = _without_masked(policy_logprobs_N, old_logprobs_N, mask_N)
+    prob_N, old_prob_N = policy_logprobs_N.detach().exp(), old_logprobs_N.exp()
+    other_N = torch.log((1 - old_prob_N + _REST_FLOOR) / (1 - prob_N + _REST_FLOOR))
+    kl_N = (1 - old_prob_N) * other_N - old_prob_N * log_ratio_N.detach()
+    outside = ((kl_N > low) & (prob_N < old_prob_N), (kl_N > high) & (prob_N > old_prob_N))
+    return _inside_only(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
+
+
+@dataclass(frozen=True)
+class DPPOTVPolicyLoss(ConfiguredLoss):
+    """`dppo_tv_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        epsilon: How far a probability may fall.
+        epsilon_high: How far it may rise; None takes `epsilon`.
+        clip_ratio_c: Upper bound of the weight.
+    """
+
+    epsilon: float = 0.15
+    epsilon_high: float | None = None
+    clip_ratio_c: float = 20.0
+
+    function = staticmethod(dppo_tv_policy_loss)
+
+
+@dataclass(frozen=True)
+class DPPOKLPolicyLoss(ConfiguredLoss):
+    """`dppo_kl_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        epsilon: Largest divergence of a falling probability, in nats.
+        epsilon_high: Largest divergence of a rising one; None takes `epsilon`.
+        clip_ratio_c: Upper bound of the weight.
+    """
+
+    epsilon: float = 0.05
+    epsilon_high: float | None = None
+    clip_ratio_c: float = 20.0
+
+    function = staticmethod(dppo_kl_policy_loss)
+
+
+def _without_masked(policy_N: Tensor, old_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
+    return policy_N.masked_fill(~mask_N, 0), old_N.masked_fill(~mask_N, 0)
+
+
+def _inside_only(
+    policy_logprobs_N: Tensor,
+    log_ratio_N: Tensor,
+    advantages_N: Tensor,
+    outside: tuple[Tensor, Tensor],
+    mask_N: Tensor,
+    clip_ratio_c: float,
+) -> PolicyLoss:
+    """Return the weighted policy gradient without the tokens that are outside below or above and go further."""
+    flags = flags_by_side(outside[0] & (advantages_N < 0), outside[1] & (advantages_N > 0))
+    is_outside_N = flags["clip_ratio/region_mean"]
+    ratio_N = token_ratio(log_ratio_N.detach())
+    flags["clip_ratio/delta_mean"] = (ratio_N > clip_ratio_c) & ~is_outside_N
+    loss_N = -ratio_N.clamp(max=clip_ratio_c) * advantages_N * policy_logprobs_N
+    return PolicyLoss(loss_N.masked_fill(is_outside_N, 0), count_flags(flags, mask_N), mask_N.sum())

@@ -1,0 +1,72 @@
+"""SAPO: a smooth gate in the place of the clip.
+
+Legend: N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.policy_loss.base import (
+    ConfiguredLoss,
+    PolicyLoss,
+    check_positive,
+    masked_inputs,
+    token_ratio,
+)
+
+
+def sapo_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+) -> PolicyLoss:
+    """Pass the ratio of each token through a sigmoid gate (Soft Adaptive Policy Optimization, arXiv:2511.20347).
+
+    L = -A sigmoid(T (r - 1)) 4 / T, with the temperature T of the advantage's sign. The gate has the slope 1 at r = 1,
+    so that the on-policy gradient is the plain one, and falls off smoothly on both sides; a larger T falls faster. verl
+    calls the temperatures `tau_pos` and `tau_neg`, and always aggregates by `seq-mean-token-mean`, as the paper does.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+        sapo_temperature_pos: T where the advantage is positive.
+        sapo_temperature_neg: T where it is not.
+
+    Returns:
+        The loss of each token; no metrics, since nothing is clipped.
+
+    Raises:
+        ValueError: If shapes differ or a temperature is not positive.
+    """
+    check_positive(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    temperature_N = torch.full_like(log_ratio_N, sapo_temperature_neg).masked_fill(
+        advantages_N > 0, sapo_temperature_pos
+    )
+    gate_N = torch.sigmoid(temperature_N * (token_ratio(log_ratio_N) - 1)) * (4 / temperature_N)
+    return PolicyLoss((-gate_N * advantages_N).masked_fill(~mask_N, 0), {}, mask_N.sum())
+
+
+@dataclass(frozen=True)
+class SAPOPolicyLoss(ConfiguredLoss):
+    """`sapo_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        sapo_temperature_pos: Temperature where the advantage is positive.
+        sapo_temperature_neg: Temperature where it is not.
+    """
+
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+
+    function = staticmethod(sapo_policy_loss)

@@ -1,0 +1,226 @@
+"""Losses whose ratio belongs to a whole sequence: GSPO, GSPO-token and GMPO.
+
+All three start from the mean of a rollout's log-ratios, the logarithm of the geometric mean of its tokens' ratios. GSPO
+clips that mean, GMPO clips the tokens before the mean. Each token of a rollout carries the rollout's loss, so that
+`seq-mean-token-mean` gives the mean over rollouts of both papers.
+
+Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.masked import check_flat, sum_per_rollout
+from pl_grouprl.functional.policy_loss.base import (
+    MAX_LOG_RATIO,
+    ConfiguredLoss,
+    PolicyLoss,
+    clip_bounds,
+    clip_flags,
+    clipped_surrogate,
+    count_flags,
+    epsilons,
+    flags_by_side,
+    masked_inputs,
+)
+
+MAX_SEQUENCE_LOG_RATIO = 10.0
+"""Limit of a sequence's mean log-ratio, in nats."""
+
+
+def gspo_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    rollout_index_N: Tensor,
+    num_rollouts: int,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> PolicyLoss:
+    """Clip the ratio of each sequence, the geometric mean of its tokens' ratios (GSPO, arXiv:2507.18071, eq. 5-7).
+
+    The value of every token is that of its sequence, -min(s A, clip(s) A) with s = exp(mean over the trained tokens of
+    log r), and the gradient is that of s, as in TRL. verl's `gspo` takes the gradient of `gspo_token_policy_loss`; with
+    one advantage per rollout the two are equal under every aggregation.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N]; others do not enter the mean.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole.
+        num_rollouts: B.
+        epsilon: How far the sequence ratio may fall below 1 (3e-4 in the paper).
+        epsilon_high: How far it may rise above 1 (4e-4 in the paper); None takes `epsilon`.
+
+    Returns:
+        The loss of each token; the paper's aggregation is `seq-mean-token-mean`. Clip fractions count rollouts, as in
+        TRL (verl counts tokens).
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    low, high = clip_bounds(epsilon, epsilon_high)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    mean_B, lengths_B = _mean_per_rollout(log_ratio_N, mask_N, rollout_index_N, num_rollouts)
+    ratio_N = mean_B.clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()[rollout_index_N]
+    loss_N = clipped_surrogate(ratio_N, advantages_N, low, high)
+    share_N = mask_N / lengths_B.clamp(min=1)[rollout_index_N]
+    flags = clip_flags(ratio_N, advantages_N, low, high)
+    metrics = {name: (flag_N * share_N).sum() for name, flag_N in flags.items()}
+    return PolicyLoss(loss_N.masked_fill(~mask_N, 0), metrics, (lengths_B > 0).sum())
+
+
+def gspo_token_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    rollout_index_N: Tensor,
+    num_rollouts: int,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> PolicyLoss:
+    """Clip the ratio of each sequence, and give each token its own gradient (GSPO-token, arXiv:2507.18071, eq. 13-14).
+
+    L = -min(s_t A_t, clip(s_t) A_t) with s_t = sg[s] p / sg[p]: the value is that of `gspo_policy_loss`, the gradient
+    that of the token's own log-probability. It differs from GSPO where the tokens of a rollout have different
+    advantages, as with a critic. TRL's `sequence_token` and verl's `gspo` are this loss.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N]; others do not enter the mean.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole.
+        num_rollouts: B.
+        epsilon: How far the sequence ratio may fall below 1.
+        epsilon_high: How far it may rise above 1; None takes `epsilon`.
+
+    Returns:
+        The loss of each token; the paper's aggregation is `seq-mean-token-mean`. Clip fractions count tokens, as in
+        verl.
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    low, high = clip_bounds(epsilon, epsilon_high)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    mean_B, _ = _mean_per_rollout(log_ratio_N.detach(), mask_N, rollout_index_N, num_rollouts)
+    own_N = (policy_logprobs_N - policy_logprobs_N.detach()).masked_fill(~mask_N, 0)  # 0, with the token's gradient
+    ratio_N = (mean_B[rollout_index_N] + own_N).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    loss_N = clipped_surrogate(ratio_N, advantages_N, low, high)
+    metrics = count_flags(clip_flags(ratio_N, advantages_N, low, high), mask_N)
+    return PolicyLoss(loss_N.masked_fill(~mask_N, 0), metrics, mask_N.sum())
+
+
+def gmpo_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    rollout_index_N: Tensor,
+    num_rollouts: int,
+    epsilon: float = 0.4,
+    epsilon_high: float | None = None,
+) -> PolicyLoss:
+    """Clip the log-ratio of each token, then take the geometric mean of the sequence (GMPO, arXiv:2507.20673).
+
+    L = -A exp(mean over the trained tokens of c), where c = min(log r, epsilon_high) for A > 0, max(log r, -epsilon)
+    for A < 0, and 0 for A = 0. Every token carries the loss of its rollout (times its own advantage), and the gradient
+    reaches every token of the rollout through the mean. `seq-mean-token-mean` therefore gives the paper's number and
+    its exact gradient, which are verl's `geo_mean` too (verl applies that mean itself, over all rows of a micro-batch;
+    rollouts without a trained token do not count here). Under `token-mean` long rollouts weigh more.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N]; one per rollout in the paper.
+        mask_N: True for tokens to train, bool, shape [N]; others do not enter the mean.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole.
+        num_rollouts: B.
+        epsilon: How far a log-ratio may fall below 0, in nats: e^-0.4 is the paper's lower bound of the ratio.
+        epsilon_high: How far it may rise above 0, in nats; None takes `epsilon`.
+
+    Returns:
+        The loss of each token; clip fractions count tokens whose gradient the clip removed (verl's count tokens
+        outside the bounds on either side).
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    low, high = epsilons(epsilon, epsilon_high)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    limited_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    zero_N = torch.zeros_like(limited_N)
+    clipped_N = torch.where(advantages_N < 0, limited_N.clamp(min=-low), zero_N)
+    clipped_N = torch.where(advantages_N > 0, limited_N.clamp(max=high), clipped_N)
+    mean_B, _ = _mean_per_rollout(clipped_N, mask_N, rollout_index_N, num_rollouts)
+    loss_N = -advantages_N * mean_B.exp()[rollout_index_N]
+    flags = flags_by_side((log_ratio_N < -low) & (advantages_N < 0), (log_ratio_N > high) & (advantages_N > 0))
+    return PolicyLoss(loss_N.masked_fill(~mask_N, 0), count_flags(flags, mask_N), mask_N.sum())
+
+
+@dataclass(frozen=True)
+class GSPOPolicyLoss(ConfiguredLoss):
+    """`gspo_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        epsilon: How far the ratio may fall below 1.
+        epsilon_high: How far it may rise above 1; None takes `epsilon`.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+
+    function = staticmethod(gspo_policy_loss)
+    uses_rollouts = True
+
+
+@dataclass(frozen=True)
+class GSPOTokenPolicyLoss(ConfiguredLoss):
+    """`gspo_token_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        epsilon: How far the ratio may fall below 1.
+        epsilon_high: How far it may rise above 1; None takes `epsilon`.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+
+    function = staticmethod(gspo_token_policy_loss)
+    uses_rollouts = True
+
+
+@dataclass(frozen=True)
+class GMPOPolicyLoss(ConfiguredLoss):
+    """`gmpo_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        epsilon: How far a log-ratio may fall below 0, in nats.
+        epsilon_high: How far it may rise above 0; None takes `epsilon`.
+    """
+
+    epsilon: float = 0.4
+    epsilon_high: float | None = None
+
+    function = staticmethod(gmpo_policy_loss)
+    uses_rollouts = True
+
+
+def _mean_per_rollout(
+    log_ratio_N: Tensor, mask_N: Tensor, rollout_index_N: Tensor, num_rollouts: int
+) -> tuple[Tensor, Tensor]:
+    """Average log-ratios (0 outside the mask) over each rollout's trained tokens; return their numbers too."""
+    check_flat(policy_logprobs_N=log_ratio_N, rollout_index_N=rollout_index_N)
+    lengths_B = sum_per_rollout(mask_N.to(log_ratio_N.dtype), rollout_index_N, num_rollouts)
+    return sum_per_rollout(log_ratio_N, rollout_index_N, num_rollouts) / lengths_B.clamp(min=1), lengths_B

@@ -1,0 +1,123 @@
+"""Losses that are a weight times the policy gradient -A log p: CISPO, and GPG with the weight 1.
+
+Legend: N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pl_grouprl.functional.policy_loss.base import (
+    ConfiguredLoss,
+    PolicyLoss,
+    check_positive,
+    clip_bounds,
+    count_flags,
+    flags_by_side,
+    masked_inputs,
+    token_ratio,
+)
+
+
+def cispo_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    epsilon_max: float | None = None,
+) -> PolicyLoss:
+    """Clip the weight of each token's policy gradient instead of its loss (CISPO, arXiv:2506.13585, eq. 4-5).
+
+    L = -sg[w] A log p with w = clip(r, 1 - epsilon, 1 + epsilon_high), as in the paper and in verl; every token keeps a
+    gradient. With `epsilon_max`, w = min(r, epsilon_max) as in ScaleRL (arXiv:2510.13786, 5.0 there). TRL's
+    `epsilon_high` means that `epsilon_max` when its loss is `cispo`.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+        epsilon: How far the weight may fall below 1; 1 or more sets no lower bound.
+        epsilon_high: How far it may rise above 1; None takes `epsilon`.
+        epsilon_max: Upper bound of the weight itself, in place of both others.
+
+    Returns:
+        The loss of each token; clip fractions count tokens whose weight was changed, whatever their advantage.
+
+    Raises:
+        ValueError: If shapes differ or an option is out of range.
+    """
+    low, high = _weight_bounds(epsilon, epsilon_high, epsilon_max)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    ratio_N = token_ratio(log_ratio_N.detach())
+    loss_N = -ratio_N.clamp(low, high) * advantages_N * policy_logprobs_N.masked_fill(~mask_N, 0)
+    return PolicyLoss(loss_N, count_flags(flags_by_side(ratio_N < low, ratio_N > high), mask_N), mask_N.sum())
+
+
+def gpg_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+) -> PolicyLoss:
+    """Return the plain policy gradient, L = -A log p (GPG, arXiv:2504.02546; REINFORCE, Williams 1992).
+
+    There is no ratio and no clip: it is meant for one update per rollout. The paper's scaling of advantages by the
+    share of prompts that teach something belongs to the advantages, as in verl.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: Only its shape is looked at.
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+
+    Returns:
+        The loss of each token; no metrics, since nothing is clipped.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    _, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    return PolicyLoss(-advantages_N * policy_logprobs_N.masked_fill(~mask_N, 0), {}, mask_N.sum())
+
+
+@dataclass(frozen=True)
+class CISPOPolicyLoss(ConfiguredLoss):
+    """`cispo_policy_loss` with its options, as a configuration names it.
+
+    Attributes:
+        epsilon: How far the weight may fall below 1.
+        epsilon_high: How far it may rise above 1; None takes `epsilon`.
+        epsilon_max: Upper bound of the weight itself, in place of both others.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    epsilon_max: float | None = None
+
+    function = staticmethod(cispo_policy_loss)
+
+
+@dataclass(frozen=True)
+class GPGPolicyLoss(ConfiguredLoss):
+    """`gpg_policy_loss`, as a configuration names it; it has no options."""
+
+    function = staticmethod(gpg_policy_loss)
+
+
+def _weight_bounds(epsilon: float, epsilon_high: float | None, epsilon_max: float | None) -> tuple[float, float]:
+    if epsilon_max is None:
+        return clip_bounds(epsilon, epsilon_high)
+    if epsilon_high is not None:
+        raise ValueError(
+            f"epsilon_high is {epsilon_high} and epsilon_max is {epsilon_max}; both bound the weight from above, so "
+            "set only one."
+        )
+    check_positive(epsilon_max=epsilon_max)
+    return 0.0, epsilon_max
