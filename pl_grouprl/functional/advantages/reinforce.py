@@ -25,8 +25,8 @@ def reinforce_plus_plus_advantages(
 ) -> Tensor:
     """Whiten the discounted reward-to-go of all tokens of the batch (REINFORCE++, arXiv:2501.03262).
 
-    Equal to verl's `reinforce_plus_plus`; releases of verl before 2026 restart the sum at a gap of the mask, which
-    nothing here does.
+    Equal to verl's `reinforce_plus_plus`; its older releases restart the sum at a gap of the mask, which does not
+    happen here.
 
     Args:
         rewards: Reward of each token, shape [B, T], any unit; the reward of a rollout stands at its last token.

@@ -1,0 +1,72 @@
+"""Estimators by name: what each takes and needs."""
+
+import pytest
+import torch
+
+from pl_grouprl.functional.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    RewardBatch,
+    grpo_passk_advantages,
+    make_advantage_estimator,
+    opo_advantages,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+
+REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
+LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+BATCH = RewardBatch(REWARDS, GROUP_IDS, LENGTHS, GREEDY)
+PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+
+
+def test_names_and_kinds():
+    kinds = {name: make_advantage_estimator(name) for name in ADVANTAGE_ESTIMATORS}
+    assert set(kinds) == {"grpo", "rloo", "opo", "grpo_passk", "remax"} | PER_TOKEN
+    assert {name for name, estimator in kinds.items() if estimator.per_token} == PER_TOKEN
+    assert {name for name, estimator in kinds.items() if estimator.needs_greedy} == {"remax"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - PER_TOKEN))
+def test_rollout_level_estimators_take_the_same_arguments(name):
+    estimator = make_advantage_estimator(name)
+    expected = {
+        "grpo": lambda: make_advantage_estimator("grpo")(REWARDS, GROUP_IDS),
+        "rloo": lambda: rloo_advantages(REWARDS, GROUP_IDS),
+        "opo": lambda: opo_advantages(REWARDS, GROUP_IDS, LENGTHS),
+        "grpo_passk": lambda: grpo_passk_advantages(REWARDS, GROUP_IDS),
+        "remax": lambda: remax_advantages(REWARDS, GREEDY),
+    }[name]()
+    assert torch.equal(estimator(REWARDS, GROUP_IDS, lengths=LENGTHS, greedy_rewards=GREEDY), expected)
+    assert torch.equal(BATCH.advantages(estimator), expected)
+
+
+def test_token_level_estimators_take_the_same_arguments():
+    rewards = torch.diag(REWARDS)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    plain = make_advantage_estimator("reinforce_plus_plus", gamma=0.5)
+    assert torch.equal(plain(rewards, mask, GROUP_IDS), reinforce_plus_plus_advantages(rewards, mask, gamma=0.5))
+    baseline = make_advantage_estimator("reinforce_plus_plus_baseline")
+    expected = reinforce_plus_plus_baseline_advantages(REWARDS, GROUP_IDS, mask, reduce=lambda sums: 3 * sums)
+    assert torch.equal(baseline(rewards, mask, GROUP_IDS, reduce=lambda sums: 3 * sums), expected)
+
+
+def test_options():
+    passk = make_advantage_estimator("grpo_passk", scale="none")
+    assert passk(REWARDS, GROUP_IDS).tolist() == [0.0, 0.0, 3.0, 0.0]
+    with pytest.raises(ValueError, match=r"scale is 'batch'; it must be one of group, none"):
+        make_advantage_estimator("grpo_passk", scale="batch")
+    with pytest.raises(ValueError, match=r"gamma is -1; it must lie in \[0, 1\]"):
+        make_advantage_estimator("reinforce_plus_plus", gamma=-1)
+    with pytest.raises(ValueError, match=r"advantage_estimator='opo' does not use gamma; it takes no options"):
+        make_advantage_estimator("opo", gamma=1.0)
+
+
+def test_what_an_estimator_needs_and_does_not_get_is_an_error():
+    with pytest.raises(ValueError, match=r"lengths is None; opo weighs by it: pass the response tokens"):
+        make_advantage_estimator("opo")(REWARDS, GROUP_IDS)
+    with pytest.raises(ValueError, match=r"greedy_rewards is None; remax subtracts them: pass the reward of each"):
+        RewardBatch(REWARDS, GROUP_IDS).advantages(make_advantage_estimator("remax"))
+    with pytest.raises(ValueError, match=r"ReinforcePlusPlusAdvantage takes rewards per token; call it with rows"):
+        BATCH.advantages(make_advantage_estimator("reinforce_plus_plus"))
