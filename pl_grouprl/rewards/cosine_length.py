@@ -1,0 +1,144 @@
+"""Reward for correctness that depends on the length: short correct answers and long wrong ones fare better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted
+from pl_grouprl.rewards.calls import score_all
+from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.rewards.conventions import flatten_groups, prepare_reward
+from pl_grouprl.types import Rollout, RolloutGroup
+
+
+def cosine_between(start: float, end: float, progress: float) -> float:
+    """Go from `start` to `end` along half a cosine, flat at both ends (CosFn of arXiv:2502.03373).
+
+    Args:
+        start: Value at progress 0 and below.
+        end: Value at progress 1 and above.
+        progress: Share of the way, without unit.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
+
+
+class CosineLengthReward:
+    """Cosine reward of arXiv:2502.03373. Has TRL's signature; takes the place of the correctness reward.
+
+    A correct answer earns `max_value_correct` when it is empty and falls to `min_value_correct` at `max_len`. A wrong
+    one earns `min_value_wrong` when it is empty and rises to `max_value_wrong` at `max_len`: whoever does not know yet
+    may think for longer. What is longer than `max_len` counts as `max_len` (the cosine of open-r1's
+    `get_cosine_scaled_reward` turns back there and treats it as shorter again; up to there, with
+    `unit="character"`, the numbers are equal).
+
+    Args:
+        correct: Reward function that says what is right, with TRL's or verl's signature, `async` or not. A completion
+            is correct if its reward is larger than `threshold`. Where it does not apply (None), neither does this;
+            where it fails, this has no reward either.
+        max_len: Length at which the far ends are reached, in `unit`s: as a rule the sampler's
+            `max_completion_length`.
+        min_value_wrong: Reward of a wrong answer of length 0.
+        max_value_wrong: Reward of a wrong answer of `max_len`.
+        min_value_correct: Reward of a correct answer of `max_len`.
+        max_value_correct: Reward of a correct answer of length 0.
+        exceed_value: Reward at `max_len` and beyond, right or wrong (the paper's r_e). None: no such penalty.
+        threshold: Largest reward of `correct` that still counts as wrong.
+        unit: What lengths count: `token` (the paper) or `character` of the text (open-r1).
+    """
+
+    def __init__(
+        self,
+        correct: RewardFunction,
+        max_len: int,
+        *,
+        min_value_wrong: float = -1.0,
+        max_value_wrong: float = -0.5,
+        min_value_correct: float = 0.5,
+        max_value_correct: float = 1.0,
+        exceed_value: float | None = None,
+        threshold: float = 0.5,
+        unit: Literal["token", "character"] = "token",
+    ) -> None:
+        if max_len < 1:
+            raise ValueError(f"CosineLengthReward.max_len is {max_len}; it must be at least 1.")
+        if unit not in ("token", "character"):
+            raise ValueError(f"CosineLengthReward.unit is {unit!r}; it must be 'token' or 'character'.")
+        self.max_len = max_len
+        self.unit = unit
+        self.min_value_wrong = min_value_wrong
+        self.max_value_wrong = max_value_wrong
+        self.min_value_correct = min_value_correct
+        self.max_value_correct = max_value_correct
+        self.exceed_value = exceed_value
+        self.threshold = threshold
+        self._check_values()
+        self.correct = prepare_reward(as_weighted([Weighted(correct)])[0])
+        if self.correct.convention not in ("trl", "verl"):
+            raise ValueError(
+                f"CosineLengthReward.correct is {self.correct.name!r}, which has neither TRL's nor verl's signature; "
+                "pass a function of completions, or add that reward beside this one."
+            )
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]
+    ) -> list[float | None]:
+        """Return the reward of each completion; NaN, which counts as a failure, where `correct` failed.
+
+        Raises:
+            ValueError: If `correct` needs a column that the data lacks, or returns the wrong type or length.
+        """
+        texts = [completion_text(completion) for completion in completions]
+        correctness = self._correctness(prompts, texts, completion_ids, columns)
+        units: Sequence[Any] = completion_ids if self.unit == "token" else texts
+        return [self._score(value, len(own)) for value, own in zip(correctness, units, strict=True)]
+
+    def _score(self, correctness: float | None, length: int) -> float | None:
+        if correctness is None or math.isnan(correctness):
+            return correctness
+        if self.exceed_value is not None and length >= self.max_len:
+            return self.exceed_value
+        if correctness > self.threshold:
+            return cosine_between(self.max_value_correct, self.min_value_correct, length / self.max_len)
+        return cosine_between(self.min_value_wrong, self.max_value_wrong, length / self.max_len)
+
+    def _correctness(
+        self, prompts: list[Any], texts: list[str], completion_ids: list[list[int]], columns: dict[str, list[Any]]
+    ) -> list[float | None]:
+        """Call `correct` as it would be called by itself."""
+        # One group per rollout, so that a completion on which the function fails costs no other one its reward. No
+        # function of the two conventions sees the prompt's tokens, which are not known here.
+        groups = [
+            RolloutGroup(
+                prompt_ids=[0],
+                rollouts=[Rollout(ids, text=text)],
+                group_id=index,
+                columns={name: values[index] for name, values in columns.items()},
+                prompt=prompt,
+                data_source=str(columns["data_source"][index] or "default") if "data_source" in columns else "default",
+            )
+            for index, (prompt, text, ids) in enumerate(zip(prompts, texts, completion_ids, strict=True))
+        ]
+        # How many may fail is judged by the caller, which sees the NaNs.
+        (scores,) = score_all([self.correct], flatten_groups(groups), retries=1, max_failed_share=1.0)
+        return [math.nan if score.invalid else score.value for score in scores]
+
+    def _check_values(self) -> None:
+        for name in ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct", "exceed_value"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"CosineLengthReward.{name} is {value}; it must be a finite number.")
+        for kind in ("wrong", "correct"):
+            low, high = getattr(self, f"min_value_{kind}"), getattr(self, f"max_value_{kind}")
+            if low > high:
+                raise ValueError(
+                    f"CosineLengthReward.min_value_{kind} is {low}, larger than max_value_{kind}={high}; exchange them."
+                )
+        if self.max_value_wrong > self.min_value_correct:
+            raise ValueError(
+                f"CosineLengthReward.max_value_wrong is {self.max_value_wrong}, larger than "
+                f"min_value_correct={self.min_value_correct}: a long wrong answer would earn more than a long correct "
+                "one; lower it."
+            )

@@ -1,0 +1,57 @@
+"""Penalty for completions that come close to the length limit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class OverlongPenalty:
+    """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13). Has TRL's signature.
+
+    With y tokens in a completion, L = `max_length` and C = `overlong_buffer`::
+
+        0                                y <= L - C
+        penalty * ((L - C) - y) / C      L - C < y <= L
+        -penalty                         y > L
+
+    All tokens of a completion count, those of tools too. Add it to a reward for correctness; by itself it only
+    teaches brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
+    `overlong_buffer_cfg` (`len`, `penalty_factor`, with `max_resp_len`) give the same numbers.
+
+    Args:
+        max_length: L, in tokens: as a rule the sampler's `max_completion_length`.
+        overlong_buffer: C, in tokens, from 0 (no slope, only the fall beyond L) to `max_length`.
+        penalty: Height of the penalty, positive.
+    """
+
+    def __init__(self, max_length: int, overlong_buffer: int, penalty: float = 1.0) -> None:
+        if max_length < 1:
+            raise ValueError(f"OverlongPenalty.max_length is {max_length}; it must be at least 1 token.")
+        if not 0 <= overlong_buffer <= max_length:
+            raise ValueError(
+                f"OverlongPenalty.overlong_buffer is {overlong_buffer}; it must be between 0 and "
+                f"max_length={max_length} tokens."
+            )
+        if not (math.isfinite(penalty) and penalty > 0):
+            raise ValueError(
+                f"OverlongPenalty.penalty is {penalty}; it must be positive (the reward is its negative): "
+                f"set {abs(penalty) if penalty < 0 else 1.0}."
+            )
+        self.max_length = max_length
+        self.overlong_buffer = overlong_buffer
+        self.penalty = penalty
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]
+    ) -> list[float]:
+        """Return the penalty of each completion, from -penalty to 0."""
+        return [self._score(len(ids)) for ids in completion_ids]
+
+    def _score(self, length: int) -> float:
+        free = self.max_length - self.overlong_buffer
+        if length <= free:
+            return 0.0
+        if length > self.max_length:
+            return -self.penalty
+        return (free - length) / self.overlong_buffer * self.penalty

@@ -1,0 +1,63 @@
+"""Penalty for completions that repeat themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+from pl_grouprl.rewards.completion_text import completion_text
+
+
+def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
+    """Return the share of n-grams that occurred before: 1 - distinct / all (arXiv:2502.03373, appendix C.2).
+
+    Args:
+        units: Words or tokens.
+        ngram_size: Units in one n-gram, at least 1. N-grams overlap.
+
+    Returns:
+        A number in [0, 1); 0 if there are fewer units than one n-gram has.
+    """
+    total = len(units) - ngram_size + 1
+    if total < 1:
+        return 0.0
+    distinct = {tuple(units[start : start + ngram_size]) for start in range(total)}
+    return 1 - len(distinct) / total
+
+
+class RepetitionPenalty:
+    """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
+
+    On words it gives the numbers of open-r1's `get_repetition_penalty_reward`: words are what white space separates,
+    upper and lower case are the same. Languages without spaces between words need `unit="token"`.
+
+    Args:
+        ngram_size: Words or tokens in one n-gram.
+        max_penalty: Reward that a completion approaches when it consists of one n-gram over and over; not positive.
+        unit: Count n-grams of `word`s of the text or of `token`s.
+    """
+
+    def __init__(self, ngram_size: int, max_penalty: float, unit: Literal["word", "token"] = "word") -> None:
+        if ngram_size < 1:
+            raise ValueError(f"RepetitionPenalty.ngram_size is {ngram_size}; it must be at least 1.")
+        if not (math.isfinite(max_penalty) and max_penalty <= 0):
+            raise ValueError(
+                f"RepetitionPenalty.max_penalty is {max_penalty}; it is added to the reward and must be finite and not "
+                "positive, for example -1.0."
+            )
+        if unit not in ("word", "token"):
+            raise ValueError(f"RepetitionPenalty.unit is {unit!r}; it must be 'word' or 'token'.")
+        self.ngram_size = ngram_size
+        self.max_penalty = max_penalty
+        self.unit = unit
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]
+    ) -> list[float]:
+        """Return the penalty of each completion, from max_penalty to 0."""
+        sequences: list[Any] = completion_ids
+        if self.unit == "word":
+            sequences = [completion_text(completion).lower().split() for completion in completions]
+        # No penalty is 0.0, not -0.0.
+        return [self.max_penalty * repeated_share(units, self.ngram_size) + 0.0 for units in sequences]
