@@ -129,16 +129,49 @@ class TrainPromptLoader:
         if not self._resumed or self._position >= len(self):
             self._begin_next_epoch()
         self._resumed = False
-        order, updates = self._order(), self._settings["updates_per_rollout"]
+        order, updates = self._order(self._epoch), self._settings["updates_per_rollout"]
         while self._position < len(self):
             batch_index, update_index = divmod(self._position, updates)
             self._position += 1
             yield PromptBatch(
-                [self.prompts[index] for index in self._share(order, batch_index)],
+                [self.prompts[index] for index in self._batch(order, batch_index)[self.rank :: self.num_replicas]],
                 rollout_number=self._epoch * self.rollouts_per_epoch + batch_index,
                 update_index=update_index,
                 num_updates=updates,
             )
+
+    def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
+        """Draw prompts beside a rollout's regular ones, to replace groups that teach nothing (dynamic sampling).
+
+        The draw depends on the seed, the rollout, the attempt, the ranks and the count alone: it has no state, so a
+        resumed run draws the same. No prompt comes twice in one call. As far as the data goes, these are disjoint:
+        the draws of different ranks; those of different attempts, if none asks for more than a rank's share of a
+        batch (rounded up); and every draw and the rollout's regular batch. Where the data ends, this rank's own share
+        of the other prompts is left first, then the regular batch is taken in.
+
+        All prompts take part, those outside an epoch's full batches and beyond Lightning's `overfit_batches` too.
+
+        Args:
+            count: Prompts that this rank wants; ranks may want different numbers.
+            rollout_number: The `PromptBatch.rollout_number` of the regular prompts.
+            attempt: Counts the draws for this rollout, from 0.
+
+        Returns:
+            `count` prompts, in random order, or all if there are fewer.
+
+        Raises:
+            ValueError: If an argument is negative.
+        """
+        for name, value in (("count", count), ("rollout_number", rollout_number), ("attempt", attempt)):
+            if value < 0:
+                raise ValueError(f"draw_extra: {name} is {value}; it must be 0 or larger.")
+        epoch, batch_index = divmod(rollout_number, self.rollouts_per_epoch)
+        # The last number keeps this stream apart from those of the epochs' orders: seeds are filled up with zeros.
+        rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
+        order = rng.permutation(len(self.prompts))
+        regular = np.isin(order, self._batch(self._order(epoch), batch_index))
+        dealt = np.concatenate([self._deal(order[~regular], attempt), self._deal(order[regular], attempt)])
+        return [self.prompts[index] for index in dealt[:count]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the number of batches yielded in it, and the settings on which their meaning depends."""
@@ -170,14 +203,20 @@ class TrainPromptLoader:
         if self._position > 0:
             self._epoch, self._position, self._resumed = self._epoch + 1, 0, False
 
-    def _order(self) -> np.ndarray:
+    def _order(self, epoch: int) -> np.ndarray:
         if not self._settings["shuffle"]:
             return np.arange(len(self.prompts))
-        return np.random.default_rng((self._settings["seed"], self._epoch)).permutation(len(self.prompts))
+        return np.random.default_rng((self._settings["seed"], epoch)).permutation(len(self.prompts))
 
-    def _share(self, order: np.ndarray, batch_index: int) -> np.ndarray:
+    def _batch(self, order: np.ndarray, batch_index: int) -> np.ndarray:
         size = self._settings["batch_size"]
-        return order[batch_index * size : (batch_index + 1) * size][self.rank :: self.num_replicas]
+        return order[batch_index * size : (batch_index + 1) * size]
+
+    def _deal(self, indices: np.ndarray, attempt: int) -> np.ndarray:
+        """Put this rank's share of the indices first, from where the attempt begins, and the other ranks' after it."""
+        own = np.arange(len(indices)) % self.num_replicas == self.rank
+        step = attempt * -(-self._settings["batch_size"] // self.num_replicas)
+        return np.concatenate([np.roll(part, -step) for part in (indices[own], indices[~own])])
 
     def _check(self) -> None:
         size, prompts, ranks = self._settings["batch_size"], len(self.prompts), self.num_replicas

@@ -114,6 +114,27 @@ class PromptDataModule(LightningDataModule):
             **self._ranks(),
         )
 
+    def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
+        """Draw training prompts of this rank beside a rollout's regular ones; see `TrainPromptLoader.draw_extra`.
+
+        Args:
+            count: Prompts that this rank wants.
+            rollout_number: The rollout for which they are.
+            attempt: Counts the draws for this rollout, from 0.
+
+        Returns:
+            `count` prompts, or all if there are fewer.
+
+        Raises:
+            ValueError: If the training data is not loaded or an argument is negative.
+        """
+        if "train" not in self.prompts:
+            raise ValueError(
+                "PromptDataModule.draw_extra: the training prompts are not loaded; call setup('fit') first, or fit "
+                "with this data module."
+            )
+        return self.train_dataloader().draw_extra(count, rollout_number=rollout_number, attempt=attempt)
+
     def val_dataloader(self) -> EvalPromptLoader | list[EvalPromptLoader]:
         """Return the loader of the validation prompts; an empty list, which Lightning skips, if there are none."""
         return self._eval_loader("val") if "val" in self.prompts else []
