@@ -1,0 +1,168 @@
+"""Weights that correct for a sampler whose probabilities are not the trainer's.
+
+With w the ratio of a token's probability under the trainer before the update to that under the sampler, and W the
+product of w over a rollout's trained tokens:
+
+| kind | weight of a token | known as | TRL's `vllm_importance_sampling_mode` |
+|---|---|---|---|
+| `none` | 1 | | `vllm_importance_sampling_correction=False` |
+| `token_truncate` | clip(w, low, high) | TIS (Yao et al., "Off-policy RL", 2025; arXiv:1606.02647) | `token_truncate` |
+| `token_mask` | w, or 0 where w is outside [low, high] | IcePop (arXiv:2510.18855) | `token_mask` |
+| `sequence_truncate` | clip(W, low, high) | TIS on sequences | `sequence_truncate` |
+| `sequence_mask` | W, or 0 where W is outside [low, high] | MIS ("When Speed Kills Stability", 2025) | `sequence_mask` |
+
+`low` and `high` are TRL's `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` (once
+`vllm_importance_sampling_cap`). Multiply the policy loss of each token by its weight; a KL penalty is not weighted.
+
+Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.masked import check_flat, check_mask, masked_sum, sum_per_rollout
+
+IMPORTANCE_KINDS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+MAX_LOG_RATIO = 20.0
+"""Limit of a log-ratio before `exp`, in nats, for tokens and sequences (as in verl; TRL has none)."""
+
+
+class ImportanceWeights(NamedTuple):
+    """Weights of the policy loss, and how far sampler and trainer disagree.
+
+    Attributes:
+        weights_N: Weight of each token, without gradient, shape [N]; 0 outside the mask.
+        mask_N: Trained tokens that were not thrown out by a `..._mask` kind, bool, shape [N]. In TRL those thrown out
+            still count in the denominator of the loss: aggregate with the mask that came in for TRL's numbers, or with
+            this one to leave them out (as verl's rejection sampling does).
+        metrics: Pairs (sum, count) by name, to be added over micro-batches and ranks and then divided:
+            `sampling/sampling_logp_difference/mean` over trained tokens, and `sampling/importance_sampling_ratio/mean`
+            over trained tokens or, for the sequence kinds, rollouts with a trained token. The ratio is the one after
+            the bounds, as in TRL; for `none` it is w.
+        extremes: Scalars by name, to be reduced by the maximum (`.../max`) or the minimum (`.../min`). Where nothing is
+            trained they are neutral: 0 for a maximum, infinity for the minimum.
+    """
+
+    weights_N: Tensor
+    mask_N: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+    extremes: dict[str, Tensor]
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs_N: Tensor,
+    rollout_logprobs_N: Tensor,
+    *,
+    kind: str,
+    mask_N: Tensor,
+    rollout_index_N: Tensor,
+    num_rollouts: int,
+    low: float | None = None,
+    high: float | None = 3.0,
+) -> ImportanceWeights:
+    """Weigh each token by trainer over sampler, bounded; the module's table gives the formulas.
+
+    Args:
+        old_logprobs_N: Log-probabilities under the trainer before the update, shape [N].
+        rollout_logprobs_N: The same as the sampler reported them, shape [N].
+        kind: One of `IMPORTANCE_KINDS`.
+        mask_N: True for trained tokens, bool, shape [N]; log-probabilities elsewhere may be NaN.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole for the sequence kinds.
+        num_rollouts: B.
+        low: Lower bound of the ratio; None sets none.
+        high: Upper bound of the ratio; None sets none. Not used by `none`.
+
+    Returns:
+        The weights and the metrics. In TRL, rollouts without a trained token count in the mean ratio of the sequence
+        kinds, with a ratio of 1; here they do not.
+
+    Raises:
+        ValueError: If shapes differ, the kind is unknown, or the bounds do not fit.
+    """
+    check_importance_options(kind, low, high)
+    check_flat(
+        old_logprobs_N=old_logprobs_N,
+        rollout_logprobs_N=rollout_logprobs_N,
+        mask_N=mask_N,
+        rollout_index_N=rollout_index_N,
+    )
+    check_mask(mask_N)
+    log_ratio_N = (old_logprobs_N - rollout_logprobs_N).masked_fill(~mask_N, 0)
+    if kind.startswith("sequence"):
+        lengths_B = sum_per_rollout(mask_N.to(torch.int64), rollout_index_N, num_rollouts)
+        ratio_B, keep_B = _bounded(sum_per_rollout(log_ratio_N, rollout_index_N, num_rollouts), kind, low, high)
+        counted = ratio_B, lengths_B > 0
+        weights_N, keep_N = ratio_B[rollout_index_N], keep_B[rollout_index_N]
+    else:
+        weights_N, keep_N = _bounded(log_ratio_N, kind, low, high)
+        counted = weights_N, mask_N
+        if kind == "none":
+            weights_N = torch.ones_like(weights_N)
+    metrics, extremes = _statistics(log_ratio_N.abs(), mask_N, *counted)
+    return ImportanceWeights(weights_N.masked_fill(~mask_N, 0), mask_N & keep_N, metrics, extremes)
+
+
+def check_importance_options(kind: str, low: float | None, high: float | None) -> None:
+    """Refuse an unknown kind and bounds that do not fit it.
+
+    Args:
+        kind: One of `IMPORTANCE_KINDS`.
+        low: Lower bound of the ratio; None sets none.
+        high: Upper bound of the ratio; None sets none.
+
+    Raises:
+        ValueError: If the kind is unknown, `none` has a lower bound, another kind has no bound at all, or the bounds
+            are negative or in the wrong order.
+    """
+    if kind not in IMPORTANCE_KINDS:
+        raise ValueError(f"importance_sampling is {kind!r}; it must be one of {', '.join(IMPORTANCE_KINDS)}.")
+    if kind == "none":
+        if low is not None:
+            raise ValueError(f"low is {low} and importance_sampling is 'none', which has no bounds; leave low None.")
+        return
+    if low is None and high is None:
+        raise ValueError(f"low and high are None; importance_sampling={kind!r} needs at least one bound.")
+    if low is not None and not low >= 0:
+        raise ValueError(f"low is {low}; a ratio is never negative, so pass 0 or more, or None for no bound.")
+    if high is not None and not high > (low or 0):
+        raise ValueError(f"high is {high}; it must be larger than {low or 0}, or None for no bound.")
+
+
+def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
+    """Return the bounded ratio, and whether it is still in use."""
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    everything = torch.ones_like(ratio, dtype=torch.bool)
+    if kind == "none":
+        return ratio, everything
+    least, most = (0.0 if low is None else low), (math.inf if high is None else high)
+    if kind.endswith("truncate"):
+        return ratio.clamp(least, most), everything
+    keep = (ratio >= least) & (ratio <= most)
+    return ratio.masked_fill(~keep, 0), keep
+
+
+def _statistics(
+    difference_N: Tensor, mask_N: Tensor, ratios: Tensor, is_counted: Tensor
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Return sums with counts, and extremes; the ratios are those of tokens or of rollouts."""
+    metrics = {
+        "sampling/sampling_logp_difference/mean": (masked_sum(difference_N, mask_N), mask_N.sum()),
+        "sampling/importance_sampling_ratio/mean": (masked_sum(ratios, is_counted), is_counted.sum()),
+    }
+    extremes = {
+        "sampling/sampling_logp_difference/max": _maximum(difference_N.masked_fill(~mask_N, 0)),
+        "sampling/importance_sampling_ratio/max": _maximum(ratios.masked_fill(~is_counted, 0)),
+        "sampling/importance_sampling_ratio/min": -_maximum(-ratios.masked_fill(~is_counted, math.inf), -math.inf),
+    }
+    return metrics, extremes
+
+
+def _maximum(values: Tensor, default: float = 0.0) -> Tensor:
+    return torch.cat([values, values.new_full((1,), default)]).max()

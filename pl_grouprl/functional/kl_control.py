@@ -1,0 +1,119 @@
+"""The coefficient of a KL penalty: fixed, or steered towards a target.
+
+The adaptive one is the proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2): after each rollout
+phase of n rollouts with a measured KL,
+
+    error = clip(KL / target - 1, -0.2, 0.2)
+    coef <- coef * (1 + error * n / horizon)
+
+with the paper's gain of 0.1 written as n / horizon, as in TRL's PPO and in verl. Plain Python numbers: give every rank
+the same KL, and the coefficients stay equal.
+"""
+
+from __future__ import annotations
+
+import math
+
+MAX_ERROR = 0.2
+"""The relative distance to the target is limited to plus or minus this."""
+
+DEFAULT_HORIZON = 10_000
+"""Rollouts; TRL's and verl's default."""
+
+
+class FixedKLController:
+    """A coefficient that stays what it is.
+
+    Args:
+        coef: Weight of the KL, 0 or larger.
+
+    Raises:
+        ValueError: If the coefficient is negative.
+    """
+
+    def __init__(self, coef: float) -> None:
+        if not coef >= 0:
+            raise ValueError(f"coef is {coef}; it must be 0 (no penalty) or larger.")
+        self.coef = float(coef)
+
+    def update(self, kl: float, num_rollouts: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return nothing to save: on resume the configuration decides."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Keep the coefficient of the configuration."""
+
+
+class AdaptiveKLController:
+    """A coefficient that rises while the KL is above its target and falls while it is below.
+
+    Args:
+        coef: Weight of the KL at the start, larger than 0 (0 could never rise).
+        target: The KL to reach, in the unit of what `update` is given.
+        horizon: How many rollouts it takes to react, larger than 0.
+
+    Raises:
+        ValueError: If one of them is not positive.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int = DEFAULT_HORIZON) -> None:
+        for name, value in (("coef", coef), ("target", target), ("horizon", horizon)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; it must be larger than 0 for an adaptive coefficient.")
+        self.coef = float(coef)
+        self.target = float(target)
+        self.horizon = horizon
+
+    def update(self, kl: float, num_rollouts: int) -> None:
+        """Move the coefficient after a rollout phase.
+
+        Args:
+            kl: Measured KL of the phase, the same on all ranks. NaN (nothing was measured) changes nothing.
+            num_rollouts: Rollouts of the phase, on all ranks together.
+
+        Raises:
+            ValueError: If the phase has so many rollouts that the coefficient could turn 0 or negative.
+        """
+        if num_rollouts * MAX_ERROR >= self.horizon:
+            raise ValueError(
+                f"horizon is {self.horizon} and a rollout phase has {num_rollouts} rollouts; the coefficient could "
+                f"turn negative, so pass a horizon above {math.ceil(num_rollouts * MAX_ERROR)}."
+            )
+        if math.isnan(kl):
+            return
+        error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
+        self.coef *= 1 + error * num_rollouts / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient, the only thing that changes."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a saved coefficient; a run that had a fixed one until now starts from the configuration's."""
+        self.coef = float(state.get("coef", self.coef))
+
+
+def make_kl_controller(
+    coef: float, target: float | None = None, horizon: int | None = None
+) -> FixedKLController | AdaptiveKLController:
+    """Build an adaptive controller where there is a target, else a fixed one.
+
+    Args:
+        coef: Weight of the KL (at the start).
+        target: The KL to reach; None keeps the coefficient fixed.
+        horizon: How many rollouts it takes to react; None takes `DEFAULT_HORIZON`. Only with a target.
+
+    Returns:
+        The controller.
+
+    Raises:
+        ValueError: If a number is out of range, or there is a horizon without a target.
+    """
+    if target is not None:
+        return AdaptiveKLController(coef, target, DEFAULT_HORIZON if horizon is None else horizon)
+    if horizon is not None:
+        raise ValueError(f"horizon is {horizon} and target is None; a fixed coefficient has no horizon. Set a target.")
+    return FixedKLController(coef)

@@ -1,0 +1,110 @@
+"""The critic's loss, and how much of the returns it explains.
+
+Legend: N response tokens of all rollouts in one row (flat, no padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.masked import check_flat, check_mask
+
+_ROUNDING = 1e-12
+"""A spread of the returns below this share of their mean is rounding, and counts as none."""
+
+
+class ValueLoss(NamedTuple):
+    """A value loss before aggregation.
+
+    Attributes:
+        per_token_N: Loss of each token, shape [N], to be minimised; 0 outside the mask. Give it to `aggregate`.
+        metrics: Detached sum `value/clip_ratio`: tokens whose clipped value has the larger error. Add over
+            micro-batches and ranks, and divide by the sum of `metric_count`.
+        metric_count: Tokens in the mask.
+    """
+
+    per_token_N: Tensor
+    metrics: dict[str, Tensor]
+    metric_count: Tensor
+
+
+def clipped_value_loss(
+    values_N: Tensor,
+    old_values_N: Tensor,
+    returns_N: Tensor,
+    *,
+    mask_N: Tensor,
+    cliprange: float | None = None,
+) -> ValueLoss:
+    """Square the error of each value, and of the value held near the old one; take the larger (PPO's value loss).
+
+    L = 0.5 max((V - R)^2, (clip(V, old - cliprange, old + cliprange) - R)^2), as in OpenAI's baselines (ppo2), TRL and
+    verl (`cliprange_value`). Without a range, 0.5 (V - R)^2.
+
+    Args:
+        values_N: Values of the critic, with gradient, shape [N].
+        old_values_N: The same before the update, shape [N].
+        returns_N: What the values should be, shape [N].
+        mask_N: True where there is a loss, bool, shape [N]; everything elsewhere may be NaN.
+        cliprange: How far a value may move from the old one, in units of the return; None sets no limit.
+
+    Returns:
+        The loss of each token.
+
+    Raises:
+        ValueError: If shapes differ or the range is not positive.
+    """
+    if cliprange is not None and not cliprange > 0:
+        raise ValueError(f"cliprange is {cliprange}; it must be larger than 0, or None for no limit.")
+    check_flat(values_N=values_N, old_values_N=old_values_N, returns_N=returns_N, mask_N=mask_N)
+    check_mask(mask_N)
+    values_N, old_values_N, returns_N = (x.masked_fill(~mask_N, 0) for x in (values_N, old_values_N, returns_N))
+    error_N = (values_N - returns_N).square()
+    if cliprange is None:
+        return ValueLoss(0.5 * error_N, {"value/clip_ratio": torch.zeros_like(mask_N.sum())}, mask_N.sum())
+    held_N = torch.clamp(values_N, old_values_N - cliprange, old_values_N + cliprange)
+    held_error_N = (held_N - returns_N).square()
+    clipped = (held_error_N > error_N).sum()
+    return ValueLoss(0.5 * torch.maximum(error_N, held_error_N), {"value/clip_ratio": clipped}, mask_N.sum())
+
+
+@torch.no_grad()
+def explained_variance(
+    values_N: Tensor,
+    returns_N: Tensor,
+    *,
+    mask_N: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Measure the share of the returns' variance that the values explain, 1 - Var(R - V) / Var(R).
+
+    1 is a perfect critic (up to a constant), 0 one that is as good as a constant, below 0 a worse one. Means first,
+    squares around them after, in float64. verl adds 1e-5 to Var(R); here it is exact.
+
+    Args:
+        values_N: Values of the critic, shape [N].
+        returns_N: Returns, shape [N].
+        mask_N: Which tokens count, bool, shape [N]; everything elsewhere may be NaN.
+        reduce: Adds a 1-D float64 tensor of sums up over the ranks, and is called twice; None for one rank.
+
+    Returns:
+        A float64 scalar; NaN where the returns are all equal or there are none.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check_flat(values_N=values_N, returns_N=returns_N, mask_N=mask_N)
+    check_mask(mask_N)
+    add = (lambda sums: sums) if reduce is None else reduce
+    returns = returns_N[mask_N].double()
+    errors = returns - values_N[mask_N].double()
+    count, return_sum, error_sum = add(torch.stack([mask_N.sum().double(), returns.sum(), errors.sum()]))
+    mean = return_sum / count
+    spreads = torch.stack([(errors - error_sum / count).square().sum(), (returns - mean).square().sum()])
+    error_spread, return_spread = add(spreads)
+    is_constant = return_spread <= count * (_ROUNDING * mean).square()
+    return torch.where(is_constant, torch.nan, 1 - error_spread / return_spread)
