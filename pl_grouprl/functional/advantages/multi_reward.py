@@ -28,7 +28,7 @@ def combine_rewards(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tenso
         Shape [B], in the dtype of the rewards (at least float32); NaN where no function applies.
 
     Raises:
-        ValueError: If the shapes differ or a weight is not finite.
+        ValueError: If the shapes differ, a reward is infinite or a weight is not finite.
     """
     weights_F = _check(rewards, weights)
     applies_BF = ~rewards.isnan()
@@ -52,10 +52,9 @@ def multi_reward_advantages(
 
     `sum_then_normalize` passes the weighted sum to the estimator. `normalize_then_sum` (GDPO, arXiv:2601.05242) passes
     each reward by itself, adds up the weighted advantages, and then subtracts their mean over the batch and divides by
-    their standard deviation, so that no reward drowns the others. Equal to TRL with
-    the estimator `grpo` and `eps=1e-4` in both; TRL divides each reward by its group's standard deviation whatever its
-    `scale_rewards` says, here the estimator's scale holds. verl's `gdpo` takes the last mean and standard deviation
-    over tokens.
+    their standard deviation, so that no reward drowns the others. Equal to TRL with the estimator `grpo` and `eps=1e-4`
+    in both; TRL divides each reward by its group's standard deviation whatever its `scale_rewards` says, here the
+    estimator's scale holds. verl's `gdpo` takes the last mean and standard deviation over tokens.
 
     Args:
         rewards: Reward of each function for each rollout, shape [B, F], any unit; NaN where a function does not apply.
@@ -73,7 +72,7 @@ def multi_reward_advantages(
         function, such as those of equal rewards.
 
     Raises:
-        ValueError: If the shapes differ, the aggregation is unknown, or a reward or a weight is infinite.
+        ValueError: If the shapes differ, the aggregation is unknown, a reward is infinite or a weight is not finite.
     """
     if aggregation not in REWARD_AGGREGATIONS:
         raise ValueError(f"aggregation is {aggregation!r}; it must be one of {', '.join(REWARD_AGGREGATIONS)}.")
@@ -122,4 +121,10 @@ def _check(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
         )
     if not weights_F.isfinite().all():
         raise ValueError(f"weights is {weights_F.tolist()}; pass finite numbers, 0 to leave a reward out.")
+    infinite = rewards.isinf().any(dim=1).nonzero().flatten()
+    if len(infinite):
+        raise ValueError(
+            f"rewards is infinite for rollouts {infinite[:5].tolist()} ({len(infinite)} in all); "
+            "return a finite reward, or NaN where a function does not apply."
+        )
     return weights_F
