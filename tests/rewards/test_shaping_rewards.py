@@ -222,8 +222,9 @@ def test_cosine_reward_refuses_what_is_no_function():
         CosineLengthReward(ExactMatch, 12)
     with pytest.raises(TypeError, match="Weighted"):
         CosineLengthReward(Weighted(contains_answer), 12)
-    with pytest.raises(ValueError, match="none of the two known ones"):
-        CosineLengthReward(lambda text: 1.0, 12)
+    for function in (lambda text: 1.0, lambda groups: [[1.0]]):
+        with pytest.raises(ValueError, match="'<lambda>'.* signature"):
+            CosineLengthReward(function, 12)
 
 
 class Trainer:
