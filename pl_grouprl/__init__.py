@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms import GRPO
-    from pl_grouprl.callbacks import SharedPrefixCallback
+    from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
+    from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor
     from pl_grouprl.data import PromptDataModule
     from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 
@@ -15,15 +15,29 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "GRPO": "algorithms",
+    "GroupPPO": "algorithms",
+    "PPO": "algorithms",
     "Prompt": "types",
     "PromptDataModule": "data",
     "Rollout": "types",
     "RolloutGroup": "types",
     "SamplingConfig": "types",
     "SharedPrefixCallback": "callbacks",
+    "TokenGroupMonitor": "callbacks",
 }
 
-__all__ = ["GRPO", "Prompt", "PromptDataModule", "Rollout", "RolloutGroup", "SamplingConfig", "SharedPrefixCallback"]
+__all__ = [
+    "GRPO",
+    "PPO",
+    "GroupPPO",
+    "Prompt",
+    "PromptDataModule",
+    "Rollout",
+    "RolloutGroup",
+    "SamplingConfig",
+    "SharedPrefixCallback",
+    "TokenGroupMonitor",
+]
 
 
 def __getattr__(name: str) -> Any:

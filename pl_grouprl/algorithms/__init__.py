@@ -1,9 +1,27 @@
 """LightningModules: what to roll out, and what to learn from it."""
 
 from pl_grouprl.algorithms.base import MiniBatch, RolloutModule
+from pl_grouprl.algorithms.group_ppo import GroupPPO
 from pl_grouprl.algorithms.grpo import GRPO
 from pl_grouprl.algorithms.optimizer import OptimizerConfig
+from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
 from pl_grouprl.algorithms.policy_module import LossTerms, PolicyModule
+from pl_grouprl.algorithms.ppo import PPO, CriticRows, Estimate
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.sampling_module import SamplingModule
 
-__all__ = ["GRPO", "LossTerms", "MiniBatch", "OptimizerConfig", "PolicyModule", "RolloutBuffer", "RolloutModule"]
+__all__ = [
+    "GRPO",
+    "PPO",
+    "CriticRows",
+    "Estimate",
+    "GroupPPO",
+    "LossTerms",
+    "MiniBatch",
+    "OptimizerConfig",
+    "PolicyGradientModule",
+    "PolicyModule",
+    "RolloutBuffer",
+    "RolloutModule",
+    "SamplingModule",
+]

@@ -1,4 +1,4 @@
-"""What all algorithms share: rollouts, the buffer that several updates reuse, evaluation, checkpoints.
+"""What all algorithms share: rollouts, the buffer that several updates reuse, checkpoints amid them.
 
 Legend: B rollouts, N response tokens of all rollouts one after another.
 """
@@ -9,31 +9,29 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
-from pl_grouprl.algorithms.evaluation import evaluation_metrics
-from pl_grouprl.algorithms.metrics import Record, count_tokens, merge_reward_metrics, rollout_metrics, summarize
-from pl_grouprl.algorithms.policy_module import LossTerms, PolicyModule, evaluating
+from pl_grouprl.algorithms.metrics import count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.algorithms.policy_module import LossTerms, evaluating
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
+from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch, pack
-from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, check_columns, prepare_rewards
-from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
-from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
-from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
+from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards
+from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 
-DEFAULT_SAMPLING = SamplingConfig()
-
-_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,18 +41,25 @@ class MiniBatch:
     Attributes:
         scoring: The decoder call.
         tokens: What the buffer holds, by name, on the module's device.
+        groups: The groups themselves.
     """
 
     scoring: ScoringBatch
     tokens: dict[str, Tensor]
+    groups: Sequence[RolloutGroup]
 
     @property
     def mask_N(self) -> Tensor:
         """Which tokens are trained."""
         return self.tokens["loss_mask"]
 
+    @property
+    def rollouts(self) -> dict[str, Any]:
+        """Which rollout each token belongs to, and their number: keyword arguments of the losses."""
+        return {"rollout_index_N": self.scoring.rollout_index_N, "num_rollouts": self.scoring.num_rollouts}
 
-class RolloutModule(PolicyModule, ABC):
+
+class RolloutModule(SamplingModule, ABC):
     """Trains a policy on rollouts of its own. A subclass says what is prepared after a rollout and what the loss is.
 
     Each prompt batch arrives `updates_per_rollout` times in a row. The first time, rollouts are sampled, rewarded and
@@ -65,15 +70,15 @@ class RolloutModule(PolicyModule, ABC):
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         num_generations: Rollouts per prompt.
-        sampling: How training rollouts are sampled. Log-probabilities are trained at its temperature.
-        engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs nothing but PyTorch.
         num_iterations: Passes over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
-        val_num_generations: Rollouts per prompt in validation and test: the k of mean@k.
-        val_sampling: How those are sampled; None is `sampling`.
-        seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
-            resumed run continues exactly.
-        **kwargs: Options of `PolicyModule`: optimizer, sharing, attention_backend, verify, max_nonfinite_steps.
+        mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards count in the
+            statistics of their group all the same.
+        dynamic_sampling: Train only groups whose rewards differ (DAPO, arXiv:2503.14476, section 3.2): prompts that
+            give nothing to learn are replaced by others of the training data.
+        max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`, the
+            first time included. If groups are still missing then, the batch is smaller.
+        **kwargs: Options of `SamplingModule` and `PolicyModule`.
 
     Attributes:
         last_rollouts: The latest training rollouts with their rewards and advantages.
@@ -88,39 +93,33 @@ class RolloutModule(PolicyModule, ABC):
         rewards: list[Weighted | RewardFunction] | RewardFunction,
         *,
         num_generations: int = 8,
-        sampling: SamplingConfig = DEFAULT_SAMPLING,
-        engine: RolloutEngine | None = None,
         num_iterations: int = 1,
         num_mini_batches: int = 1,
-        val_num_generations: int = 1,
-        val_sampling: SamplingConfig | None = None,
-        seed: int = 0,
+        mask_truncated_completions: bool = False,
+        dynamic_sampling: bool = False,
+        max_generation_batches: int = 5,
         **kwargs: Any,
     ) -> None:
-        super().__init__(policy, **kwargs)
+        super().__init__(policy, rewards, **kwargs)
         counts = {
             "num_generations": num_generations,
             "num_iterations": num_iterations,
             "num_mini_batches": num_mini_batches,
-            "val_num_generations": val_num_generations,
+            "max_generation_batches": max_generation_batches,
         }
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} is {count}; it must be at least 1.")
-        prepare_rewards(rewards)
-        self.rewards = rewards
+        if dynamic_sampling and num_generations < 2:
+            raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
         self.num_generations = num_generations
-        self.sampling = sampling
-        self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
         self.num_iterations = num_iterations
         self.num_mini_batches = num_mini_batches
-        self.val_num_generations = val_num_generations
-        self.val_sampling = sampling if val_sampling is None else val_sampling
-        self.seed = seed
+        self.mask_truncated_completions = mask_truncated_completions
+        self.dynamic_sampling = dynamic_sampling
+        self.max_generation_batches = max_generation_batches
         self.last_rollouts: RolloutBuffer | None = None
         self.num_tokens = 0
-        self._evaluated: list[RolloutGroup] = []
-        self._records: list[Record] = []
         self._seconds: dict[str, float] = {}
         self._step_start = self._update_start = self._update_end = self._cycle_seconds = 0.0
 
@@ -143,43 +142,33 @@ class RolloutModule(PolicyModule, ABC):
 
     def setup(self, stage: str) -> None:
         """Refuse what cannot work, before anything is loaded."""
-        batch_size = getattr(getattr(self.trainer, "datamodule", None), "batch_size", None)
+        super().setup(stage)
+        datamodule = getattr(self.trainer, "datamodule", None)
+        batch_size = getattr(datamodule, "batch_size", None)
         if stage == "fit" and batch_size is not None and self.num_mini_batches > batch_size:
             raise ValueError(
                 f"num_mini_batches is {self.num_mini_batches} with batch_size={batch_size} prompts; groups are not "
                 f"split, so it can be at most {batch_size}."
             )
-        prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts", {})
-        for split in _SPLITS_OF_STAGE.get(stage, ()):
-            check_columns(prompts.get(split, ()), self.rewards, split)
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: int
-    ) -> list[RolloutGroup]:
-        """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt to evaluate."""
-        if not prompts:
-            return []
-        self.engine.bind(self.policy, self.tokenizer)
-        with evaluating(self.policy):
-            rollouts = self.engine.generate(
-                [prompt.token_ids for prompt in prompts], sampling, num_generations=num_generations, seed=seed
+        if stage == "fit" and self.dynamic_sampling and not hasattr(datamodule, "draw_extra"):
+            raise ValueError(
+                "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
             )
-        return [
-            RolloutGroup(prompt.token_ids, own, index, prompt.columns, prompt.prompt, prompt.data_source)
-            for index, (prompt, own) in enumerate(zip(prompts, rollouts, strict=True))
-        ]
 
     def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
         """Sample, reward and prepare the rollouts of a prompt batch."""
-        seed = self._derive_seed("rollout", batch.rollout_number)
-        with self._timed("rollout"):
-            groups = self.generate(batch.prompts, self.sampling, self.num_generations, seed=seed)
-        with self._timed("reward"):
-            reward_metrics = apply_rewards(groups, self.rewards, tokenizer=self.tokenizer)
+        generated, calls = self._sample(batch.prompts, batch.rollout_number)
+        groups = generated
+        selection: dict[str, float] = {}
+        if self.dynamic_sampling:
+            groups, selection = self._replace_uniform_groups(batch, generated, calls)
+        if self.mask_truncated_completions:
+            leave_out_truncated(groups)
         buffer = RolloutBuffer(groups, batch.rollout_number, self.num_mini_batches, self.seed)
-        per_rank = gather_plain((summarize(groups), reward_metrics), self.device)
+        per_rank = gather_plain((summarize(generated), calls), self.device)
         records = [record for own, _ in per_rank for record in own]
-        buffer.metrics = merge_reward_metrics([own for _, own in per_rank]) | rollout_metrics(records)
+        reward_metrics = merge_reward_metrics([metrics for _, own in per_rank for metrics in own])
+        buffer.metrics = reward_metrics | rollout_metrics(records) | selection
         buffer.num_tokens = count_tokens(records)
         if math.isnan(buffer.metrics["reward"]):
             rank_zero_warn(
@@ -190,13 +179,47 @@ class RolloutModule(PolicyModule, ABC):
         self.prepare(buffer)
         return buffer
 
+    def _sample(
+        self, prompts: Sequence[Prompt], rollout_number: int, attempt: int = 0
+    ) -> tuple[list[RolloutGroup], list[dict[str, float]]]:
+        """Sample and reward rollouts of prompts; returns the metrics of the reward functions beside the groups."""
+        if not prompts:
+            return [], []
+        seed = self._derive_seed("rollout", rollout_number, *([attempt] if attempt else []))
+        with self._timed("rollout"):
+            groups = self.generate(prompts, self.sampling, self.num_generations, seed=seed)
+        with self._timed("reward"):
+            return groups, [apply_rewards(groups, self.rewards, tokenizer=self.tokenizer)]
+
+    def _replace_uniform_groups(
+        self, batch: PromptBatch, generated: list[RolloutGroup], calls: list[dict[str, float]]
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """Keep groups whose rewards differ, and sample other prompts for the rest; extends both lists."""
+        kept, attempt = [group for group in generated if has_spread(group)], 1
+        while attempt < self.max_generation_batches:
+            missing = len(batch.prompts) - len(kept)
+            if not self.sum_over_ranks([torch.tensor(missing)])[0]:
+                break
+            prompts = self.trainer.datamodule.draw_extra(  # type: ignore[attr-defined]
+                missing, rollout_number=batch.rollout_number, attempt=attempt
+            )
+            groups, own_calls = self._sample(prompts, batch.rollout_number, attempt)
+            generated += groups
+            calls += own_calls
+            kept += [group for group in groups if has_spread(group)]
+            attempt += 1
+        counts = self.sum_over_ranks([torch.tensor(len(kept)), torch.tensor(len(generated))])
+        names = ("dynamic_sampling/kept_groups", "dynamic_sampling/generated_groups")
+        metrics = dict(zip(names, counts, strict=True)) | {"dynamic_sampling/generation_batches": float(attempt)}
+        return kept or [leave_untrained(generated[0])], metrics
+
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         """Sample new rollouts where a new prompt batch begins.
 
         Raises:
             TypeError: If the batch is of a loader that knows nothing of rollouts.
         """
-        _check_batch(batch)
+        check_batch(batch)
         self._step_start = time.perf_counter()
         held = self.last_rollouts
         if batch.update_index == 0 or held is None or held.rollout_number != batch.rollout_number:
@@ -204,12 +227,24 @@ class RolloutModule(PolicyModule, ABC):
             self._cycle_seconds = 0.0
             self.last_rollouts = self.collect_rollouts(batch)
 
-    def score_rollouts(self, model: Any, buffer: RolloutBuffer) -> Tensor:
-        """Score all rollouts of the buffer without gradient, a mini-batch's worth of groups at a time, shape [N]."""
+    def map_rollouts(self, model: nn.Module, buffer: RolloutBuffer, function: Callable[[ScoringBatch], T]) -> list[T]:
+        """Call a function without gradient on all rollouts of the buffer, a mini-batch's worth of groups at a time.
+
+        Args:
+            model: What the function runs; put into evaluation mode meanwhile.
+            buffer: The rollouts.
+            function: Takes each part, laid out for one decoder call.
+        """
         size = -(-len(buffer.groups) // self.num_mini_batches)
         parts = [buffer.groups[start : start + size] for start in range(0, len(buffer.groups), size)]
         with evaluating(model), self.trainer.precision_plugin.forward_context():
-            return torch.cat([self.score(model, self._pack(part)).logprobs_N for part in parts])
+            return [function(self._pack(part)) for part in parts]
+
+    def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
+        """Score all rollouts of the buffer without gradient; tensors of shape [N]."""
+        parts = self.map_rollouts(model, buffer, lambda batch: self.score(model, batch, **kwargs))
+        fields = [None if None in own else torch.cat(own) for own in zip(*parts, strict=True)]
+        return TokenScores(*fields)  # type: ignore[arg-type]
 
     def score(self, model: Any, batch: ScoringBatch, **kwargs: Any) -> TokenScores:
         """Score a batch at the sampling temperature; see `pl_grouprl.models.score`."""
@@ -225,7 +260,8 @@ class RolloutModule(PolicyModule, ABC):
         # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
         torch.manual_seed(self._derive_seed("update", batch.rollout_number, batch.update_index))
         groups, tokens = buffer.mini_batch(batch.update_index)
-        mini_batch = MiniBatch(self._pack(groups), {name: own.to(self.device) for name, own in tokens.items()})
+        on_device = {name: own.to(self.device) for name, own in tokens.items()}
+        mini_batch = MiniBatch(self._pack(groups), on_device, groups)
         terms = self.compute_loss(mini_batch)
         scoring = mini_batch.scoring
         token_ratio = (torch.tensor(scoring.num_tokens_repeated), torch.tensor(scoring.num_tokens_run))
@@ -257,42 +293,6 @@ class RolloutModule(PolicyModule, ABC):
         # Tokens that were sampled and trained, over the time for both; unknown where a resumed run begins in between.
         if "rollout" in self._seconds and buffer.updates_done == self.updates_per_rollout:
             metrics["perf/tokens_per_second"] = buffer.num_tokens / self._cycle_seconds
-        self.log_dict(metrics, batch_size=1)
-
-    # Evaluation.
-
-    def on_validation_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample the rollouts to evaluate; here rather than in the step, which runs under autocast.
-
-        Raises:
-            TypeError: If the batch is of a loader that knows nothing of rollouts.
-        """
-        _check_batch(batch)
-        seed = self._derive_seed("evaluation", dataloader_idx, batch_idx)
-        self._evaluated = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
-        apply_rewards(self._evaluated, self.rewards, tokenizer=self.tokenizer)
-
-    def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Return the rollouts of the batch with their rewards, as `groups`, for callbacks to show."""
-        self._records += summarize(self._evaluated)
-        return {"groups": self._evaluated}
-
-    def on_validation_epoch_end(self) -> None:
-        """Log `val/...` metrics over all ranks."""
-        self._log_evaluation("val")
-
-    on_test_batch_start = on_validation_batch_start
-    test_step = validation_step
-
-    def on_test_epoch_end(self) -> None:
-        """Log `test/...` metrics over all ranks."""
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, prefix: str) -> None:
-        records = [record for own in gather_plain(self._records, self.device) for record in own]
-        self._records = []
-        metrics = evaluation_metrics(records, prefix)
-        self.log(f"{prefix}/reward", metrics.pop(f"{prefix}/reward"), prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
 
     # Checkpoints.
@@ -360,20 +360,8 @@ class RolloutModule(PolicyModule, ABC):
     def _pack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
         return pack(groups, self.sharing, device=self.device)
 
-    def _derive_seed(self, *parts: int | str) -> int:
-        return derive_seed(*parts, self.seed, self.global_rank)
-
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._seconds[name] = time.perf_counter() - start
-
-
-def _check_batch(batch: Any) -> None:
-    if not isinstance(batch, PromptBatch):
-        raise TypeError(
-            f"the loader yields {type(batch).__name__}, but rollouts need a pl_grouprl.data.PromptBatch: prompts, and "
-            "which update of their rollouts it is. Put the prompts into a PromptDataModule and pass it as datamodule; "
-            "a loader of your own must yield PromptBatch objects, each module.updates_per_rollout times in a row."
-        )
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,35 +1,36 @@
 """GRPO and its relatives: critic-free policy gradients whose baseline is the group of rollouts of a prompt.
 
-Legend: B rollouts, N response tokens of all rollouts one after another.
+Legend: B rollouts, F reward functions, T length of the longest rollout.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.base import MiniBatch, RolloutModule
-from pl_grouprl.algorithms.policy_module import LossTerms
+from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule, describe, given
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.functional.advantages import make_advantage_estimator
-from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, LOSS_PRESETS, aggregate, loss_denominator
-from pl_grouprl.functional.kl import kl_estimate
-from pl_grouprl.functional.masked import masked_sum
-from pl_grouprl.functional.policy_loss import make_policy_loss
+from pl_grouprl.functional.advantages import REWARD_AGGREGATIONS, make_advantage_estimator, multi_reward_advantages
+from pl_grouprl.functional.aggregation import LOSS_PRESETS
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
-from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, prepare_rewards
+from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo"]
+LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
+EstimatorName = Literal[
+    "grpo", "rloo", "opo", "grpo_passk", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+]
 
 
-class GRPO(RolloutModule):
+class GRPO(PolicyGradientModule):
     """Group relative policy optimization (arXiv:2402.03300), with the variants that differ in advantage and loss only.
 
     Research code overrides `compute_advantages` or `compute_loss`.
@@ -37,22 +38,20 @@ class GRPO(RolloutModule):
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
-        loss_type: TRL's name for a choice of the three options below it; each of them can be set on its own.
-        policy_loss: `ppo`, `gspo` or `cispo`.
-        loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
-            `sampling.max_new_tokens`.
+        loss_type: TRL's name for a choice of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each of them can be
+            set on its own.
+        policy_loss: Name of the policy's loss; see `PolicyGradientModule`.
+        loss_agg_mode: How tokens become one loss; see `PolicyGradientModule`.
         scale_rewards: What centred rewards are divided by: the standard deviation of the `group`, of the `batch` (all
-            ranks), or `none`. Only for the estimator `grpo`.
-        advantage_estimator: `grpo` (against the group's mean) or `rloo` (against the mean of the others).
-        epsilon: How far the ratio may fall below 1 before it is clipped.
-        epsilon_high: How far it may rise above 1; None is `epsilon`.
-        epsilon_max: Upper bound of the ratio itself, in place of both (what TRL's `epsilon_high` means for `cispo`);
-            None is none. Only for `cispo`.
-        delta: Upper limit of the ratio where the advantage is negative (dual clip); None is none. Only for `ppo`.
-        beta: Weight of the KL penalty in the loss. 0 needs no reference policy, and none is loaded.
-        kl_type: `k1`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
-        entropy_coef: Weight of the entropy bonus.
-        **kwargs: Options of `RolloutModule` and `PolicyModule`.
+            ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
+        advantage_estimator: Its name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
+            `rloo` with the mean of the others, `opo` with a mean weighted by length, `remax` with a greedy rollout,
+            `grpo_passk` credits the best of the group alone, and `reinforce_plus_plus` whitens over the batch, with the
+            group's mean taken off before where it ends in `_baseline`.
+        advantage_options: Further options of the estimator, by the names of its class, such as `gamma`.
+        multi_objective_aggregation: Whether several rewards are added up before they are compared with the group
+            (`sum_then_normalize`) or after (`normalize_then_sum`).
+        **kwargs: Options of `PolicyGradientModule`, `RolloutModule`, `SamplingModule` and `PolicyModule`.
 
     Raises:
         ValueError: If an option is out of range, unknown, or has no meaning together with another.
@@ -64,127 +63,131 @@ class GRPO(RolloutModule):
         rewards: list[Weighted | RewardFunction] | RewardFunction,
         *,
         loss_type: LossType = "dapo",
-        policy_loss: Literal["ppo", "gspo", "cispo"] | None = None,
+        policy_loss: str | None = None,
         loss_agg_mode: str | None = None,
         scale_rewards: Literal["group", "batch", "none"] | None = None,
-        advantage_estimator: Literal["grpo", "rloo"] = "grpo",
-        epsilon: float = 0.2,
-        epsilon_high: float | None = None,
-        epsilon_max: float | None = None,
-        delta: float | None = None,
-        beta: float = 0.0,
-        kl_type: str = "k3",
-        entropy_coef: float = 0.0,
+        advantage_estimator: EstimatorName = "grpo",
+        advantage_options: dict[str, Any] | None = None,
+        multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
         **kwargs: Any,
     ) -> None:
-        super().__init__(policy, rewards, **kwargs)
-        if self.num_generations < 2:
-            raise ValueError(
-                f"num_generations is {self.num_generations}; {advantage_estimator} compares the rollouts of a prompt "
-                "with each other, so pass at least 2."
-            )
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
-            )
-        for name, value in (("beta", beta), ("entropy_coef", entropy_coef)):
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 (off) or larger.")
         if loss_type not in LOSS_PRESETS:
             raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(LOSS_PRESETS)}.")
         preset = LOSS_PRESETS[loss_type]
-        clipping = _given(epsilon_high=epsilon_high, epsilon_max=epsilon_max, delta=delta)
-        self.policy_loss = make_policy_loss(policy_loss or preset.loss, epsilon=epsilon, **clipping)
+        super().__init__(
+            policy,
+            rewards,
+            policy_loss=policy_loss or preset.loss,
+            loss_agg_mode=loss_agg_mode or preset.aggregation,
+            **kwargs,
+        )
         if advantage_estimator == "grpo":
-            self.advantage_estimator = make_advantage_estimator("grpo", scale=scale_rewards or preset.scale)
-        else:
-            self.advantage_estimator = make_advantage_estimator(advantage_estimator, **_given(scale=scale_rewards))
-        self.loss_agg_mode = loss_agg_mode or preset.aggregation
-        if self.loss_agg_mode not in LOSS_AGG_MODES:
-            raise ValueError(f"loss_agg_mode is {loss_agg_mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
-        kl_estimate(torch.zeros(1), torch.zeros(1), kl_type)  # an unknown name is an error here, not after a rollout
-        self.beta = beta
-        self.kl_type = kl_type
-        self.entropy_coef = entropy_coef
-        self.uses_reference = beta > 0
+            scale_rewards = scale_rewards or preset.scale  # type: ignore[assignment]
+        options = given(scale=scale_rewards) | (advantage_options or {})
+        self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
+        self.multi_objective_aggregation = multi_objective_aggregation
+        self._check_estimator(advantage_estimator)
+
+    def _check_estimator(self, name: str) -> None:
+        if self.num_generations < 2 and name not in ("remax", "reinforce_plus_plus"):
+            raise ValueError(
+                f"num_generations is {self.num_generations}; {name} compares the rollouts of a prompt with each other, "
+                "so pass at least 2."
+            )
+        if self.multi_objective_aggregation not in REWARD_AGGREGATIONS:
+            raise ValueError(
+                f"multi_objective_aggregation is {self.multi_objective_aggregation!r}; it must be one of "
+                f"{', '.join(REWARD_AGGREGATIONS)}."
+            )
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            if self.advantage_estimator.per_token:
+                raise ValueError(f"advantage_estimator={name!r} takes one reward; use 'sum_then_normalize'.")
+            if self.kl_in == "reward" and self.uses_reference:
+                raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
+
+    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Compare rollouts, or tokens, with what their group and the batch did."""
+        if self.advantage_estimator.per_token:
+            buffer.put("advantages", self._per_token_advantages(buffer))
+            return
+        groups = _with_penalties(buffer) if self.kl_in == "reward" and self.uses_reference else buffer.groups
+        buffer.put_per_rollout("advantages", self.compute_advantages(groups))
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantage of each rollout of this rank, shape [B]; the statistics are those of all ranks."""
-        own = [[math.nan if r.reward is None else r.reward for r in group.rollouts] for group in groups]
+        weights = [reward.weight for reward in prepare_rewards(self.rewards)]
+        own = {
+            "rewards": [self._reward_columns(group) for group in groups],
+            "lengths": [[len(rollout.token_ids) for rollout in group.rollouts] for group in groups],
+        }
+        if self.advantage_estimator.needs_greedy:
+            own["greedy"] = [
+                greedy * len(group.rollouts) for greedy, group in zip(self._greedy(groups), groups, strict=True)
+            ]
         per_rank = gather_plain(own, self.device)
-        rewards = [reward for rank in per_rank for group in rank for reward in group]
-        sizes = torch.tensor([len(group) for rank in per_rank for group in rank])
-        group_ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
-        advantages_B = self.advantage_estimator(torch.tensor(rewards, dtype=torch.float32), group_ids_B)
-        return advantages_B.split([sum(map(len, rank)) for rank in per_rank])[self.global_rank]
+        sizes = torch.tensor([len(group) for rank in per_rank for group in rank["rewards"]])
+        joined = {name: [row for rank in per_rank for group in rank[name] for row in group] for name in own}
+        advantages_B = multi_reward_advantages(
+            torch.tensor(joined["rewards"], dtype=torch.float32).view(int(sizes.sum()), -1),
+            weights if self.multi_objective_aggregation == "normalize_then_sum" else [1.0],
+            torch.arange(len(sizes)).repeat_interleave(sizes),
+            estimator=self.advantage_estimator,
+            aggregation=self.multi_objective_aggregation,
+            lengths=torch.tensor(joined["lengths"]),
+            greedy_rewards=torch.tensor(joined["greedy"], dtype=torch.float32) if "greedy" in joined else None,
+        )
+        return advantages_B.split([sum(map(len, rank["rewards"])) for rank in per_rank])[self.global_rank]
 
-    def prepare(self, buffer: RolloutBuffer) -> None:
-        """Add advantages, reference log-probabilities, and old ones where an optimizer step comes in between."""
-        buffer.put_per_rollout("advantages", self.compute_advantages(buffer.groups))
-        if self.trainer.accumulate_grad_batches % self.updates_per_rollout:
-            with self._timed("old_logprobs"):
-                buffer.put("old_logprobs", self.score_rollouts(self.policy, buffer))
-        if self.reference is not None:
-            with self._timed("ref_logprobs"):
-                buffer.put("ref_logprobs", self.score_rollouts(self.reference, buffer))
+    def _reward_columns(self, group: RolloutGroup) -> list[list[float]]:
+        """The combined reward of each rollout, or that of each function where they are normalized first."""
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            return [[_number(rollout.reward)] for rollout in group.rollouts]
+        names = [reward.name for reward in prepare_rewards(self.rewards)]
+        return [
+            [_number(rollout.rewards.get(name)) if rollout.reward is not None else math.nan for name in names]
+            for rollout in group.rollouts
+        ]
+
+    def _greedy(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
+        """Reward columns of one greedy rollout of each prompt."""
+        prompts = [Prompt(group.prompt_ids, group.prompt, group.columns, group.data_source) for group in groups]
+        with self._timed("rollout"):
+            greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=0)
+        with self._timed("reward"):
+            apply_rewards(greedy, self.rewards, tokenizer=self.tokenizer)
+        return [self._reward_columns(group) for group in greedy]
+
+    def _per_token_advantages(self, buffer: RolloutBuffer) -> Tensor:
+        lengths_B = buffer.rollout_lengths
+        sizes = torch.tensor([len(group.rollouts) for group in buffer.groups])
+        advantages_BT = self.advantage_estimator(
+            to_rows(buffer.joined("token_rewards"), lengths_B),
+            to_rows(buffer.joined("loss_mask"), lengths_B),
+            torch.arange(len(sizes)).repeat_interleave(sizes),
+            reduce=self.reduce_sums,
+        )
+        return from_rows(advantages_BT, lengths_B)
 
     def rollout_options(self) -> dict[str, Any]:
-        """Add what decides the prepared quantities and the loss. Weights in the loss may change at any time."""
+        """Add what decides the advantages."""
         return super().rollout_options() | {
-            "advantage_estimator": _describe(self.advantage_estimator),
-            "policy_loss": _describe(self.policy_loss),
-            "loss_agg_mode": self.loss_agg_mode,
-            "beta > 0": self.beta > 0,
+            "advantage_estimator": describe(self.advantage_estimator),
+            "multi_objective_aggregation": self.multi_objective_aggregation,
         }
 
-    def compute_loss(self, batch: MiniBatch) -> LossTerms:
-        """Clipped policy loss, KL penalty and entropy bonus, added per token."""
-        mask_N, rollout_index_N, num_rollouts = batch.mask_N, batch.scoring.rollout_index_N, batch.scoring.num_rollouts
-        scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
-        policy_logprobs_N = scores.logprobs_N
-        # Without an optimizer step since the rollout they are the same, and no extra forward is needed.
-        old_logprobs_N = batch.tokens.get("old_logprobs", policy_logprobs_N.detach())
-        loss = self.policy_loss(
-            policy_logprobs_N,
-            old_logprobs_N,
-            batch.tokens["advantages"],
-            mask_N=mask_N,
-            rollout_index_N=rollout_index_N,
-            num_rollouts=num_rollouts,
-        )
-        loss_N = loss.per_token_N
-        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
-        assert scores.entropy_N is not None
-        if "rollout_logprobs" in batch.tokens:
-            difference_N = (old_logprobs_N - batch.tokens["rollout_logprobs"]).abs()
-            metrics["sampling/sampling_logp_difference/mean"] = (masked_sum(difference_N, mask_N), mask_N.sum())
-        metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
-        if self.beta > 0:
-            kl_N = kl_estimate(policy_logprobs_N, batch.tokens["ref_logprobs"], self.kl_type)
-            loss_N = loss_N + self.beta * kl_N
-            metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
-        if self.entropy_coef > 0:
-            loss_N = loss_N - self.entropy_coef * scores.entropy_N
-        norm = float(self.sampling.max_new_tokens) if self.loss_agg_mode == "seq-mean-token-sum-norm" else None
-        numerator = aggregate(
-            loss_N,
-            mask_N,
-            rollout_index_N,
-            self.loss_agg_mode,
-            num_rollouts=num_rollouts,
-            denominator=1.0,
-            norm=norm,
-        )
-        return LossTerms(
-            numerator, loss_denominator(mask_N, rollout_index_N, num_rollouts, self.loss_agg_mode), metrics
-        )
+
+def _with_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
+    """The groups with each reward less the KL penalty of its tokens."""
+    groups = []
+    for group, penalties in zip(buffer.groups, buffer.tokens["kl_penalty"], strict=True):
+        sums = [float(part.sum()) for part in penalties.split([len(r.token_ids) for r in group.rollouts])]
+        rollouts = [
+            rollout if rollout.reward is None else replace(rollout, reward=rollout.reward - penalty)
+            for rollout, penalty in zip(group.rollouts, sums, strict=True)
+        ]
+        groups.append(replace(group, rollouts=rollouts))
+    return groups
 
 
-def _describe(part: Any) -> str:
-    """Name a loss or estimator with its options, the same in every process."""
-    return repr(part) if is_dataclass(part) else getattr(part, "__qualname__", type(part).__qualname__)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """Leave out what is None: an option that a loss does not know is then an error only where it was set."""
-    return {name: value for name, value in options.items() if value is not None}
+def _number(reward: float | None) -> float:
+    return math.nan if reward is None else reward

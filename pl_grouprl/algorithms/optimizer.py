@@ -12,6 +12,9 @@ from torch import nn
 
 Schedule = Literal["constant", "linear", "cosine"]
 
+_NO_DECAY = "_no_decay"
+"""Ending of the name of a part's second parameter group."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -25,6 +28,8 @@ class OptimizerConfig:
         warmup_steps: Steps over which the learning rate rises from 0.
         schedule: After the warm-up: `constant`, or down to `final_fraction` along a line or half a cosine.
         final_fraction: Share of the learning rate that is left at the last step.
+        max_grad_norm: Clips the gradient norm of this part by itself; None leaves that to `trainer.gradient_clip_val`,
+            which takes all such parts together.
     """
 
     learning_rate: float = 1e-6
@@ -34,6 +39,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     schedule: Schedule = "constant"
     final_fraction: float = 0.0
+    max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
         checks = {
@@ -42,6 +48,7 @@ class OptimizerConfig:
             "warmup_steps": (self.warmup_steps >= 0, "0 (no warm-up) or larger"),
             "schedule": (self.schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
             "final_fraction": (0 <= self.final_fraction <= 1, "in [0, 1]"),
+            "max_grad_norm": (self.max_grad_norm is None or self.max_grad_norm > 0, "larger than 0, or None"),
         }
         for name, (valid, range_) in checks.items():
             if not valid:
@@ -99,11 +106,19 @@ def build_optimizer(
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def parameters_by_part(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
+    """Collect the parameters of an optimizer that `build_optimizer` made, by the name of their part."""
+    parts: dict[str, list[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        parts.setdefault(group["name"].removesuffix(_NO_DECAY), []).extend(group["params"])
+    return parts
+
+
 def _by_decay(module: nn.Module, config: OptimizerConfig) -> list[tuple[str, list[nn.Parameter], float]]:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if config.weight_decay == 0:
         return [("", parameters, 0.0)]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    halves = [("", matrices, config.weight_decay), ("_no_decay", vectors, 0.0)]
+    halves = [("", matrices, config.weight_decay), (_NO_DECAY, vectors, 0.0)]
     return [half for half in halves if half[1]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
-from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
+from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
@@ -26,14 +26,16 @@ class LossTerms(NamedTuple):
     """A loss before it is divided, so that ranks and micro-batches add up to one loss of the step.
 
     Attributes:
-        numerator: Sum over the mini-batch, with gradient.
-        denominator: This mini-batch's share of what the sum of the whole step is divided by.
+        losses: By the name of the optimized part that a loss trains, its sum over the mini-batch, with gradient, and
+            this mini-batch's share of what the sum of the whole step is divided by. A part whose denominators are all
+            0 in a step is not moved.
         metrics: Detached sums and their counts, by the name that their ratio is logged under.
+        extremes: Detached values, by names that end in `/min` or `/max`, of which the ranks' extreme is logged.
     """
 
-    numerator: Tensor
-    denominator: Tensor
+    losses: dict[str, tuple[Tensor, Tensor]]
     metrics: dict[str, tuple[Tensor, Tensor]]
+    extremes: dict[str, Tensor] = {}  # noqa: RUF012 (a NamedTuple's default is never mutated)
 
 
 class PolicyModule(pl.LightningModule):
@@ -87,7 +89,7 @@ class PolicyModule(pl.LightningModule):
         leave_out_of_checkpoints(self, "reference")
         self._tokenizer: Any = None
         self._reference_fingerprint: float | None = None
-        self._denominators: list[float] = []
+        self._denominators: dict[str, list[float]] = {}
         self._contexts = contextlib.ExitStack()
 
     @property
@@ -125,13 +127,17 @@ class PolicyModule(pl.LightningModule):
                 report = check_parity(self.policy, backend=self.attention_backend)
             report.raise_if_failed()
             rank_zero_info(str(report))
-        for model in filter(None, (self.policy, self.reference)):
+        for model in self.scored_models():
             # In force for the whole fit: activation checkpointing runs the forward again in the backward pass.
             self._contexts.enter_context(shared_prefix(model, self.attention_backend))
         rank_zero_info(
             f"sharing='shared': {type(self.policy).__name__} encodes each prompt once, "
             f"attention backend {self.attention_backend!r}; prefix/token_ratio says what that saves."
         )
+
+    def scored_models(self) -> list[Any]:
+        """Transformers models that read rollouts in training, each with shared prefixes. A subclass adds its own."""
+        return [model for model in (self.policy, self.reference) if model is not None]
 
     def _refuse_compiled(self) -> None:
         parts = {"module": self, "module.policy": self.policy}
@@ -158,47 +164,67 @@ class PolicyModule(pl.LightningModule):
     def sum_over_ranks(self, values: list[Tensor]) -> list[float]:
         """Add up scalars over all ranks, in one exchange. Every rank passes the same quantities in the same order."""
         stacked = torch.stack([value.detach().to(self.device, torch.float32) for value in values])
-        return self.trainer.strategy.reduce(stacked, reduce_op="sum").tolist()
+        return self.reduce_sums(stacked).tolist()
+
+    def reduce_sums(self, sums: Tensor, reduce_op: str = "sum") -> Tensor:
+        """Add up a tensor over all ranks (or take its maximum, with the reduce_op `max`), on the sums' own device."""
+        return self.trainer.strategy.reduce(sums.to(self.device), reduce_op=reduce_op).to(sums.device)
 
     def divide_loss(self, terms: LossTerms) -> tuple[Tensor, dict[str, float]]:
-        """Divide by the denominator of all ranks, and reduce the metrics over all ranks.
+        """Divide each loss by its denominator of all ranks, and reduce the metrics over all ranks.
 
         With gradient accumulation the denominator of the step is known after its last micro-batch only. Until then the
-        first one's is used; `on_before_optimizer_step` corrects the gradient.
+        first one's is used; `on_before_optimizer_step` corrects the gradient of the part.
 
         Returns:
-            The loss to differentiate (ranks average their gradients, so it is multiplied by their number), and the
-            metrics with the loss of this mini-batch among them.
+            The sum of the losses to differentiate (ranks average their gradients, so it is multiplied by their
+            number), and the metrics with the loss of this mini-batch among them.
         """
-        pairs = list(terms.metrics.values())
-        flat = [terms.numerator, terms.denominator, *(part for pair in pairs for part in pair)]
-        numerator, denominator, *sums = self.sum_over_ranks(flat)
-        self._denominators.append(denominator)
-        metrics = {
-            name: total / count if count else 0.0
-            for name, total, count in zip(terms.metrics, sums[::2], sums[1::2], strict=True)
-        }
-        metrics["loss"] = numerator / (denominator or 1.0)
-        return terms.numerator * (self.trainer.world_size / (self._denominators[0] or 1.0)), metrics
+        pairs = [*terms.losses.values(), *terms.metrics.values()]
+        sums = self.sum_over_ranks([part for pair in pairs for part in pair])
+        totals = dict(zip([*terms.losses, *terms.metrics], zip(sums[::2], sums[1::2], strict=True), strict=True))
+        loss: Tensor | float = 0.0
+        metrics = {"loss": 0.0}
+        for name, (numerator, _) in terms.losses.items():
+            total, count = totals.pop(name)
+            denominators = self._denominators.setdefault(name, [])
+            denominators.append(count)
+            loss = loss + numerator * (self.trainer.world_size / (denominators[0] or 1.0))
+            metrics["loss"] += total / (count or 1.0)
+        metrics |= {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+        assert isinstance(loss, Tensor)
+        return loss, metrics | self._extremes_over_ranks(terms.extremes)
+
+    def _extremes_over_ranks(self, extremes: dict[str, Tensor]) -> dict[str, float]:
+        if not extremes:
+            return {}
+        signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in extremes], device=self.device)
+        values = torch.stack([value.detach().to(self.device, torch.float32) for value in extremes.values()])
+        return dict(zip(extremes, (signs * self.reduce_sums(signs * values, "max")).tolist(), strict=True))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Finish the division of accumulated gradients.
 
-        The step is skipped where the gradient is not finite, and where no token of any rank is trained: momentum would
-        move the weights all the same.
+        A part is not moved where no token of any rank trains it: momentum would move its weights all the same. The step
+        is skipped where a gradient is not finite.
         """
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        total, first = sum(self._denominators), self._denominators[0] or 1.0
-        # Lightning has divided each loss by the number of micro-batches.
-        factor = self.trainer.accumulate_grad_batches * first / (total or 1.0)
+        parts = parameters_by_part(optimizer)
+        gradients = {name: [p.grad for p in own if p.grad is not None] for name, own in parts.items()}
+        for name, denominators in self._denominators.items():
+            total, first = sum(denominators), denominators[0] or 1.0
+            # Lightning has divided each loss by the number of micro-batches.
+            factor = self.trainer.accumulate_grad_batches * first / (total or 1.0)
+            if factor != 1 and gradients[name]:
+                torch._foreach_mul_(gradients[name], factor)
+            if total == 0:
+                _drop_gradients(parts[name])
+                gradients[name] = []
         self._denominators.clear()
-        if factor != 1:
-            torch._foreach_mul_(gradients, factor)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norms = {name: torch.nn.utils.get_total_norm(own) for name, own in gradients.items()}
+        norm = torch.linalg.vector_norm(torch.stack([value.to(self.device) for value in norms.values()]))
         self.log("grad_norm", norm)
-        if total == 0:
-            optimizer.zero_grad(set_to_none=True)  # AdamW leaves a parameter without gradient alone, and its state too
-            return
+        if len(norms) > 1:
+            self.log_dict({f"grad_norm/{name}": value for name, value in norms.items()})
         (broken_ranks,) = self.sum_over_ranks([~norm.isfinite()])
         if not broken_ranks:
             self.nonfinite_steps = 0
@@ -212,6 +238,29 @@ class PolicyModule(pl.LightningModule):
                 f"(max_nonfinite_steps={self.max_nonfinite_steps}); lower the learning rate or clip the gradient "
                 "(trainer.gradient_clip_val), and look at the rewards."
             )
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip parts that have a `max_grad_norm` of their own by it; the others together as the Trainer is told."""
+        own_limits = {name: config.max_grad_norm for name, (_, config) in self.optimized_parts().items()}
+        if not any(own_limits.values()):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        rest = []
+        for name, parameters in parameters_by_part(optimizer).items():
+            limit = own_limits[name]
+            if limit is None:
+                rest += parameters
+            else:
+                torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if rest and gradient_clip_val:
+            by_value = gradient_clip_algorithm == "value"
+            clip = torch.nn.utils.clip_grad_value_ if by_value else torch.nn.utils.clip_grad_norm_
+            clip(rest, gradient_clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know of."""
@@ -234,6 +283,11 @@ class PolicyModule(pl.LightningModule):
                 f"policy={self.policy_source!r} gives another model (sum of absolute weights {now}) than the "
                 f"checkpoint was trained with ({then}), so the reference would differ; restore it or start a new run."
             )
+
+
+def _drop_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None  # AdamW leaves a parameter without gradient alone, and its state too
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -71,6 +72,14 @@ class RolloutBuffer:
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
         """Keep a quantity of each rollout, repeated for each of its tokens."""
         self.put(name, values_B.cpu().repeat_interleave(self.rollout_lengths))
+
+    def joined(self, name: str) -> Tensor:
+        """A per-token quantity of all groups, shape [N]."""
+        return torch.cat(self.tokens[name])
+
+    def trained_rollouts(self) -> Tensor:
+        """Which rollouts have a trained token, bool, shape [B]."""
+        return to_rows(self.joined("loss_mask"), self.rollout_lengths).any(dim=1)
 
     def per_rollout_means(self, name: str) -> list[list[float]]:
         """Mean over the tokens of each rollout, by group: what a table of completions shows. 0 for an empty one."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pl_grouprl.attention import SharedPrefix, find_decoder, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.models.head import logits_function
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
@@ -66,6 +67,8 @@ def score(
     entropy: bool = False,
     entropy_grad: bool = False,
     score_norm: bool = False,
+    sketch: HeadSketch | None = None,
+    states: Tensor | None = None,
 ) -> TokenScores:
     """Score the response tokens of a batch in one pass, without a tensor of all logits.
 
@@ -81,12 +84,16 @@ def score(
         entropy: Also return the entropy of each distribution.
         entropy_grad: Let gradients flow through the entropy.
         score_norm: Also return the squared norm of the gradient of the log-probability by the logits.
+        sketch: Also return this sketch of the gradient of the log-probability by the head's weights.
+        states: What `hidden_states(model, batch)` returned, where the decoder has been run already.
 
     Returns:
         Tensors of shape [N], in the order of the batch's targets.
     """
+    if states is None:
+        states = hidden_states(model, batch)
     return token_scores(
-        predicting_hidden_states(model, batch),
+        states.index_select(0, batch.predict_index_N),
         batch.targets_N,
         logits_function(model),
         temperature=temperature,
@@ -94,6 +101,7 @@ def score(
         entropy=entropy,
         entropy_grad=entropy_grad,
         score_norm=score_norm,
+        sketch=sketch,
     )
 
 

@@ -1,0 +1,247 @@
+"""GROUP PPO: PPO whose responses are cut into token groups, each with one advantage.
+
+Legend: B rollouts, T length of the longest one, N response tokens of all rollouts one after another, S sketch size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.algorithms.ppo import PPO, CriticRows, Estimate
+from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.functional.advantages import generalized_advantages, td_errors
+from pl_grouprl.functional.head_sketch import HeadSketch
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.functional.token_groups import (
+    ADVANTAGE_MODES,
+    AdvantageMode,
+    ThresholdController,
+    TokenGroups,
+    find_token_groups,
+    log_ratio_scores,
+    signal_sums,
+    token_group_advantages,
+    token_group_counts,
+)
+from pl_grouprl.models.policy import PolicySource
+from pl_grouprl.rewards import RewardFunction, Weighted
+
+ScoreNorm = Literal["logit", "sketch", "log_ratio"]
+
+_ROUNDING = 1e-4
+"""Difference of log-probabilities, in nats, up to which sampler and trainer agree."""
+
+
+class GroupPPO(PPO):
+    """PPO with one advantage per *token group*, a run of tokens inside a response.
+
+    Where a response is cut follows Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl
+    (2025): see `pl_grouprl.functional.token_groups` for the rule and the advantages. Groups are found once per rollout,
+    before the updates. The metrics `token_group/...` are logged by the callback `TokenGroupMonitor`.
+
+    Args:
+        policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
+        group_variance_threshold: tau, the ratio of the variances at which a group ends; where it is adaptive, its
+            first value. None is 1 / (1 - target_compression) where adaptive, and 1 where fixed. Below 1 it acts as 1.
+        group_max_size: Most tokens of a group.
+        group_epsilon: A group needs this share of the batch's mean signal to be ended by the variance rule.
+        adaptive_threshold: Move tau after each rollout towards `target_compression`.
+        threshold_lr: Step of log tau.
+        min_threshold: Lower bound of an adaptive tau.
+        max_threshold: Its upper bound.
+        target_compression: Share of the tokens that are to be no endpoints: 0, or from 1/2 to 1 - 1 / group_max_size.
+        score_norm: What stands for the gradient of a token's log-probability: its squared norm with respect to the
+            `logit`s; a random `sketch` of its gradient with respect to the language-model head; or the `log_ratio`
+            between trainer and sampler, as in the reference code, which is an error where the two do not differ.
+        sketch_dim: Numbers per token of the sketch.
+        boundary_signal: The advantage that the cut is decided by. `td` looks at the past and the present only. `gae`
+            looks ahead, so that the boundary depends on later actions: it biases the gradient where tau > 1 (by 18-34 %
+            in an enumerated MDP). For comparison.
+        advantage_mode: Which tokens get the advantage of their group: all (`broadcast`), the last one (`endpoint`:
+            biased, for comparison), or each its own (`variable_lambda`).
+        critic_positions: Where the critic is trained: at the first tokens of groups (`starts`), or at `all`.
+        boundary_at_turn_ends: End a group where a gap of the loss mask follows (tool output).
+        **kwargs: Options of `PPO`, `PolicyGradientModule`, `RolloutModule`, `SamplingModule` and `PolicyModule`.
+
+    Raises:
+        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+    """
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        *,
+        group_variance_threshold: float | None = None,
+        group_max_size: int = 16,
+        group_epsilon: float = 1e-6,
+        adaptive_threshold: bool = True,
+        threshold_lr: float = 0.01,
+        min_threshold: float = 0.1,
+        max_threshold: float = 10.0,
+        target_compression: float = 0.75,
+        score_norm: ScoreNorm = "logit",
+        sketch_dim: int = 64,
+        boundary_signal: Literal["td", "gae"] = "td",
+        advantage_mode: AdvantageMode = "broadcast",
+        critic_positions: Literal["starts", "all"] = "starts",
+        boundary_at_turn_ends: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, rewards, **kwargs)
+        choices = {
+            "score_norm": (score_norm, ("logit", "sketch", "log_ratio")),
+            "boundary_signal": (boundary_signal, ("td", "gae")),
+            "advantage_mode": (advantage_mode, ADVANTAGE_MODES),
+            "critic_positions": (critic_positions, ("starts", "all")),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
+        if group_epsilon < 0:
+            raise ValueError(f"group_epsilon is {group_epsilon}; it must be 0 or larger.")
+        self.threshold_controller = ThresholdController(
+            group_variance_threshold,
+            adaptive_threshold=adaptive_threshold,
+            threshold_lr=threshold_lr,
+            min_threshold=min_threshold,
+            max_threshold=max_threshold,
+            target_compression=target_compression,
+            max_size=group_max_size,
+        )
+        self.group_max_size = group_max_size
+        self.group_epsilon = group_epsilon
+        self.score_norm = score_norm
+        self.sketch = HeadSketch(sketch_dim) if score_norm == "sketch" else None
+        self.boundary_signal = boundary_signal
+        self.advantage_mode = advantage_mode
+        self.critic_positions = critic_positions
+        self.boundary_at_turn_ends = boundary_at_turn_ends
+
+    @property
+    def needs_old_scores(self) -> bool:
+        """The score norm comes out of the pass for old log-probabilities."""
+        return True
+
+    def old_score_options(self) -> dict[str, Any]:
+        """Ask for the score norm in that pass."""
+        if self.sketch is not None:
+            return {"sketch": self.sketch}
+        return {"score_norm": self.score_norm == "logit"}
+
+    def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
+        """Cut each response into token groups, and estimate one advantage for each."""
+        assert scores is not None
+        signal_BT, norms = self._signal(rows), self._score_norms(buffer, scores)
+        total, count = self.reduce_sums(signal_sums(signal_BT, norms, rows.mask)).tolist()
+        threshold = self.threshold_controller.threshold
+        groups = find_token_groups(
+            signal_BT,
+            norms,
+            rows.mask,
+            threshold=threshold,
+            max_size=self.group_max_size,
+            epsilon=self.group_epsilon,
+            forced_ends=_turn_ends(rows.mask) if self.boundary_at_turn_ends else None,
+            mean_signal=total / max(count, 1),
+        )
+        self._keep(buffer, groups, threshold)
+        advantages, returns = token_group_advantages(
+            rows.rewards,
+            rows.values,
+            groups,
+            rows.mask,
+            gamma=self.gamma,
+            lam=rows.lam,
+            critic_lam=self.target_lam,
+            bootstrap_value=rows.bootstrap_value,
+            mode=self.advantage_mode,
+        )
+        counts = token_group_counts(groups)
+        tokens, positions = self.sum_over_ranks([counts["tokens"], counts["positions"]])
+        self.threshold_controller.update(1 - positions / tokens if tokens else float("nan"))
+        return Estimate(advantages, returns, groups.starts if self.critic_positions == "starts" else rows.mask)
+
+    def _signal(self, rows: CriticRows) -> Tensor:
+        bootstrap = rows.bootstrap_value
+        if self.boundary_signal == "td":
+            return td_errors(rows.rewards, rows.values, rows.mask, gamma=self.gamma, bootstrap_value=bootstrap)
+        return generalized_advantages(
+            rows.rewards, rows.values, rows.mask, gamma=self.gamma, lam=rows.lam, bootstrap_value=bootstrap
+        )[0]
+
+    def _score_norms(self, buffer: RolloutBuffer, scores: TokenScores) -> Tensor:
+        """Squared norm [B, T] or sketch [B, T, S] of each token's score, on the CPU."""
+        lengths_B = buffer.rollout_lengths
+        if self.score_norm == "logit":
+            assert scores.score_norm_N is not None
+            return to_rows(scores.score_norm_N.cpu(), lengths_B)
+        if self.score_norm == "sketch":
+            assert scores.sketch_NS is not None
+            return to_rows(scores.sketch_NS.cpu(), lengths_B)
+        if "rollout_logprobs" not in buffer.tokens:
+            raise ValueError(
+                f"score_norm is 'log_ratio', but {type(self.engine).__name__} reports no log-probabilities; use "
+                "'logit' or 'sketch'."
+            )
+        policy, sampler = (to_rows(buffer.joined(name), lengths_B) for name in ("old_logprobs", "rollout_logprobs"))
+        # What two ways of adding up the same numbers differ by is no change of the policy.
+        policy = torch.where((policy - sampler).abs() < _ROUNDING, sampler, policy)
+        return log_ratio_scores(policy, sampler, to_rows(buffer.joined("loss_mask"), lengths_B))
+
+    # What is logged.
+
+    def _keep(self, buffer: RolloutBuffer, groups: TokenGroups, threshold: float) -> None:
+        assert groups.causes is not None
+        for name, rows in (("group_starts", groups.starts), ("group_causes", groups.causes)):
+            buffer.put(name, from_rows(rows, buffer.rollout_lengths))
+        buffer.metrics["token_group/threshold"] = threshold
+
+    @property
+    def token_groups(self) -> TokenGroups | None:
+        """The token groups of this rank's latest rollouts; `TokenGroupMonitor` reads them."""
+        buffer = self.last_rollouts
+        if buffer is None or "group_starts" not in buffer.tokens:
+            return None
+        lengths_B = buffer.rollout_lengths
+        names = ("group_starts", "group_causes", "loss_mask")
+        starts, causes, mask = (to_rows(buffer.joined(name), lengths_B) for name in names)
+        index = (starts.cumsum(dim=1) - 1).masked_fill(~mask, -1)
+        return TokenGroups(starts, causes > 0, index, causes)
+
+    @property
+    def token_group_threshold(self) -> float:
+        """The threshold that they were cut with."""
+        buffer = self.last_rollouts
+        return self.threshold_controller.threshold if buffer is None else buffer.metrics["token_group/threshold"]
+
+    # Checkpoints.
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Add what decides the groups."""
+        names = ("group_max_size", "group_epsilon", "score_norm", "boundary_signal", "advantage_mode")
+        more = ("critic_positions", "boundary_at_turn_ends")
+        return super().rollout_options() | {name: getattr(self, name) for name in (*names, *more)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the threshold."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["pl_grouprl"]["threshold_controller"] = self.threshold_controller.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore it."""
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint.get("pl_grouprl", {}).get("threshold_controller")
+        if state is not None:
+            self.threshold_controller.load_state_dict(state)
+
+
+def _turn_ends(mask_BT: Tensor) -> Tensor:
+    """The last trained token before each gap of the mask, bool, shape [B, T]."""
+    after_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
+    return mask_BT & ~after_BT

@@ -1,0 +1,271 @@
+"""What GRPO and PPO share: the policy's loss, the KL penalty, the correction of the sampler, rewards per token.
+
+Legend: B rollouts, T length of the longest one, N response tokens of all rollouts one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.algorithms.base import MiniBatch, RolloutModule
+from pl_grouprl.algorithms.policy_module import LossTerms
+from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
+from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
+from pl_grouprl.functional.kl import kl_estimate
+from pl_grouprl.functional.kl_control import AdaptiveKLController, make_kl_controller
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.masked import masked_sum
+from pl_grouprl.functional.policy_loss import make_policy_loss
+from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.models.policy import PolicySource
+from pl_grouprl.rewards import RewardFunction, Weighted
+
+ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+class PolicyGradientModule(RolloutModule):
+    """Trains a policy by a clipped policy loss. A subclass estimates the advantages.
+
+    Args:
+        policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
+        policy_loss: Its name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
+            `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`.
+        policy_loss_options: Further options of that loss, by the names of its class.
+        loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
+            `sampling.max_new_tokens`.
+        epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).
+        epsilon_high: How far it may rise above 1; None is `epsilon`.
+        epsilon_max: Upper bound of the ratio itself, in place of both (what TRL's `epsilon_high` means for `cispo`);
+            None is none. Only for `cispo`.
+        delta: Upper limit of the ratio where the advantage is negative (dual clip); None is none. Only for `ppo`.
+        beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
+        kl_type: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
+        kl_in: Where the penalty goes: into the `loss`, or into the `reward` of each token.
+        kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; None keeps `beta` fixed.
+        kl_horizon: Rollouts over which the adaptive coefficient moves; None is 10,000.
+        entropy_coef: Weight of the entropy bonus.
+        importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
+            `pl_grouprl.functional.importance`.
+        importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is none.
+        importance_sampling_high: Its upper bound.
+        **kwargs: Options of `RolloutModule`, `SamplingModule` and `PolicyModule`.
+
+    Raises:
+        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+    """
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        *,
+        policy_loss: str = "ppo",
+        policy_loss_options: dict[str, Any] | None = None,
+        loss_agg_mode: str = "token-mean",
+        epsilon: float | None = None,
+        epsilon_high: float | None = None,
+        epsilon_max: float | None = None,
+        delta: float | None = None,
+        beta: float = 0.0,
+        kl_type: str = "k3",
+        kl_in: Literal["loss", "reward"] = "loss",
+        kl_target: float | None = None,
+        kl_horizon: int | None = None,
+        entropy_coef: float = 0.0,
+        importance_sampling: ImportanceSampling = "none",
+        importance_sampling_low: float | None = None,
+        importance_sampling_high: float | None = 3.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, rewards, **kwargs)
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
+            )
+        for name, value in (("beta", beta), ("entropy_coef", entropy_coef)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 (off) or larger.")
+        if loss_agg_mode not in LOSS_AGG_MODES:
+            raise ValueError(f"loss_agg_mode is {loss_agg_mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
+        if kl_in not in ("loss", "reward"):
+            raise ValueError(f"kl_in is {kl_in!r}; it must be 'loss' or 'reward'.")
+        if kl_target is not None and beta == 0:
+            raise ValueError(f"kl_target is {kl_target} and beta is 0, which no factor changes; set a starting beta.")
+        clipping = given(epsilon=epsilon, epsilon_high=epsilon_high, epsilon_max=epsilon_max, delta=delta)
+        self.policy_loss = make_policy_loss(policy_loss, **clipping, **(policy_loss_options or {}))
+        self.loss_agg_mode = loss_agg_mode
+        kl_estimate(torch.zeros(1), torch.zeros(1), kl_type)  # an unknown name is an error here, not after a rollout
+        self.kl_controller = make_kl_controller(beta, target=kl_target, horizon=kl_horizon)
+        self.kl_type = kl_type
+        self.kl_in = kl_in
+        self.entropy_coef = entropy_coef
+        self.importance_sampling: dict[str, Any] = {
+            "kind": importance_sampling,
+            "low": importance_sampling_low,
+            "high": importance_sampling_high,
+        }
+        check_importance_options(importance_sampling, importance_sampling_low, importance_sampling_high)
+        self.uses_reference = beta > 0
+
+    @abstractmethod
+    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Put `advantages` into the buffer.
+
+        Args:
+            buffer: Rollouts with `token_rewards`: the reward at the last trained token of each rollout, less the KL
+                penalty of each token where that is part of the reward.
+            scores: The policy's scores, where `needs_old_scores` asked for them.
+        """
+
+    # What is prepared after a rollout.
+
+    @property
+    def beta(self) -> float:
+        """The present coefficient of the KL penalty."""
+        return self.kl_controller.coef
+
+    @property
+    def needs_old_scores(self) -> bool:
+        """Whether the policy scores the rollouts before the updates, which costs a forward."""
+        several_updates = bool(self.trainer.accumulate_grad_batches % self.updates_per_rollout)
+        return several_updates or (self.reference is not None and (self.kl_in == "reward" or self._kl_adapts))
+
+    def old_score_options(self) -> dict[str, Any]:
+        """What to compute beside old log-probabilities, in the same pass: keywords of `score`."""
+        return {}
+
+    def prepare(self, buffer: RolloutBuffer) -> None:
+        """Add old and reference log-probabilities where they are needed, rewards per token, and advantages."""
+        if self.importance_sampling["kind"] != "none" and "rollout_logprobs" not in buffer.tokens:
+            raise ValueError(
+                f"importance_sampling is {self.importance_sampling['kind']!r}, but {type(self.engine).__name__} "
+                "reports no log-probabilities; leave it 'none' or use an engine that does."
+            )
+        scores = None
+        if self.needs_old_scores:
+            with self._timed("old_logprobs"):
+                scores = self.score_rollouts(self.policy, buffer, **self.old_score_options())
+            buffer.put("old_logprobs", scores.logprobs_N)
+        if self.reference is not None:
+            with self._timed("ref_logprobs"):
+                buffer.put("ref_logprobs", self.score_rollouts(self.reference, buffer).logprobs_N)
+        buffer.put("kl_penalty", self._kl_penalty(buffer))
+        buffer.put("token_rewards", self._outcomes(buffer) - buffer.joined("kl_penalty"))
+        self.estimate_advantages(buffer, scores)
+
+    def _kl_penalty(self, buffer: RolloutBuffer) -> Tensor:
+        """What is taken off the reward of each token, shape [N], on the CPU. Moves an adaptive coefficient.
+
+        The coefficient of rewards is that of before the move; a penalty in the loss takes the one after it.
+        """
+        mask_N = buffer.joined("loss_mask")
+        penalty_N = torch.zeros(len(mask_N))
+        if self.reference is None:
+            return penalty_N
+        if self.kl_in == "reward" or self._kl_adapts:
+            difference = buffer.joined("old_logprobs"), buffer.joined("ref_logprobs")
+            kl_N = kl_estimate(*difference, self.kl_type).masked_fill(~mask_N, 0)
+            counts = [mask_N.sum(), buffer.trained_rollouts().sum()]
+            total, tokens, rollouts = self.sum_over_ranks([kl_N.sum(), *counts])
+            if self.kl_in == "reward":
+                penalty_N = self.beta * kl_N
+                buffer.metrics |= {"kl": total / max(tokens, 1.0), "kl_coef": self.beta}
+            if rollouts:
+                self.kl_controller.update(total / rollouts, int(rollouts))
+        buffer.metrics.setdefault("kl_coef", self.beta)
+        return penalty_N
+
+    @property
+    def _kl_adapts(self) -> bool:
+        return isinstance(self.kl_controller, AdaptiveKLController)
+
+    def _outcomes(self, buffer: RolloutBuffer) -> Tensor:
+        """The reward of each rollout at its last trained token, 0 elsewhere, shape [N]."""
+        lengths_B = buffer.rollout_lengths
+        mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
+        last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
+        rewards = [r.reward for group in buffer.groups for r in group.rollouts]
+        rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
+        inside_BT = torch.arange(mask_BT.shape[1]) < lengths_B[:, None]
+        return torch.where(last_BT, rewards_B[:, None], 0.0)[inside_BT]
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Add what decides the prepared quantities and the loss. Weights in the loss may change at any time."""
+        return super().rollout_options() | {
+            "policy_loss": describe(self.policy_loss),
+            "loss_agg_mode": self.loss_agg_mode,
+            "beta > 0": self.uses_reference,
+            "kl_in": self.kl_in,
+        }
+
+    # Updates.
+
+    def compute_loss(self, batch: MiniBatch) -> LossTerms:
+        """Policy loss, KL penalty and entropy bonus, added per token."""
+        scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
+        return self.policy_terms(batch, scores)
+
+    def policy_terms(self, batch: MiniBatch, scores: TokenScores) -> LossTerms:
+        """Compute the policy's loss from its scores of a mini-batch."""
+        mask_N, rollouts = batch.mask_N, batch.rollouts
+        policy_logprobs_N = scores.logprobs_N
+        # Without an optimizer step since the rollout they are the same, and no extra forward is needed.
+        old_logprobs_N = batch.tokens.get("old_logprobs", policy_logprobs_N.detach())
+        loss = self.policy_loss(
+            policy_logprobs_N, old_logprobs_N, batch.tokens["advantages"], mask_N=mask_N, **rollouts
+        )
+        loss_N = loss.per_token_N
+        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
+        extremes: dict[str, Tensor] = {}
+        if "rollout_logprobs" in batch.tokens:
+            weights = self._correct_sampling(batch, old_logprobs_N)
+            loss_N = loss_N * weights.weights_N
+            metrics |= weights.metrics
+            extremes |= weights.extremes
+        assert scores.entropy_N is not None
+        metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
+        if self.uses_reference and self.kl_in == "loss":
+            kl_N = kl_estimate(policy_logprobs_N, batch.tokens["ref_logprobs"], self.kl_type)
+            loss_N = loss_N + self.beta * kl_N
+            metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
+        if self.entropy_coef > 0:
+            loss_N = loss_N - self.entropy_coef * scores.entropy_N
+        norm = float(self.sampling.max_new_tokens) if self.loss_agg_mode == "seq-mean-token-sum-norm" else None
+        numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=norm, **rollouts)
+        denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)
+        return LossTerms({"policy": (numerator, denominator)}, metrics, extremes)
+
+    def _correct_sampling(self, batch: MiniBatch, old_logprobs_N: Tensor) -> ImportanceWeights:
+        rollout_logprobs_N = batch.tokens["rollout_logprobs"]
+        options = self.importance_sampling
+        return importance_weights(old_logprobs_N, rollout_logprobs_N, mask_N=batch.mask_N, **options, **batch.rollouts)
+
+    # Checkpoints.
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the KL coefficient."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["pl_grouprl"]["kl_controller"] = self.kl_controller.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore it."""
+        super().on_load_checkpoint(checkpoint)
+        self.kl_controller.load_state_dict(checkpoint.get("pl_grouprl", {}).get("kl_controller", {}))
+
+
+def describe(part: Any) -> str:
+    """Name a loss or estimator with its options, the same in every process."""
+    return repr(part) if is_dataclass(part) else getattr(part, "__qualname__", type(part).__qualname__)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Leave out what is None: an option that a loss does not know is then an error only where it was set."""
+    return {name: value for name, value in options.items() if value is not None}

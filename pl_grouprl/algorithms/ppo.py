@@ -1,0 +1,314 @@
+"""PPO with a critic that reads the same packed shared-prefix rows as the policy.
+
+Legend: B rollouts, T length of the longest one, N response tokens of all rollouts one after another, K those of them
+where the critic is trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from pl_grouprl.algorithms.base import MiniBatch
+from pl_grouprl.algorithms.optimizer import OptimizerConfig
+from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
+from pl_grouprl.algorithms.policy_module import LossTerms
+from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.masked import masked_whiten
+from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.functional.value_loss import clipped_value_loss, explained_variance
+from pl_grouprl.models import Critic, CriticSource, PolicyCopyCritic, PretrainedCritic, check_critic_parity
+from pl_grouprl.models.lora_critic import TiedCritic
+from pl_grouprl.models.policy import PolicySource
+from pl_grouprl.models.score import hidden_states
+from pl_grouprl.packing import ScoringBatch, pack, shorten
+from pl_grouprl.rewards import RewardFunction, Weighted
+
+
+class CriticRows(NamedTuple):
+    """What advantages are estimated from, a row per rollout.
+
+    Attributes:
+        rewards: Reward of each token, KL penalty included where it is part of it, shape [B, T].
+        values: V_t, the critic's value before token t is sampled, shape [B, T].
+        mask: Trained tokens, bool, shape [B, T].
+        bootstrap_value: Value after the last token, shape [B]; 0 where the response ended by itself.
+        lam: lambda of the advantages, one number, or one per rollout, shape [B].
+    """
+
+    rewards: Tensor
+    values: Tensor
+    mask: Tensor
+    bootstrap_value: Tensor
+    lam: float | Tensor
+
+
+class Estimate(NamedTuple):
+    """Advantages and what the critic learns.
+
+    Attributes:
+        advantages: Not yet whitened, shape [B, T].
+        returns: The critic's target, shape [B, T].
+        value_mask: Tokens at which the critic is trained, bool, shape [B, T].
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    value_mask: Tensor
+
+
+class PPO(PolicyGradientModule):
+    """Proximal policy optimization (arXiv:1707.06347) with generalized advantage estimation (arXiv:1506.02438).
+
+    Research code overrides `estimate`. Groups may have any size, one rollout included.
+
+    Args:
+        policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
+        critic: Path or hub name of a Hugging Face model (a reward model's head becomes the value head), or another
+            source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. None is a copy of the policy.
+        critic_optimizer: AdamW of the critic; None is the policy's. With `SharedTrunkCritic` it holds the head alone.
+        gamma: Discount per token.
+        lam: lambda of the advantages.
+        critic_lam: lambda of the critic's targets; None is `lam`.
+        lam_alpha: Makes the advantages' lambda depend on the length l of the rollout, 1 - 1 / (lam_alpha l) (VAPO,
+            arXiv:2504.05118); None keeps `lam`.
+        whiten_advantages: Give the advantages of all trained tokens, over all ranks, mean 0 and variance 1.
+        cliprange_value: How far a value may move from that before the update; None does not clip.
+        vf_coef: Weight of the value loss. With AdamW it matters only where policy and critic share weights, or where
+            gradients are clipped.
+        critic_warmup_steps: Optimizer steps at the beginning of the run that train the critic alone.
+        bootstrap_truncated: Take the critic's value after the last token as the rest of a rollout that was cut at
+            `max_new_tokens`, instead of 0.
+        **kwargs: Options of `PolicyGradientModule`, `RolloutModule`, `SamplingModule` and `PolicyModule`.
+
+    Attributes:
+        critic: The critic, once `configure_model` has run.
+
+    Raises:
+        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+    """
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        *,
+        critic: str | CriticSource | None = None,
+        critic_optimizer: OptimizerConfig | None = None,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        critic_lam: float | None = None,
+        lam_alpha: float | None = None,
+        whiten_advantages: bool = True,
+        cliprange_value: float | None = 0.2,
+        vf_coef: float = 1.0,
+        critic_warmup_steps: int = 0,
+        bootstrap_truncated: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, rewards, **kwargs)
+        checks = {
+            "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
+            "lam": (lam, 0 <= lam <= 1, "in [0, 1]"),
+            "critic_lam": (critic_lam, critic_lam is None or 0 <= critic_lam <= 1, "in [0, 1], or None"),
+            "lam_alpha": (lam_alpha, lam_alpha is None or lam_alpha > 0, "larger than 0, or None"),
+            "cliprange_value": (
+                cliprange_value,
+                cliprange_value is None or cliprange_value > 0,
+                "larger than 0, or None for no clipping",
+            ),
+            "vf_coef": (vf_coef, vf_coef > 0, "larger than 0"),
+            "critic_warmup_steps": (critic_warmup_steps, critic_warmup_steps >= 0, "0 or larger"),
+        }
+        for name, (value, valid, range_) in checks.items():
+            if not valid:
+                raise ValueError(f"{name} is {value}; it must be {range_}.")
+        if isinstance(critic, str):
+            critic = PretrainedCritic(critic)
+        self.critic_source: CriticSource = PolicyCopyCritic() if critic is None else critic
+        self.critic_optimizer = critic_optimizer or self.optimizer_config
+        self.gamma = gamma
+        self.lam = lam
+        self.critic_lam = critic_lam
+        self.lam_alpha = lam_alpha
+        self.whiten_advantages = whiten_advantages
+        self.cliprange_value = cliprange_value
+        self.vf_coef = vf_coef
+        self.critic_warmup_steps = critic_warmup_steps
+        self.bootstrap_truncated = bootstrap_truncated
+        self.critic: Critic | None = None
+
+    # Models and optimizer.
+
+    def configure_model(self) -> None:
+        """Load policy and critic. Does nothing the second time."""
+        super().configure_model()
+        if self.critic is None:
+            self.critic = self.critic_source.load(self.policy)
+
+    def scored_models(self) -> list[Any]:
+        """Add the critic's trunk, where it is not the policy's."""
+        critic = self._critic
+        return super().scored_models() + ([] if critic.shares_trunk else [critic.trunk])
+
+    def on_fit_start(self) -> None:
+        """Tie a critic beside the policy to where the policy's weights are now, and check its parity too.
+
+        Raises:
+            ValueError: If gradient accumulation cannot be exact with this critic.
+        """
+        critic = self._critic
+        if isinstance(critic, TiedCritic):
+            critic.retie(self.policy)
+        if critic.shares_trunk and not critic.detach_trunk and self.trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                f"accumulate_grad_batches is {self.trainer.accumulate_grad_batches} with a critic that sends gradients "
+                "into the policy's trunk: the two losses have denominators of their own, known after the last "
+                "micro-batch only. Use SharedTrunkCritic(detach=True), a critic with weights of its own, or "
+                "accumulate_grad_batches=1."
+            )
+        if self.sharing == "shared" and self.verify and not critic.shares_trunk:
+            with self.trainer.precision_plugin.forward_context():
+                report = check_critic_parity(critic, backend=self.attention_backend)
+            report.raise_if_failed()
+            rank_zero_info(str(report))
+        super().on_fit_start()
+
+    def optimized_parts(self) -> dict[str, tuple[nn.Module, OptimizerConfig]]:
+        """Policy and critic, each with its own options."""
+        return super().optimized_parts() | {"critic": (self._critic, self.critic_optimizer)}
+
+    # What is prepared after a rollout.
+
+    def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
+        """Estimate advantages and the critic's targets.
+
+        Args:
+            rows: Rewards and values.
+            buffer: The rollouts that they belong to.
+            scores: The policy's scores, shape [N], where `needs_old_scores` asked for them.
+        """
+        advantages, returns = generalized_advantages(
+            rows.rewards,
+            rows.values,
+            rows.mask,
+            gamma=self.gamma,
+            lam=rows.lam,
+            critic_lam=self.target_lam,
+            bootstrap_value=rows.bootstrap_value,
+        )
+        return Estimate(advantages, returns, rows.mask)
+
+    @property
+    def target_lam(self) -> float:
+        """Lambda of the critic's targets."""
+        return self.lam if self.critic_lam is None else self.critic_lam
+
+    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Put advantages, values, returns, and where the critic is trained into the buffer."""
+        lengths_B = buffer.rollout_lengths
+        with self._timed("values"):
+            values_N, bootstrap_B = self.value_rollouts(buffer)
+        mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
+        lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_BT.sum(1), self.lam_alpha)
+        rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
+        rows = CriticRows(rewards_BT, to_rows(values_N, lengths_B), mask_BT, bootstrap_B, lam)
+        estimate = self.estimate(rows, buffer, scores)
+        buffer.put("values", values_N)
+        buffer.put("returns", from_rows(estimate.returns, lengths_B))
+        buffer.put("value_mask", from_rows(estimate.value_mask, lengths_B))
+        advantages_BT = estimate.advantages
+        if self.whiten_advantages:
+            advantages_BT = masked_whiten(advantages_BT, mask_BT, reduce=self.reduce_sums)
+        buffer.put("advantages", from_rows(advantages_BT, lengths_B))
+        explained = explained_variance(
+            values_N, buffer.joined("returns"), mask_N=buffer.joined("value_mask"), reduce=self.reduce_sums
+        )
+        buffer.metrics["value/explained_variance"] = float(explained)
+
+    def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
+        """Value of each state of the rollouts, without gradient, on the CPU.
+
+        Returns:
+            V before each token, shape [N], and V after the last token of rollouts that were truncated, shape [B], 0
+            for the others and where that is not asked for.
+        """
+        critic = self._critic
+
+        def values(batch: ScoringBatch) -> tuple[Tensor, Tensor]:
+            states = hidden_states(critic.trunk if not critic.shares_trunk else self.policy, batch)
+            return critic.values(batch, states=states), critic.values(batch, batch.final_index_B, states=states)
+
+        parts = self.map_rollouts(self.policy if critic.shares_trunk else critic, buffer, values)
+        values_N, last_B = (torch.cat(own).cpu() for own in zip(*parts, strict=True))
+        cut = [rollout.finish_reason == "length" for group in buffer.groups for rollout in group.rollouts]
+        bootstrapped_B = torch.tensor(cut) if self.bootstrap_truncated else torch.zeros(len(cut), dtype=torch.bool)
+        return values_N, last_B.masked_fill(~bootstrapped_B, 0)
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Add what decides advantages and targets."""
+        names = ("gamma", "lam", "critic_lam", "lam_alpha", "whiten_advantages", "bootstrap_truncated")
+        return super().rollout_options() | {name: getattr(self, name) for name in names}
+
+    # Updates.
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the critic alone is trained at this step."""
+        return self.global_step < self.critic_warmup_steps
+
+    def compute_loss(self, batch: MiniBatch) -> LossTerms:
+        """Policy loss and value loss, each of its own part of the optimizer."""
+        critic = self._critic
+        states = hidden_states(self.policy, batch.scoring) if critic.shares_trunk else None
+        if self.warming_up:
+            # Every rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
+            untouched = sum(p.flatten()[:1].sum() * 0 for p in self.policy.parameters() if p.requires_grad)
+            terms = LossTerms({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})  # type: ignore[dict-item]
+        else:
+            options = {"entropy": True, "entropy_grad": self.entropy_coef > 0, "states": states}
+            terms = self.policy_terms(batch, self.score(self.policy, batch.scoring, **options))
+        terms.losses["critic"], metrics = self._value_loss(batch, states)
+        terms.metrics.update(metrics)
+        return terms
+
+    def _value_loss(
+        self, batch: MiniBatch, states: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Clipped value loss at the K tokens of `value_mask`; the head runs on those alone."""
+        chosen_N = batch.tokens["value_mask"]
+        values_K = self._values_at(batch, chosen_N, states)
+        loss = clipped_value_loss(
+            values_K,
+            batch.tokens["values"][chosen_N],
+            batch.tokens["returns"][chosen_N],
+            mask_N=torch.ones_like(values_K, dtype=torch.bool),
+            cliprange=self.cliprange_value,
+        )
+        numerator, count = loss.per_token_N.sum(), chosen_N.sum()
+        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
+        metrics["value/loss"] = (numerator.detach(), count)
+        return (self.vf_coef * numerator, count), metrics
+
+    def _values_at(self, batch: MiniBatch, chosen_N: Tensor, states: Tensor | None) -> Tensor:
+        """Values where the critic is trained. Its own trunk does not run on tokens behind the last of them."""
+        critic = self._critic
+        if states is not None:
+            return critic.values(batch.scoring, batch.scoring.predict_index_N[chosen_N], states=states)
+        rows_BT = to_rows(chosen_N.cpu(), torch.tensor(batch.scoring.rollout_lengths))
+        ends_B = (rows_BT * torch.arange(1, rows_BT.shape[1] + 1)).amax(dim=1) if rows_BT.shape[1] else rows_BT.sum(1)
+        short = shorten(batch.groups, ends_B)
+        scoring = pack(short.groups, self.sharing, device=self.device)
+        kept_M = chosen_N[short.kept_index_M.to(chosen_N.device)]
+        return critic.values(scoring, scoring.predict_index_N[kept_M])
+
+    @property
+    def _critic(self) -> Critic:
+        assert self.critic is not None
+        return self.critic

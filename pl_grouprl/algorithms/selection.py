@@ -1,0 +1,28 @@
+"""Which rollouts are worth training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pl_grouprl.types import RolloutGroup
+
+
+def has_spread(group: RolloutGroup) -> bool:
+    """Whether the rewards of a group differ, so that comparing its rollouts says something."""
+    rewards = [r.reward for r in group.rollouts if r.reward is not None and not math.isnan(r.reward)]
+    return bool(rewards) and max(rewards) > min(rewards)
+
+
+def leave_out_truncated(groups: Sequence[RolloutGroup]) -> None:
+    """Empty the loss mask of rollouts that were cut at the limit, in place."""
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        if rollout.finish_reason == "length":
+            rollout.loss_mask = [0] * len(rollout.token_ids)
+
+
+def leave_untrained(group: RolloutGroup) -> RolloutGroup:
+    """Empty the loss masks of a group, in place: a rank without groups of its own still has to take part."""
+    for rollout in group.rollouts:
+        rollout.loss_mask = [0] * len(rollout.token_ids)
+    return group
