@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 RewardFunction = Callable[..., Any]
-"""A callable with one of two signatures, told apart by the names of its parameters. It may be `async`.
+"""A callable with one of three signatures, told apart by the names of its parameters. It may be `async`.
 
 TRL's, called once for all rollouts, returns one number (or None: does not apply) per completion::
 
@@ -22,6 +22,12 @@ TRL's, called once for all rollouts, returns one number (or None: does not apply
 verl's, called once per rollout, returns a number, or a dictionary whose `score` is the reward::
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
+
+The third is for what needs token ids and knows what to do with prompts that stand in several rollouts, such as
+`ModelReward`. It is called once, with the `RolloutGroup`s themselves (not to be changed), and returns for each group
+one number or None per rollout::
+
+    f(groups) -> list[list[float | None]]
 
 This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
 a YAML file would be refused for not naming them.

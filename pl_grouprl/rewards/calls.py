@@ -93,7 +93,7 @@ def _read_results(
             if isinstance(outcome, _Failure):
                 last_error = outcome.error
                 continue
-            for index, score in zip(part, read_result(reward, outcome, part), strict=True):
+            for index, score in zip(part, read_result(reward, outcome, part, inputs), strict=True):
                 scores[index] = score
     _judge_failures(reward, scores, last_error, max_failed_share)
     return scores

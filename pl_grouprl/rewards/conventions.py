@@ -1,10 +1,11 @@
-"""The two signatures of reward functions: telling them apart, what each is called with, what each returns."""
+"""The three signatures of reward functions: telling them apart, what each is called with, what each returns."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from pl_grouprl.rewards.base import FunctionFromFile, RewardFunction, Weighted
 from pl_grouprl.types import Messages, RolloutGroup
 
-Convention = Literal["trl", "verl"]
+Convention = Literal["trl", "verl", "groups"]
 
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -31,6 +32,7 @@ class RewardInputs:
         data_sources: Name of the data set that each prompt is from.
         columns: Every column of the data, one value per rollout; None where a prompt's row lacks it.
         groups: Which group each rollout is from, counted from 0.
+        rollout_groups: The groups themselves.
     """
 
     prompts: list[str | Messages]
@@ -39,6 +41,7 @@ class RewardInputs:
     data_sources: list[str]
     columns: dict[str, list[Any]]
     groups: list[int]
+    rollout_groups: list[RolloutGroup] = field(default_factory=list)
 
 
 def fits_float32(value: float) -> bool:
@@ -95,10 +98,11 @@ class PreparedReward:
 def prepare_reward(weighted: Weighted) -> PreparedReward:
     """Find out which signature a named function has.
 
-    A parameter `solution_str` makes it verl's; `completions`, or `**kwargs` alone, makes it TRL's.
+    A parameter `solution_str` makes it verl's; `completions`, or `**kwargs` alone, makes it TRL's; `groups` that of
+    whole groups.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is none of these.
     """
     function, name = weighted.function, weighted.name or ""
     if isinstance(function, FunctionFromFile):
@@ -115,15 +119,13 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    if "solution_str" in by_name:
-        convention: Convention = "verl"
-    elif "completions" in by_name or takes_any:
-        convention = "trl"
-    else:
+    convention = _convention(by_name.keys(), takes_any)
+    if convention is None:
         raise ValueError(
-            f"Reward function {name!r} has the signature {signature}, which is none of the two known ones; write "
-            "f(prompts, completions, **columns) -> list[float | None] (TRL) or "
-            "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict (verl)."
+            f"Reward function {name!r} has the signature {signature}, which is none of the known ones; write "
+            "f(prompts, completions, **columns) -> list[float | None] (TRL), "
+            "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict (verl) or "
+            "f(groups) -> list[list[float | None]]."
         )
     return PreparedReward(
         function=function,
@@ -134,6 +136,16 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
         required=frozenset(key for key, parameter in by_name.items() if parameter.default is parameter.empty),
         is_async=_is_async(function),
     )
+
+
+def _convention(parameters: Set[str], takes_any: bool) -> Convention | None:
+    if "solution_str" in parameters:
+        return "verl"
+    if "completions" in parameters:
+        return "trl"
+    if "groups" in parameters:
+        return "groups"
+    return "trl" if takes_any else None
 
 
 def flatten_groups(groups: Sequence[RolloutGroup]) -> RewardInputs:
@@ -147,15 +159,16 @@ def flatten_groups(groups: Sequence[RolloutGroup]) -> RewardInputs:
         data_sources=[group.data_source for _, group, _ in pairs],
         columns={name: [group.columns.get(name) for _, group, _ in pairs] for name in names},
         groups=[index for index, _, _ in pairs],
+        rollout_groups=list(groups),
     )
 
 
 def call_units(reward: PreparedReward, inputs: RewardInputs) -> list[list[int]]:
-    """Return the rollouts of each call: all in one call for TRL's signature, one per call for verl's."""
+    """Return the rollouts of each call: one per call for verl's signature, all in one call for the others."""
     everything = list(range(len(inputs.texts)))
     if not everything:
         return []
-    return [everything] if reward.convention == "trl" else [[index] for index in everything]
+    return [[index] for index in everything] if reward.convention == "verl" else [everything]
 
 
 def smaller_units(reward: PreparedReward, unit: list[int], inputs: RewardInputs) -> list[list[int]]:
@@ -174,7 +187,7 @@ def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]
     Raises:
         ValueError: If the function requires an argument that neither the convention nor a column provides.
     """
-    make = _trl_arguments if reward.convention == "trl" else _verl_arguments
+    make = {"trl": _trl_arguments, "verl": _verl_arguments, "groups": _groups_arguments}[reward.convention]
     available = make(reward, inputs, unit)
     missing = sorted(reward.required - available.keys())
     if missing:
@@ -187,7 +200,7 @@ def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]
     return {key: value for key, value in available.items() if key in reward.parameters}
 
 
-def read_result(reward: PreparedReward, result: Any, unit: list[int]) -> list[Score]:
+def read_result(reward: PreparedReward, result: Any, unit: list[int], inputs: RewardInputs) -> list[Score]:
     """Turn what a function returned into one score per rollout of the call.
 
     Raises:
@@ -205,12 +218,36 @@ def read_result(reward: PreparedReward, result: Any, unit: list[int]) -> list[Sc
             f"Reward function {reward.name!r} returned {type(result).__name__} instead of a list; "
             f"return one number or None per completion ({len(unit)} of them)."
         )
+    if reward.convention == "groups":
+        result = _join_groups(reward, result, [inputs.groups[index] for index in unit])
     if len(result) != len(unit):
         raise ValueError(
             f"Reward function {reward.name!r} returned {len(result)} rewards for {len(unit)} completions; "
             "return one number or None per completion, in their order."
         )
     return [Score(_number(reward, value)) for value in result]
+
+
+def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: list[int]) -> list[Any]:
+    """Check that there is one list per group and one entry per rollout in it; return the entries of all groups.
+
+    Raises:
+        ValueError: If not.
+    """
+    lists = [own.tolist() if hasattr(own, "tolist") else own for own in result]
+    given = [len(own) if isinstance(own, (list, tuple)) else type(own).__name__ for own in lists]
+    expected = list(Counter(group_of).values())
+    if given != expected:
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {given} rewards for groups of {expected} rollouts; return one "
+            "list per group, with one number or None per rollout."
+        )
+    return [value for own in lists for value in own]
+
+
+def _groups_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
+    numbers = dict.fromkeys(inputs.groups[index] for index in unit)  # each once, in order
+    return {"groups": [inputs.rollout_groups[number] for number in numbers]}
 
 
 def _trl_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:

@@ -1,0 +1,241 @@
+"""A reward model: a sequence classifier that scores whole groups, what their sequences share encoded once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from pl_grouprl.attention import check_supported, shared_prefix
+from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.models.policy import Dtype, PretrainedPolicy
+from pl_grouprl.models.score import hidden_states
+from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
+from pl_grouprl.packing import Sharing, pack
+from pl_grouprl.types import Rollout, RolloutGroup
+
+log = logging.getLogger(__name__)
+
+
+class ModelReward:
+    """The score that a `...ForSequenceClassification` model gives to prompt and completion.
+
+    Scores are the model's own logits: read, as transformers does, at the last token that is not the padding token. (Of
+    a model whose padding token ends completions, that is the one before the end token.) The model is loaded at the
+    first call, stays in evaluation mode and is never trained.
+
+    Args:
+        model: Name on the model hub or a local folder; or a model, which is put into evaluation mode.
+        label: Which of several labels is the reward. May be left out where the model has one.
+        tokenizer: Name, folder or tokenizer of a reward model whose tokens are not the policy's. Messages and
+            completion then go through its chat template, a string and its completion are encoded as one text. None:
+            the reward model reads the policy's own token ids.
+        max_tokens_per_pass: Groups are put into one forward pass up to so many tokens, one group at least.
+        sharing: `shared` encodes what the sequences of a group have in common once, `repeated` once per rollout.
+        attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
+        dtype: Of the weights as loaded from a folder or name; `auto` is the checkpoint's own. Autocast is off.
+        device: Where the model runs. `auto`: this process's GPU where there is one, otherwise the CPU; a model that was
+            passed stays where it is.
+        attn_implementation: As in transformers.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
+
+    Raises:
+        FileNotFoundError: If `model` is a path that is no folder.
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        label: int | None = None,
+        tokenizer: Any = None,
+        max_tokens_per_pass: int = 16384,
+        sharing: Sharing = "shared",
+        attention_backend: str = "auto",
+        dtype: Dtype = "auto",
+        device: str = "auto",
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if sharing not in ("shared", "repeated"):
+            raise ValueError(f"ModelReward.sharing is {sharing!r}; pass 'shared' or 'repeated'.")
+        if max_tokens_per_pass < 1:
+            raise ValueError(f"ModelReward.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
+        get_backend(attention_backend)  # an unknown name is an error here, not at the first reward
+        self.model = model
+        self.label = label
+        self.tokenizer = tokenizer
+        self.max_tokens_per_pass = max_tokens_per_pass
+        self.sharing: Sharing = sharing
+        self.attention_backend = attention_backend
+        self.device = device
+        self._checkpoint: PretrainedPolicy | None = None
+        if isinstance(model, str):
+            self._checkpoint = PretrainedPolicy(
+                model, dtype, attn_implementation, revision=revision, trust_remote_code=trust_remote_code
+            )
+        self._loaded: tuple[Any, Any, int] | None = None
+
+    def __repr__(self) -> str:
+        return f"ModelReward({self.model!r})" if self._checkpoint else f"ModelReward({type(self.model).__name__})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is loaded again at the first call."""
+        return vars(self) | {"_loaded": None}
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+        """Same as `score_groups`."""
+        return self.score_groups(groups)
+
+    @torch.no_grad()
+    def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+        """Score every rollout.
+
+        Args:
+            groups: Prompts with their rollouts; they are left as they are.
+
+        Returns:
+            For each group one number per rollout.
+
+        Raises:
+            UnsupportedModelError: If the model cannot share prefixes.
+            ValueError: If the model is no sequence classifier, its label is not settled, or it does not know a token.
+        """
+        model, tokenizer, label = self._load()
+        pad = model.config.get_text_config().pad_token_id
+        sequences = [
+            _without_padding(sequence, pad) for group in groups for sequence in _encode_group(group, tokenizer, self)
+        ]
+        forest = _regroup(sequences, [len(group.rollouts) for group in groups])
+        scores: list[float | None] = []
+        for part in _passes(forest, self.sharing, self.max_tokens_per_pass):
+            scores += self._score_pass(model, label, part)
+        remaining = iter(scores)
+        return [[next(remaining) for _ in group.rollouts] for group in groups]
+
+    def _score_pass(self, model: Any, label: int, groups: list[RolloutGroup]) -> list[float]:
+        batch = pack(groups, self.sharing, device=model.device)
+        largest, known = int(batch.model_inputs["input_ids"].max()), model.get_input_embeddings().num_embeddings
+        if largest >= known:
+            raise ValueError(
+                f"{self!r} has embeddings for {known} tokens and was given token {largest}; its tokens are not the "
+                "policy's, so pass its own tokenizer: ModelReward(..., tokenizer=...)."
+            )
+        context = nullcontext() if self.sharing == "repeated" else shared_prefix(model, self.attention_backend)
+        with torch.autocast(model.device.type, enabled=False), context:
+            states_BD = hidden_states(model, batch).index_select(0, batch.final_index_B)
+            return score_head(model)(states_BD)[:, label].float().tolist()
+
+    def _load(self) -> tuple[Any, Any, int]:
+        """Load model and tokenizer at the first call; return them and the label."""
+        if self._loaded is None:
+            model = self._load_model().eval()
+            score_head(model)  # refuses what has none
+            if self.sharing == "shared":
+                check_supported(model)
+            label = self._settle_label(model)
+            log.info("%r: %s on %s, sharing=%r.", self, type(model).__name__, model.device, self.sharing)
+            self._loaded = model, self._load_tokenizer(), label
+        return self._loaded
+
+    def _load_model(self) -> Any:
+        if self._checkpoint is None:
+            return self.model if self.device == "auto" else self.model.to(self.device)
+        if not is_sequence_classifier(self._checkpoint.load_config()):
+            raise ValueError(
+                f"{self!r} is not a sequence classifier, so it has no head that scores; pass a checkpoint of a "
+                "...ForSequenceClassification model."
+            )
+        cuda = torch.cuda.is_available()
+        device = ("cuda" if cuda else "cpu") if self.device == "auto" else self.device  # "cuda": this rank's
+        return self._checkpoint.load_as("AutoModelForSequenceClassification").to(device)
+
+    def _settle_label(self, model: Any) -> int:
+        labels = model.config.num_labels
+        label = 0 if self.label is None and labels == 1 else self.label
+        if label is None or not 0 <= label < labels:
+            raise ValueError(
+                f"ModelReward.label is {self.label}, and {type(model).__name__} has {labels} labels; pass a label from "
+                f"0 to {labels - 1}."
+            )
+        return label
+
+    def _load_tokenizer(self) -> Any:
+        if not isinstance(self.tokenizer, str):
+            return self.tokenizer
+        return PretrainedPolicy(self.tokenizer).load_tokenizer()
+
+
+def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> Iterator[list[int]]:
+    """Token ids of prompt and completion of each rollout, as the reward model reads them."""
+    for rollout in group.rollouts:
+        if tokenizer is None:
+            yield group.prompt_ids + rollout.token_ids
+            continue
+        if rollout.text is None:
+            raise ValueError(f"{reward!r} has a tokenizer of its own and Rollout.text is None; decode it first.")
+        if isinstance(group.prompt, str):
+            ids = tokenizer(group.prompt + rollout.text)["input_ids"]
+        else:
+            conversation = [*group.prompt, {"role": "assistant", "content": rollout.text}]
+            ids = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)
+        if not ids:
+            raise ValueError(f"{reward!r}: prompt and completion have no token in its tokenizer; leave such rows out.")
+        yield list(ids)
+
+
+def _without_padding(sequence: list[int], pad: int | None) -> list[int]:
+    """Cut the padding tokens off the end; of nothing else the first remains, where transformers reads then."""
+    stop = len(sequence)
+    while stop > 1 and sequence[stop - 1] == pad:
+        stop -= 1
+    return sequence[:stop]
+
+
+def _regroup(sequences: list[list[int]], sizes: list[int]) -> list[RolloutGroup]:
+    """Groups of the same sequences in the same order, with all that they have in common as their prompt."""
+    groups: list[RolloutGroup] = []
+    start = 0
+    for size in sizes:
+        own = sequences[start : start + size]
+        start += size
+        if not own:
+            continue
+        shared = _common_length(own)
+        if shared:
+            groups.append(RolloutGroup(own[0][:shared], [Rollout(sequence[shared:]) for sequence in own]))
+        else:
+            groups += [RolloutGroup(sequence[:1], [Rollout(sequence[1:])]) for sequence in own]
+    return groups
+
+
+def _common_length(sequences: list[list[int]]) -> int:
+    """Tokens from the start that all sequences have in common: those of the first and last in dictionary order."""
+    first, last = min(sequences), max(sequences)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+
+
+def _passes(groups: list[RolloutGroup], sharing: Sharing, budget: int) -> Iterator[list[RolloutGroup]]:
+    """Divide groups, in order, into passes of at most `budget` tokens run, or of one group."""
+    part: list[RolloutGroup] = []
+    for group in groups:
+        if part and _tokens_run([*part, group], sharing) > budget:
+            yield part
+            part = []
+        part.append(group)
+    if part:
+        yield part
+
+
+def _tokens_run(groups: list[RolloutGroup], sharing: Sharing) -> int:
+    if sharing == "shared":
+        return sum(len(group.prompt_ids) + sum(len(r.token_ids) for r in group.rollouts) for group in groups)
+    lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    return len(lengths) * max(lengths)
