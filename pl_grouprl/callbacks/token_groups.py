@@ -1,0 +1,88 @@
+"""How much GROUP PPO's token groups compress, logged by any LightningModule that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from pl_grouprl.callbacks.token_group_metrics import TokenGroupStatistics
+from pl_grouprl.functional.token_groups import TokenGroups
+
+_ABSENT = object()
+
+
+class TokenGroupMonitor(Callback):
+    """Logs the figures of `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
+
+    The counts of all micro-batches of the step and of all ranks are added up before any ratio is taken.
+    `token_group/speedup_factor` is the reduction in advantage positions, not in wall-clock time.
+
+    The groups are what the training step returns under `groups_key` (`{"loss": loss, "token_groups": groups}`), else
+    the module's attribute or property of that name: one `TokenGroups`, or several in a list. None means that the batch
+    made none. The threshold is found the same way; it is not logged where there is none.
+
+    Args:
+        groups_key: Key of the training step's result, or attribute of the module, that holds the groups.
+        threshold_key: The same for the threshold, a number.
+    """
+
+    def __init__(self, groups_key: str = "token_groups", threshold_key: str = "token_group_threshold") -> None:
+        self.groups_key = groups_key
+        self.threshold_key = threshold_key
+        self.statistics = TokenGroupStatistics()
+        self._steps_before = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self.statistics.to(pl_module.device).reset()
+        self._steps_before = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch's groups; log when an optimizer step is complete.
+
+        Raises:
+            ValueError: If there are no groups to be found.
+            TypeError: If what is found is no `TokenGroups`.
+        """
+        for groups in self._groups(pl_module, outputs) or [None]:  # a rank without groups takes part in the sums
+            self.statistics.update(groups)
+        if trainer.global_step == self._steps_before:
+            return
+        self._steps_before = trainer.global_step
+        metrics: dict[str, Any] = {
+            name: value for name, value in self.statistics.compute().items() if not value.isnan()
+        }
+        self.statistics.reset()
+        threshold = _find(self.threshold_key, pl_module, outputs)
+        if threshold is not _ABSENT and threshold is not None:
+            metrics["token_group/threshold"] = float(threshold)
+        pl_module.log_dict(metrics, batch_size=1)
+
+    def _groups(self, pl_module: LightningModule, outputs: Any) -> list[TokenGroups | None]:
+        found = _find(self.groups_key, pl_module, outputs)
+        if found is _ABSENT and outputs:
+            raise ValueError(
+                f"TokenGroupMonitor found no token groups: {type(pl_module).__name__}.training_step returned no "
+                f"{self.groups_key!r} and the module has no attribute of that name. Return "
+                f"{{'loss': loss, {self.groups_key!r}: groups}} with what find_token_groups made, or set the "
+                "attribute, or name another one in TokenGroupMonitor(groups_key=...)."
+            )
+        if found is _ABSENT or found is None:  # a batch without a step, or without groups
+            return []
+        several = [found] if isinstance(found, TokenGroups) else found
+        if not isinstance(several, list | tuple) or not all(isinstance(groups, TokenGroups) for groups in several):
+            raise TypeError(
+                f"{self.groups_key!r} of {type(pl_module).__name__} is a {type(found).__name__}; TokenGroupMonitor "
+                "needs the TokenGroups that find_token_groups made, one or a list of them."
+            )
+        return list(several)
+
+
+def _find(key: str, pl_module: LightningModule, outputs: Any) -> Any:
+    if isinstance(outputs, Mapping) and key in outputs:
+        return outputs[key]
+    return getattr(pl_module, key, _ABSENT)
