@@ -2,17 +2,23 @@
 
 from pl_grouprl.rewards.apply import Rewards, apply_rewards, check_columns, prepare_rewards
 from pl_grouprl.rewards.base import FunctionFromFile, RewardFunction, Weighted
+from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
 from pl_grouprl.rewards.model_reward import ModelReward
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
+from pl_grouprl.rewards.overlong import OverlongPenalty
+from pl_grouprl.rewards.repetition import RepetitionPenalty
 
 __all__ = [
+    "CosineLengthReward",
     "ExactMatch",
     "FunctionFromFile",
     "LeadingCorrectCharacters",
     "ModelReward",
     "NumericAnswer",
+    "OverlongPenalty",
+    "RepetitionPenalty",
     "RewardFunction",
     "Rewards",
     "Weighted",
