@@ -152,7 +152,8 @@ def check_critic_parity(
         ValueError: If there is no rollout in `groups`, or nothing in the trunk is trained.
     """
     trunk = critic.trunk
-    weight_D = critic.head.weight.detach()[0].float()
+    weight = critic.head.weight.detach()
+    weight_D = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight)[0].float()  # whole, if sharded
     if not weight_D.any():
         weight_D = torch.ones_like(weight_D)
     direction_D = weight_D / weight_D.norm()

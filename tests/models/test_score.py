@@ -7,8 +7,9 @@ import torch
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
 from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.models.head import logits_function
-from pl_grouprl.models.score import predicting_hidden_states, rollout_logprobs, score
+from pl_grouprl.models.score import hidden_states, predicting_hidden_states, rollout_logprobs, score
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -213,3 +214,32 @@ def test_scoring_leaves_nothing_in_global_registries():
     for _ in range(3):
         torch.cat(rollout_logprobs(model, random_groups(0, SHAPES), chunk_size=4)).sum().backward()
     assert len(_pytree.SUPPORTED_NODES) == before
+
+
+@pytest.mark.parametrize("sharing", ["shared", "repeated"])
+def test_hidden_states_once_serve_several_heads(model, sharing):
+    batch, calls = pack(random_groups(10, SHAPES), sharing), []
+    # The head runs with the decoder standing aside: its hooks see no tokens then.
+    handle = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append("input_ids" in kwargs and kwargs["input_ids"] is not None),
+        with_kwargs=True,
+    )
+    with shared_prefix(model), torch.no_grad():
+        expected = score(model, batch)
+        states = hidden_states(model, batch)
+        calls.clear()
+        actual = score(model, batch, states=states)
+        handle.remove()
+        assert states.shape == (batch.num_tokens_run, 32)
+        assert torch.equal(states[batch.predict_index_N], predicting_hidden_states(model, batch))
+    assert torch.equal(actual.logprobs_N, expected.logprobs_N)
+    assert not any(calls)
+
+
+def test_a_sketch_comes_out_of_the_same_pass(model):
+    batch = pack(random_groups(11, SHAPES))
+    with shared_prefix(model), torch.no_grad():
+        scores = score(model, batch, sketch=HeadSketch(dim=4))
+        assert score(model, batch).sketch_NS is None
+    assert scores.sketch_NS.shape == (len(batch.targets_N), 4)
+    assert scores.sketch_NS.abs().sum() > 0
