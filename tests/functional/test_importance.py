@@ -1,0 +1,138 @@
+import math
+
+import pytest
+import torch
+
+from pl_grouprl.functional.importance import IMPORTANCE_KINDS, importance_weights
+
+DIFFERENCE = "sampling/sampling_logp_difference"
+RATIO = "sampling/importance_sampling_ratio"
+
+# Ratios 2 and 1/4 in rollout 0, product 1/2; 4 and 1 in rollout 1, product 4, and a masked token; rollout 2 is empty.
+ROLLOUTS = torch.tensor([0, 0, 1, 1, 1])
+MASK = torch.tensor([True, True, True, False, True])
+ROLLOUT_LOGPROBS = torch.tensor([-3.0, -1.0, -2.5, math.nan, -0.5], dtype=torch.float64)
+OLD_LOGPROBS = ROLLOUT_LOGPROBS + torch.tensor([2.0, 0.25, 4.0, 1.0, 1.0], dtype=torch.float64).log()
+
+
+def _weights(kind, **bounds):
+    return importance_weights(
+        OLD_LOGPROBS, ROLLOUT_LOGPROBS, kind=kind, mask_N=MASK, rollout_index_N=ROLLOUTS, num_rollouts=3, **bounds
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "weights", "kept", "ratio_sum", "count", "most", "least"),
+    [
+        ("none", {}, [1, 1, 1, 0, 1], [0, 1, 2, 4], 7.25, 4, 4, 0.25),
+        ("token_truncate", {"low": 0.5}, [2, 0.5, 3, 0, 1], [0, 1, 2, 4], 6.5, 4, 3, 0.5),
+        ("token_truncate", {"low": None}, [2, 0.25, 3, 0, 1], [0, 1, 2, 4], 6.25, 4, 3, 0.25),
+        ("token_mask", {"low": 0.5}, [2, 0, 0, 0, 1], [0, 4], 3, 4, 2, 0),
+        ("token_mask", {"low": 0.5, "high": None}, [2, 0, 4, 0, 1], [0, 2, 4], 7, 4, 4, 0),
+        ("sequence_truncate", {"low": 0.6}, [0.6, 0.6, 3, 0, 3], [0, 1, 2, 4], 3.6, 2, 3, 0.6),
+        ("sequence_mask", {}, [0.5, 0.5, 0, 0, 0], [0, 1], 0.5, 2, 0.5, 0),
+        ("sequence_mask", {"low": 0.6, "high": 5.0}, [0, 0, 4, 0, 4], [2, 4], 4, 2, 4, 0),
+    ],
+)
+def test_by_hand(kind, bounds, weights, kept, ratio_sum, count, most, least):
+    result = _weights(kind, **bounds)
+    torch.testing.assert_close(result.weights_N, torch.tensor(weights, dtype=torch.float64))
+    assert result.mask_N.nonzero().flatten().tolist() == kept
+    total, number = result.metrics[f"{RATIO}/mean"]
+    assert float(total) == pytest.approx(ratio_sum)
+    assert number == count
+    assert float(result.extremes[f"{RATIO}/max"]) == pytest.approx(most)
+    assert float(result.extremes[f"{RATIO}/min"]) == pytest.approx(least)
+    total, number = result.metrics[f"{DIFFERENCE}/mean"]
+    assert float(total) == pytest.approx(5 * math.log(2))  # |ln 2| + |ln 1/4| + |ln 4| + |ln 1|
+    assert number == 4
+    assert float(result.extremes[f"{DIFFERENCE}/max"]) == pytest.approx(2 * math.log(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", IMPORTANCE_KINDS[1:])
+def test_against_a_loop_over_padded_rows(kind, dtype):
+    """TRL's formulas, one rollout after another; the tokens of ours stand in a random order."""
+    generator = torch.Generator().manual_seed(0)
+    old, rollout = -2 * torch.rand(2, 6, 8, generator=generator, dtype=dtype)
+    mask = torch.rand(6, 8, generator=generator) < 0.7
+    low, high = 0.6, 1.5
+    expected = torch.zeros(6, 8, dtype=dtype)
+    for i in range(6):
+        sequence = math.exp(sum(float(old[i, t] - rollout[i, t]) for t in range(8) if mask[i, t]))
+        for t in range(8):
+            ratio = sequence if kind.startswith("sequence") else math.exp(float(old[i, t] - rollout[i, t]))
+            is_inside = low <= ratio <= high
+            bounded = min(max(ratio, low), high) if kind.endswith("truncate") else (ratio if is_inside else 0.0)
+            expected[i, t] = bounded if mask[i, t] else 0.0
+    order = torch.randperm(48, generator=generator)
+    result = importance_weights(
+        old.flatten()[order],
+        rollout.flatten()[order],
+        kind=kind,
+        mask_N=mask.flatten()[order],
+        rollout_index_N=torch.arange(6).repeat_interleave(8)[order],
+        num_rollouts=6,
+        low=low,
+        high=high,
+    )
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(result.weights_N, expected.flatten()[order], atol=tolerance, rtol=tolerance)
+    assert 0 < result.mask_N.sum() <= mask.sum()
+    if kind.endswith("mask"):
+        assert torch.equal(result.mask_N, result.weights_N > 0)
+
+
+@pytest.mark.parametrize("kind", IMPORTANCE_KINDS)
+def test_parts_reduce_to_the_whole(kind):
+    """Two ranks, of which one has the rollouts 0 and 2 and the other rollout 1, and a third one without a token."""
+    whole = _weights(kind)
+    parts = [
+        importance_weights(
+            OLD_LOGPROBS[chosen],
+            ROLLOUT_LOGPROBS[chosen],
+            kind=kind,
+            mask_N=MASK[chosen],
+            rollout_index_N=ROLLOUTS[chosen],
+            num_rollouts=3,
+        )
+        for chosen in (ROLLOUTS == 0, ROLLOUTS == 1, ROLLOUTS == 2)
+    ]
+    for name, pair in whole.metrics.items():
+        summed = [sum(float(part.metrics[name][i]) for part in parts) for i in (0, 1)]
+        assert summed == pytest.approx([float(value) for value in pair])
+    for name, value in whole.extremes.items():
+        reduce = max if name.endswith("max") else min
+        assert reduce(float(part.extremes[name]) for part in parts) == float(value)
+
+
+def test_weights_have_no_gradient_and_stay_finite():
+    old = torch.tensor([500.0, -500.0], requires_grad=True)
+    options = {"mask_N": torch.ones(2, dtype=torch.bool), "rollout_index_N": torch.tensor([0, 1]), "num_rollouts": 2}
+    for kind in IMPORTANCE_KINDS:
+        bounds = {} if kind == "none" else {"low": 0.0, "high": None}
+        result = importance_weights(old, torch.zeros(2), kind=kind, **options, **bounds)
+        assert not result.weights_N.requires_grad
+        assert result.weights_N.isfinite().all()
+
+
+def test_errors_name_argument_value_and_remedy():
+    with pytest.raises(ValueError, match=r"importance_sampling is 'tis'; it must be one of none, token_truncate, "):
+        _weights("tis")
+    with pytest.raises(ValueError, match=r"low is 0.5 and importance_sampling is 'none', which has no bounds"):
+        _weights("none", low=0.5)
+    with pytest.raises(ValueError, match=r"low and high are None; importance_sampling='token_mask' needs at least one"):
+        _weights("token_mask", high=None)
+    with pytest.raises(ValueError, match=r"low is -1; a ratio is never negative"):
+        _weights("token_mask", low=-1)
+    with pytest.raises(ValueError, match=r"high is 1.0; it must be larger than 2.0"):
+        _weights("token_truncate", low=2.0, high=1.0)
+    with pytest.raises(ValueError, match=r"mask_N has dtype torch.int64; pass bool"):
+        importance_weights(
+            OLD_LOGPROBS,
+            ROLLOUT_LOGPROBS,
+            kind="none",
+            mask_N=MASK.long(),
+            rollout_index_N=ROLLOUTS,
+            num_rollouts=3,
+        )
