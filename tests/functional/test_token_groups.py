@@ -318,6 +318,7 @@ def test_each_option_changes_the_cut(change):
         ({"max_size": 0}, "max_size is 0"),
         ({"max_size": 1.5}, "max_size is 1.5"),
         ({"epsilon": -1.0}, "epsilon is -1.0"),
+        ({"mean_signal": float("nan")}, "mean_signal is nan"),
     ],
 )
 def test_errors_name_the_argument(change, message):

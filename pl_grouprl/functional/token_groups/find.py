@@ -101,6 +101,8 @@ def find_token_groups(
     if mean_signal is None:
         total, count = signal_sums(td_errors, score_norms, mask_BT).tolist()
         mean_signal = total / max(count, 1)
+    elif not mean_signal >= 0:
+        raise ValueError(f"mean_signal is {float(mean_signal)}; pass a mean of squares, 0 or larger, or None.")
     starts_BT, ends_BT = torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
     causes_BT = torch.zeros_like(mask_BT, dtype=torch.int8)
     index_BT = torch.full_like(mask_BT, -1, dtype=torch.int64)

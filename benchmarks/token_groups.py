@@ -1,0 +1,149 @@
+"""Finding token groups and their advantages, against one forward of the tiny model on as many tokens.
+
+`python benchmarks/token_groups.py --help` lists the options. The forward is that of the decoder alone (no head, no
+gradient) with the architecture of configs/grpo_pg.yaml on rows of the same length; it is timed on some of the rows and
+scaled to all of them, and the scale is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a script
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.measure import CLOCKS, Conditions, resident_peak_mib, time_in_turns  # noqa: E402
+from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages  # noqa: E402
+
+ARCHITECTURE = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 40,
+}
+CASES = {
+    "threshold 4": (4.0, False),
+    "threshold 1": (1.0, False),
+    "no group ends before max_size": (1e9, False),
+    "threshold 4, a tenth of the tokens masked": (4.0, True),
+}
+"""Threshold, and whether the mask has gaps."""
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Parse the command line, measure, print, and write JSON."""
+    options = parse(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    conditions = Conditions.here("cpu", options.clock)
+    shape = f"B={options.rows}, T={options.length}, M={options.max_size}, float32"
+    print(f"conditions: {conditions}\n{shape}", flush=True)
+    inputs = random_rows(options.rows, options.length)
+    cases = {name: token_groups(inputs, options.max_size, *case) for name, case in CASES.items()}
+    peak = resident_peak_mib(next(iter(cases.values())))  # before anything large has run
+    forward = decoder_forward(options)
+    forward()
+    timings = time_in_turns({**cases, "forward": forward}, options.rounds, clock=options.clock)
+    scale = options.rows / options.forward_rows
+    seconds = timings["forward"].median * scale
+    result: dict[str, Any] = {
+        "conditions": asdict(conditions),
+        "shape": shape,
+        "rounds": options.rounds,
+        "forward": {
+            "architecture": ARCHITECTURE,
+            "rows": options.forward_rows,
+            "seconds": timings["forward"].seconds,
+            "scale": scale,
+            "seconds_scaled": seconds,
+        },
+        "peak_mib": peak,
+        "token_groups": {
+            name: {
+                "seconds": timings[name].seconds,
+                "share_of_forward": timings[name].median / seconds,
+            }
+            for name in cases
+        },
+    }
+    print(
+        f"forward: {timings['forward'].median:.3f} s for {options.forward_rows} rows of {options.length} tokens, "
+        f"times {scale:g}: {seconds:.1f} s for all rows"
+    )
+    for name, case in result["token_groups"].items():
+        print(
+            f"{name}: {timings[name].median:.3f} s for find_token_groups and token_group_advantages, "
+            f"{100 * case['share_of_forward']:.2f} % of the forward"
+        )
+    print(f"memory at its peak, {next(iter(cases))}: {peak:.0f} MiB beyond the inputs")
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512, help="B (default: 512)")
+    parser.add_argument("--length", type=int, default=4096, help="T (default: 4096)")
+    parser.add_argument("--max-size", type=int, default=16, help="M (default: 16)")
+    parser.add_argument("--forward-rows", type=int, default=8, help="rows of the timed forward (default: 8)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is timed (default: 3)")
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    return parser.parse_args(arguments)
+
+
+def random_rows(rows: int, length: int) -> list[Tensor]:
+    """Errors, rewards and values, normal; norms, uniform."""
+    generator = torch.Generator().manual_seed(0)
+    normal = [torch.randn(rows, length, generator=generator) for _ in range(3)]
+    return [*normal, torch.rand(rows, length, generator=generator)]
+
+
+def token_groups(inputs: Sequence[Tensor], max_size: int, threshold: float, gaps: bool) -> Callable[[], None]:
+    """A call of both functions."""
+    errors, rewards, values, norms = inputs
+    mask = norms > 0.1 if gaps else torch.ones_like(norms, dtype=torch.bool)
+
+    def run() -> None:
+        groups = find_token_groups(errors, norms, mask, threshold=threshold, max_size=max_size)
+        token_group_advantages(rewards, values, groups, mask, gamma=1.0, lam=0.95)
+
+    return run
+
+
+def decoder_forward(options: argparse.Namespace) -> Callable[[], None]:
+    """A call of the tiny model's decoder, one row after another, which is the fastest way here."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model("qwen3", **ARCHITECTURE, max_position_embeddings=options.length)
+    model = AutoModel.from_config(config).eval()
+    shape = (options.forward_rows, options.length)
+    rows = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def run() -> None:
+        for row in rows:
+            model(input_ids=row[None], use_cache=False)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
