@@ -6,6 +6,7 @@ import torch
 from pl_grouprl.functional.advantages import group_relative_advantages
 from pl_grouprl.functional.advantages.gae import generalized_advantages, td_errors
 from pl_grouprl.functional.token_groups import TokenGroups, find_token_groups, token_group_advantages
+from pl_grouprl.functional.value_loss import clipped_value_loss
 
 GAMMA, LAM = 0.93, 0.85
 
@@ -156,6 +157,21 @@ def test_one_lambda_per_rollout():
         alone = token_group_advantages(rewards, values, groups, mask, gamma=GAMMA, lam=lam, critic_lam=1 - lam)
         for left, right in zip(together, alone, strict=True):
             torch.testing.assert_close(left[b], right[b])
+
+
+def test_value_loss_at_starts_has_no_gradient_elsewhere():
+    rewards, values, mask, bootstrap, norms = random_case(8)
+    groups = cut(rewards, values, mask, bootstrap, norms)
+    _, returns = token_group_advantages(rewards, values, groups, mask, gamma=GAMMA, lam=LAM, bootstrap_value=bootstrap)
+    trained = (values + 0.1).requires_grad_()
+    loss = clipped_value_loss(
+        trained[mask], values[mask], returns[mask], mask_N=groups.starts[mask], cliprange=None
+    ).per_token_N.sum()
+    (gradient,) = torch.autograd.grad(loss, trained)
+    assert (gradient[~groups.starts] == 0).all()
+    torch.testing.assert_close(gradient[groups.starts], (trained - returns)[groups.starts].detach())
+    assert (gradient[groups.starts] != 0).all()
+    assert groups.starts.sum() < mask.sum()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pl_grouprl.functional.token_groups import (
     ENDED_BY_LAST,
@@ -139,6 +141,35 @@ def test_many_rows_are_cut_in_blocks(monkeypatch):
     monkeypatch.setattr("pl_grouprl.functional.token_groups.find._BLOCK", 50)  # two rows at a time
     for left, right in zip(find_token_groups(deltas, norms, mask, threshold=2.0), whole, strict=True):
         assert torch.equal(left, right)
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators, and remembers the most elements of any tensor that one returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.numel = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def test_no_loop_over_tokens_and_no_large_tensor(monkeypatch):
+    monkeypatch.setattr("pl_grouprl.functional.token_groups.find._BLOCK", 10**9)
+
+    def operators(length):
+        ones = torch.ones(4, length)
+        with _Operators() as seen:
+            find_token_groups(ones, ones, ones.bool(), threshold=100.0, max_size=8)
+        assert seen.numel <= 4 * (length + 1)
+        return seen.count
+
+    # Six doublings of the length: six pointer-doubling steps more, of four operators each at most.
+    assert operators(4096) - operators(64) <= 6 * 4
 
 
 def test_by_hand():
