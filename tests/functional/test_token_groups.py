@@ -225,6 +225,14 @@ def test_constant_delta_gives_groups_of_ceil_threshold(dtype, threshold, size):
     assert (groups.causes[groups.ends] == ENDED_BY_VARIANCE).all()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_threshold_below_1_is_1(seed):
+    deltas, norms, mask = random_case(seed, rows=30)
+    below, one = (find_token_groups(deltas, norms, mask, threshold=threshold) for threshold in (0.2, 1.0))
+    assert torch.equal(below.ends, one.ends)
+    assert torch.equal(below.causes, one.causes)
+
+
 def test_max_size_caps_groups():
     mask = torch.ones(1, 10, dtype=torch.bool)
     groups = find_token_groups(torch.ones(1, 10), torch.ones(1, 10), mask, threshold=100.0, max_size=4)
