@@ -95,7 +95,7 @@ def test_fractional_denominator_is_taken_as_it_is():
 
 
 def test_presets_name_what_exists():
-    assert set(LOSS_PRESETS) == {"grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo"}
+    assert set(LOSS_PRESETS) == {"grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"}
     for preset in LOSS_PRESETS.values():
         assert preset.scale in REWARD_SCALES
         assert preset.loss in POLICY_LOSSES
