@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule
@@ -63,6 +63,60 @@ class ScriptedEngine:
         length = number % 6
         ids = [2 + (number + 3 * i) % 20 for i in range(length)]
         return Rollout(ids, logprobs=[0.0] * length, finish_reason="length" if length == 5 else "stop")
+
+
+class RaggedEngine:
+    """Groups of 1 to 4 rollouts, of 0 to 11 tokens, some with tool output amid, all decided by the prompt alone.
+
+    Args:
+        logprobs: Whether a sampler's log-probabilities are reported: made-up ones, as of an older policy.
+        max_size: Rollouts of the largest group.
+    """
+
+    def __init__(self, logprobs: bool = False, max_size: int = 4) -> None:
+        self.logprobs = logprobs
+        self.max_size = max_size
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        pass
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        return [self._group(sum(i * token for i, token in enumerate(prompt))) for prompt in prompts]
+
+    def _group(self, number: int) -> list[Rollout]:
+        return [self._rollout(number // 4 + 5 * g) for g in range(1 + number % self.max_size)]
+
+    def _rollout(self, number: int) -> Rollout:
+        length = number % 12
+        ids = [2 + (number + 7 * i * i) % 20 for i in range(length)]
+        return Rollout(
+            ids,
+            logprobs=[-3.3 + 0.1 * ((number + i) % 5) for i in range(length)] if self.logprobs else None,
+            loss_mask=[int(i not in (2, 3)) for i in range(length)] if number % 2 else None,
+            finish_reason="length" if length > 8 else "stop",
+        )
+
+
+class History(Callback):
+    """The metrics of every step, and what the optimizer was given: copies of the gradients and the weights after it."""
+
+    def __init__(self, keep_tensors: bool = False) -> None:
+        self.keep_tensors = keep_tensors
+        self.steps: list[dict[str, float]] = []
+        self.gradients: list[dict[str, Any]] = []
+        self.weights: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        if self.keep_tensors:
+            self.gradients.append(gradients_of(module))
+            self.weights.append({name: p.detach().clone() for name, p in module.named_parameters()})
+
+
+def gradients_of(module: Any) -> dict[str, Any]:
+    """Gradients of the last optimizer step by parameter; None where the optimizer left one alone."""
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in trained}
 
 
 def share_of_letters(completions, **columns):
@@ -123,3 +177,18 @@ def scripted_engine():
 def parameters():
     """Copy of a module's trained weights."""
     return lambda module: [p.detach().clone() for p in module.policy.parameters()]
+
+
+@pytest.fixture
+def ragged_engine():
+    return RaggedEngine
+
+
+@pytest.fixture
+def history():
+    return History
+
+
+@pytest.fixture
+def gradients():
+    return gradients_of
