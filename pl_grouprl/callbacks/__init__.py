@@ -4,12 +4,13 @@ from pl_grouprl.callbacks.completions_table import CompletionsTable
 from pl_grouprl.callbacks.export_policy import ExportPolicy
 from pl_grouprl.callbacks.run_summary import RunSummary
 from pl_grouprl.callbacks.shared_prefix import SharedPrefixCallback
-from pl_grouprl.callbacks.token_group_metrics import TokenGroupStatistics
+from pl_grouprl.callbacks.token_group_metrics import CompressionRatio, TokenGroupStatistics
 from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
 from pl_grouprl.callbacks.validate_at_start import ValidateAtStart
 
 __all__ = [
     "CompletionsTable",
+    "CompressionRatio",
     "ExportPolicy",
     "RunSummary",
     "SharedPrefixCallback",

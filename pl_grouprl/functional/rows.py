@@ -15,11 +15,11 @@ def to_rows(values_N: Tensor, lengths_B: Tensor) -> Tensor:
     """Lay each rollout's values into a row of its own.
 
     Args:
-        values_N: Any dtype, shape [N], the rollouts one after another.
+        values_N: Any dtype, shape [N] (or [N, S], a vector per token), the rollouts one after another.
         lengths_B: Tokens of each rollout, int64, shape [B], adding up to N.
 
     Returns:
-        Shape [B, T], 0 (False) behind each rollout's end.
+        Shape [B, T] (or [B, T, S]), 0 (False) behind each rollout's end.
 
     Raises:
         ValueError: If the lengths do not add up to N.
@@ -28,9 +28,9 @@ def to_rows(values_N: Tensor, lengths_B: Tensor) -> Tensor:
     if len(values_N) != total:
         raise ValueError(f"values_N has {len(values_N)} entries and lengths_B adds up to {total}; pass one per token.")
     inside_BT = _inside(lengths_B)
-    rows_BT = values_N.new_zeros(inside_BT.shape)
-    rows_BT[inside_BT] = values_N
-    return rows_BT
+    rows = values_N.new_zeros((*inside_BT.shape, *values_N.shape[1:]))
+    rows[inside_BT] = values_N
+    return rows
 
 
 def from_rows(values_BT: Tensor, lengths_B: Tensor) -> Tensor:

@@ -11,6 +11,14 @@ def test_rows_and_back():
     assert torch.equal(from_rows(rows, lengths), values)
 
 
+def test_vectors():
+    values, lengths = torch.arange(12.0).view(3, 4), torch.tensor([1, 2])
+    rows = to_rows(values, lengths)
+    assert rows.shape == (2, 2, 4)
+    assert torch.equal(rows[1], values[1:])
+    assert torch.equal(from_rows(rows, lengths), values)
+
+
 def test_no_rollouts_and_no_tokens():
     assert to_rows(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0, 0)
     assert to_rows(torch.zeros(0), torch.tensor([0, 0])).shape == (2, 0)
