@@ -15,7 +15,13 @@ from torch import Tensor
 
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule, describe, given
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.functional.advantages import REWARD_AGGREGATIONS, make_advantage_estimator, multi_reward_advantages
+from pl_grouprl.functional.advantages import (
+    REWARD_AGGREGATIONS,
+    ReinforcePlusPlusBaselineAdvantage,
+    make_advantage_estimator,
+    multi_reward_advantages,
+    reinforce_plus_plus_baseline_advantages,
+)
 from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.rows import from_rows, to_rows
@@ -110,8 +116,7 @@ class GRPO(PolicyGradientModule):
         if self.advantage_estimator.per_token:
             buffer.put("advantages", self._per_token_advantages(buffer))
             return
-        groups = _with_penalties(buffer) if self.kl_in == "reward" and self.uses_reference else buffer.groups
-        buffer.put_per_rollout("advantages", self.compute_advantages(groups))
+        buffer.put_per_rollout("advantages", self.compute_advantages(self._penalized(buffer)))
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantage of each rollout of this rank, shape [B]; the statistics are those of all ranks."""
@@ -159,14 +164,23 @@ class GRPO(PolicyGradientModule):
 
     def _per_token_advantages(self, buffer: RolloutBuffer) -> Tensor:
         lengths_B = buffer.rollout_lengths
+        mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
         sizes = torch.tensor([len(group.rollouts) for group in buffer.groups])
-        advantages_BT = self.advantage_estimator(
-            to_rows(buffer.joined("token_rewards"), lengths_B),
-            to_rows(buffer.joined("loss_mask"), lengths_B),
-            torch.arange(len(sizes)).repeat_interleave(sizes),
-            reduce=self.reduce_sums,
-        )
+        ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
+        if isinstance(self.advantage_estimator, ReinforcePlusPlusBaselineAdvantage):
+            # The rewards of tokens do not tell a rollout without a trained token from one with a reward of 0.
+            rewards_B = torch.tensor([_number(r.reward) for group in self._penalized(buffer) for r in group.rollouts])
+            advantages_BT = reinforce_plus_plus_baseline_advantages(
+                rewards_B.float(), ids_B, mask_BT, reduce=self.reduce_sums
+            )
+        else:
+            rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
+            advantages_BT = self.advantage_estimator(rewards_BT, mask_BT, ids_B, reduce=self.reduce_sums)
         return from_rows(advantages_BT, lengths_B)
+
+    def _penalized(self, buffer: RolloutBuffer) -> list[RolloutGroup]:
+        """The groups, with rewards less the KL penalty where that is part of the reward."""
+        return _with_penalties(buffer) if self.kl_in == "reward" and self.uses_reference else buffer.groups
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides the advantages."""

@@ -1,0 +1,97 @@
+"""Run by test_grpo_estimators.py: one step of each case on as many ranks as asked for; each rank writes what it had."""
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from conftest import ScriptedEngine, TinyPolicy, share_of_letters
+
+from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.rewards import Weighted
+
+
+class PlainEngine(ScriptedEngine):
+    """Reports log-probabilities that are off by more, the longer the completion."""
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        """Sample as scripted."""
+        rollouts = super().generate(prompts, sampling, num_generations=num_generations, seed=seed)
+        for rollout in (rollout for own in rollouts for rollout in own):
+            rollout.logprobs = [-3.3 - 0.1 * i * len(rollout.token_ids) for i in range(len(rollout.token_ids))]
+        return rollouts
+
+
+def some(completions, **columns):
+    """Return the share of letters, and nothing for completions of four characters."""
+    shares = share_of_letters(completions)
+    return [None if len(text) == 4 else share for text, share in zip(completions, shares, strict=True)]
+
+
+def brevity(completions, **columns):
+    """Reward short completions."""
+    return [-float(len(text)) for text in completions]
+
+
+KL = {"beta": 0.5, "kl_in": "reward", "kl_type": "k1"}
+CASES = {
+    "grpo": {},
+    "rloo": {"advantage_estimator": "rloo"},
+    "opo": {"advantage_estimator": "opo"},
+    "grpo_passk": {"advantage_estimator": "grpo_passk"},
+    "remax": {"advantage_estimator": "remax"},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "advantage_options": {"gamma": 0.9}},
+    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    "batch": {"scale_rewards": "batch"},
+    "normalize_then_sum": {
+        "rewards": [some, Weighted(brevity, 2.0)],
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    "kl": KL,
+    "token_kl": {**KL, "advantage_estimator": "reinforce_plus_plus"},
+    "token_truncate": {"importance_sampling": "token_truncate", "importance_sampling_high": 1.2},
+    "sequence_mask": {"importance_sampling": "sequence_mask", "importance_sampling_low": 0.5},
+    "adaptive": {"beta": 0.5, "kl_target": 1.0, "kl_horizon": 50},
+}
+
+
+def run(devices: int, folder: Path, options: dict) -> tuple[GRPO, Trainer]:
+    """Train one step of five prompts: one of two ranks has three of them."""
+    task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=5)
+    defaults = {"rewards": some, "optimizer": OptimizerConfig(learning_rate=1e-3), "engine": PlainEngine()}
+    module = GRPO(TinyPolicy(), num_generations=4, verify=False, **{**defaults, **options})
+    module.configure_model()
+    if module.reference is not None:
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in module.reference.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto", max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, PromptDataModule(task, batch_size=5, shuffle=False))
+    return module, trainer
+
+
+def main(devices: int, folder: Path) -> None:
+    """Train each case."""
+    results = {}
+    for case, options in CASES.items():
+        module, trainer = run(devices, folder, options)
+        buffer = module.last_rollouts
+        advantages = {
+            " ".join(map(str, group.prompt_ids)): own.tolist()
+            for group, own in zip(buffer.groups, buffer.tokens["advantages"], strict=True)
+        }
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results[case] = {"advantages": advantages, "metrics": metrics, "beta": module.beta}
+    torch.save(results, folder / f"{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
