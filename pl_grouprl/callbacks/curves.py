@@ -15,7 +15,11 @@ PANELS: Mapping[str, Sequence[str]] = {
     "entropy (nats per token)": ("entropy",),
     "KL to the reference": ("kl",),
     "completion length (tokens)": ("completions/mean_length",),
-    "gradient norm": ("grad_norm",),
+    "value loss": ("value/loss",),
+    "explained variance of the returns": ("value/explained_variance",),
+    "token groups: compression, ends by cause": ("token_group/compression_ratio", "token_group/ended_by_*"),
+    "token groups: threshold": ("token_group/threshold",),
+    "gradient norm": ("grad_norm", "grad_norm/*"),
     "seconds per step": ("time/*",),
     "tokens per second": ("perf/tokens_per_second",),
 }

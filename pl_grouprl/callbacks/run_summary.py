@@ -151,6 +151,8 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
     for name, label, form in (
         ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),
         ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
+        ("value/explained_variance", "explained variance", "first {first:.2f}, last {last:.2f} (critic)"),
+        ("token_group/compression_ratio", "compression", "mean {mean:.3f}, last {last:.3f} (1 - endpoints / tokens)"),
         ("prefix/measured_speedup", "measured speedup", "mean {mean:.2f}, last {last:.2f} (shared against repeated)"),
     ):
         if name in statistics:
