@@ -243,7 +243,7 @@ class RolloutModule(SamplingModule, ABC):
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
         """Score all rollouts of the buffer without gradient; tensors of shape [N]."""
         parts = self.map_rollouts(model, buffer, lambda batch: self.score(model, batch, **kwargs))
-        fields = [None if None in own else torch.cat(own) for own in zip(*parts, strict=True)]
+        fields = [None if own[0] is None else torch.cat(own) for own in zip(*parts, strict=True)]
         return TokenScores(*fields)  # type: ignore[arg-type]
 
     def score(self, model: Any, batch: ScoringBatch, **kwargs: Any) -> TokenScores:
