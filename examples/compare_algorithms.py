@@ -3,7 +3,7 @@
     python examples/compare_algorithms.py                                  # 3 algorithms x 3 seeds, on the CPU
     python examples/compare_algorithms.py --seeds 0 --steps 20             # a look
     python examples/compare_algorithms.py --resume                         # only the runs that are missing
-    python examples/compare_algorithms.py --algorithms GRPO="Mine=my.yaml" # any other configuration, with its label
+    python examples/compare_algorithms.py --algorithms PPO "Mine=my.yaml" # any other configuration, with its label
 
 Each run is `python cli.py fit --config ...` with the seed of everything, of the model and of the data set; checkpoints
 and pictures are left out. All runs share one process: each seeds everything itself, and threads are set once. They take
@@ -17,6 +17,8 @@ import argparse
 import gc
 import hashlib
 import json
+import math
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -82,7 +84,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps; default: what each configuration says")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument("--config", nargs="+", default=[], help="configurations merged over that of each algorithm")
-    parser.add_argument("--metric", default="val/rewards/exact_match/mean", help="what is compared; default: %(default)s")
+    parser.add_argument(
+        "--metric", default="val/rewards/exact_match/mean", help="what is compared; default: %(default)s"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/comparison"), help="folder; default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="read the runs whose results are in the folder")
     options = parser.parse_args(arguments)
@@ -95,21 +99,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def parse_algorithm(text: str) -> tuple[str, str]:
     """Label and configuration of an item of `--algorithms`."""
     label, separator, config = text.partition("=")
-    known = {name.lower().replace(" ", "_"): name for name in ALGORITHMS}
+    known = {slug(name): name for name in ALGORITHMS}
     if not separator:
-        label = known.get(label.lower().replace(" ", "_"), label)
+        label = known.get(slug(label), label)
         config = ALGORITHMS.get(label, "")
     if not label or not config:
         raise SystemExit(f"--algorithms {text}: pass one of {', '.join(known)}, or LABEL=CONFIG.")
     return label, config
 
 
+def slug(label: str) -> str:
+    """The label as a part of a file name."""
+    return re.sub(r"\W+", "_", label.lower())
+
+
 def run_or_read(label: str, config: str, seed: int, options: argparse.Namespace) -> Run:
     """Train, or read the result of an earlier run with the same options where that is asked for."""
-    name = f"{label.lower().replace(' ', '_')}-seed{seed}"
+    name = f"{slug(label)}-seed{seed}"
     file = options.output / "runs" / name / "result.json"
     files = [find_config(own) for own in (config, *options.config)]
-    told = {"configs": files, "seed": seed, "steps": options.steps, "metric": options.metric}
+    told = {"configs": files, "seed": seed} | {own: getattr(options, own) for own in ("steps", "threads", "metric")}
     told["digest"] = hashlib.blake2b(b"".join(_text(own) for own in files), digest_size=8).hexdigest()
     if options.resume and file.is_file():
         run = json.loads(file.read_text(encoding="utf-8"))
@@ -153,10 +162,11 @@ class ComparedRun(RLCLI):
                 f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and times are logged per micro-batch; "
                 "compare with 1."
             )
-        if trainer.max_steps % trainer.val_check_interval:
+        every = trainer.val_check_interval
+        if isinstance(every, float) or trainer.max_steps % every:
             raise SystemExit(
-                f"{trainer.max_steps} steps with val_check_interval={trainer.val_check_interval} end without "
-                "validation; pass a multiple with --steps."
+                f"{trainer.max_steps} steps with val_check_interval={every} need not end with a validation; pass a "
+                "multiple of a whole number of steps with --steps."
             )
         self.recorder = Recorder()
         trainer.callbacks.append(self.recorder)
@@ -236,14 +246,14 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
     parameters = [parameter for parameter in module.critic.parameters() if parameter.requires_grad]
     before, module.critic_warmup_steps = module.critic_warmup_steps, module.global_step + 1  # the critic alone
     seconds = []
-    for _ in range(rounds):
+    for _ in range(1 + rounds):  # the first one warms up
         start = time.perf_counter()
         loss, _ = module.compute_loss(batch).losses["critic"]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         next(own for own in gradients if own is not None).sum().item()  # wait for a device that runs on its own
         seconds.append(time.perf_counter() - start)
     module.critic_warmup_steps = before
-    return seconds
+    return seconds[1:]
 
 
 def per_step_seconds(points: dict[str, dict[int, float]], updates_per_rollout: int) -> dict[str, list[float]]:
@@ -274,7 +284,7 @@ def check_same_start(runs: Sequence[Run]) -> None:
     new = runs[-1]
     for old in runs[:-1]:
         pair = f"{old['label']}, seed {old['seed']}, and {new['label']}, seed {new['seed']},"
-        if old["base_policy"] != new["base_policy"]:
+        if not math.isclose(old["base_policy"], new["base_policy"], rel_tol=1e-6):  # a sum, in any order
             raise SystemExit(f"{pair} begin with different policies; give them the same `policy`.")
         both = list(zip(old["prompts"], new["prompts"], strict=False))
         if old["seed"] == new["seed"] and any(mine != theirs for mine, theirs in both):
@@ -282,8 +292,8 @@ def check_same_start(runs: Sequence[Run]) -> None:
 
 
 def _text(config: str) -> bytes:
-    path = Path(config)
-    return path.read_bytes() if path.is_file() else config.encode()
+    """Content of a configuration: of a file, or YAML on the command line."""
+    return config.encode() if "{" in config or "\n" in config else Path(config).read_bytes()
 
 
 if __name__ == "__main__":

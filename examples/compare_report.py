@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +77,8 @@ def write_report(runs: Sequence[Run], folder: Path) -> str:
     (folder / "comparison.md").write_text(text, encoding="utf-8")
     content = {"summary": [own._asdict() for own in summaries], "runs": runs}
     (folder / "comparison.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    draw([curve(own, color) for own, color in zip(by_label, _colors(), strict=False)], runs, folder / "comparison.png")
+    curves = [curve(own, color) for own, color in zip(by_label, cycle(COLORS), strict=False)]
+    draw(curves, runs, folder / "comparison.png")
     return text
 
 
@@ -159,7 +160,8 @@ def markdown(summaries: Sequence[Summary], runs: Sequence[Run]) -> str:
             "",
             "`update` is forward, backward and optimizer of policy and critic. `critic alone` is the critic's forward "
             "and backward in it, timed by itself after the last step. `rest` is what no other part accounts for, the "
-            "estimate of the advantages among it. Validation, checkpoints and the making of the base policy are in none.",
+            "estimate of the advantages among it. Validation, checkpoints and the making of the base policy are in no "
+            "column.",
             "",
             f"Conditions: {conditions(runs)}.",
             "",
@@ -196,34 +198,85 @@ def draw(curves: Sequence[Curve], runs: Sequence[Run], path: Path) -> None:
     """Draw the reward over optimizer steps, and over seconds of training."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    low = min(value for own in curves for value in own.low)
-    high = max(value for own in curves for value in own.high)
-    margin = 0.05 * ((high - low) or 1.0)
-    for axes, name in zip(panels, ("steps", "seconds"), strict=True):
-        end = max(getattr(own, name)[-1] for own in curves)
+    by_step, by_second = figure.subplots(1, 2, sharey=True)
+    for axes, name in ((by_step, "steps"), (by_second, "seconds")):
         for own in curves:
             places = getattr(own, name)
             axes.fill_between(places, own.low, own.high, color=own.color, alpha=0.15, linewidth=0)
             axes.plot(places, own.mean, color=own.color, linewidth=2)
-            axes.plot(places[-1], own.mean[-1], "o", color=own.color, markersize=5)
-        axes.set(xlim=(0, end), ylim=(low - margin, high + margin))
+            axes.plot(places[-1], own.mean[-1], "o", color=own.color, markersize=5, clip_on=False)
+        axes.set_xlim(0, 1.01 * max(getattr(own, name)[-1] for own in curves))
+        axes.locator_params(axis="x", steps=[1, 2, 5, 10])
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
         axes.tick_params(labelsize=9, length=0)
-    panels[0].set_xlabel("optimizer steps")
-    panels[1].set_xlabel("seconds of training, validation left out")
-    panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    low, high = min(min(own.low) for own in curves), max(max(own.high) for own in curves)
+    margin = 0.04 * ((high - low) or 1.0)
+    by_step.set_ylim(low - margin, high + margin)
+    by_step.set_xlabel("optimizer steps")
+    by_second.set_xlabel("seconds of training, validation left out")
+    _name_ends(by_step, curves)
+    _name_durations(by_second, curves)
+    title = f"Validation reward ({_metric(runs)})"
+    figure.suptitle(f"{title}: {_band(runs)}", x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150)
 
 
-def _colors() -> Iterable[str]:
-    while True:
-        yield from COLORS
+def _name_ends(axes: Any, curves: Sequence[Curve]) -> None:
+    """Write each name beside the end of its line, one above the other where lines end close together."""
+    low, high = axes.get_ylim()
+    ordered = sorted(curves, key=lambda own: own.mean[-1])
+    heights = spread([(own.mean[-1] - low) / (high - low) for own in ordered], _LABEL_GAP)
+    for own, height in zip(ordered, heights, strict=True):
+        text = f"{own.label} {own.mean[-1]:.2f}"
+        axes.text(
+            1.03, height, text, color=own.color, transform=axes.transAxes, va="center", fontsize=10, weight="bold"
+        )
+
+
+def _name_durations(axes: Any, curves: Sequence[Curve]) -> None:
+    """Drop a line from the end of each curve, and write name and seconds beside its foot."""
+    from matplotlib.patheffects import withStroke
+
+    for number, own in enumerate(reversed(curves)):
+        axes.vlines(own.seconds[-1], axes.get_ylim()[0], own.mean[-1], color=own.color, linewidth=1, linestyle=":")
+        text = f"{own.label} {own.seconds[-1]:.0f} s "
+        axes.text(
+            own.seconds[-1],
+            0.04 + _LABEL_GAP * number,
+            text,
+            color=own.color,
+            transform=axes.get_xaxis_transform(),
+            ha="right",
+            va="center",
+            fontsize=10,
+            weight="bold",
+            path_effects=[withStroke(linewidth=4, foreground="white")],
+        )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Move rising heights apart to at least `gap`, none above 1, as little as one pass up and one down need."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] + gap) if placed else height)
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], placed[i + 1] - gap if i + 1 < len(placed) else 1.0)
+    return placed
+
+
+def _metric(runs: Sequence[Run]) -> str:
+    """The metric without what all of them begin and end with: `exact match` of `val/rewards/exact_match/mean`."""
+    metric = runs[0]["options"]["metric"]
+    return metric.removeprefix("val/").removeprefix("rewards/").removesuffix("/mean").replace("_", " ")
+
+
+def _band(runs: Sequence[Run]) -> str:
+    seeds = len({run["seed"] for run in runs})
+    return f"mean of {seeds} seeds, band from the lowest seed to the highest" if seeds > 1 else "one seed"
 
 
 def _steps(runs: Sequence[Run]) -> str:
