@@ -68,8 +68,8 @@ class RLTrainer(Trainer):
         model: LightningModule | str,
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | None = None,
-    ) -> ParityReport:
-        """Compare log-probs and gradients of the shared with the repeated prefix on the configured policy.
+    ) -> list[ParityReport]:
+        """Compare the shared with the repeated prefix on the configured models: what they compute, and its gradients.
 
         Args:
             model: A module that holds a policy, or the path or name of a Hugging Face model. The backend is the
@@ -78,11 +78,16 @@ class RLTrainer(Trainer):
             ckpt_path: Checkpoint whose weights are compared; without it, the weights that training starts from.
 
         Returns:
-            The report; `passed` says whether the two agree within the tolerance of the dtype.
+            A report for the policy, and one for a critic with a trunk of its own; `passed` says whether the two agree
+            within the tolerance of the dtype.
         """
         from pl_grouprl.attention import check_parity
 
-        return check_parity(_load_policy(model, ckpt_path), backend=getattr(model, "attention_backend", "auto"))
+        policy = _load_policy(model, ckpt_path)
+        own_reports: Any = getattr(model, "parity_reports", None)
+        if own_reports is not None:
+            return own_reports()
+        return [check_parity(policy, backend=getattr(model, "attention_backend", "auto"))]
 
 
 def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
@@ -215,11 +220,11 @@ class RLCLI(LightningCLI):
         return kwargs
 
     def parity(self, **kwargs: Any) -> None:
-        """Print the report; exit with 1 on a mismatch."""
+        """Print the reports; exit with 1 on a mismatch."""
         assert isinstance(self.trainer, RLTrainer)
-        report = self.trainer.parity(**kwargs)
-        print(report)
-        if not report.passed:
+        reports = self.trainer.parity(**kwargs)
+        print(*reports, sep="\n")
+        if not all(report.passed for report in reports):
             sys.exit(1)
 
 

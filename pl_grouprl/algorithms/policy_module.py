@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -18,6 +18,9 @@ from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
+
+if TYPE_CHECKING:
+    from pl_grouprl.attention import ParityReport
 
 DEFAULT_OPTIMIZER = OptimizerConfig()
 
@@ -120,13 +123,14 @@ class PolicyModule(pl.LightningModule):
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
-        from pl_grouprl.attention import check_parity, shared_prefix
+        from pl_grouprl.attention import shared_prefix
 
         if self.verify:
             with self.trainer.precision_plugin.forward_context():
-                report = check_parity(self.policy, backend=self.attention_backend)
-            report.raise_if_failed()
-            rank_zero_info(str(report))
+                reports = self.parity_reports()
+            for report in reports:
+                report.raise_if_failed()
+                rank_zero_info(str(report))
         for model in self.scored_models():
             # In force for the whole fit: activation checkpointing runs the forward again in the backward pass.
             self._contexts.enter_context(shared_prefix(model, self.attention_backend))
@@ -134,6 +138,12 @@ class PolicyModule(pl.LightningModule):
             f"sharing='shared': {type(self.policy).__name__} encodes each prompt once, "
             f"attention backend {self.attention_backend!r}; prefix/token_ratio says what that saves."
         )
+
+    def parity_reports(self) -> list[ParityReport]:
+        """Compare the shared with the repeated prefix on each model that is trained."""
+        from pl_grouprl.attention import check_parity
+
+        return [check_parity(self.policy, backend=self.attention_backend)]
 
     def scored_models(self) -> list[Any]:
         """Transformers models that read rollouts in training, each with shared prefixes. A subclass adds its own."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from pl_grouprl.algorithms.base import MiniBatch
@@ -17,6 +16,7 @@ from pl_grouprl.algorithms.optimizer import OptimizerConfig
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
 from pl_grouprl.algorithms.policy_module import LossTerms
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.attention import ParityReport
 from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.masked import masked_whiten
@@ -157,8 +157,15 @@ class PPO(PolicyGradientModule):
         critic = self._critic
         return super().scored_models() + ([] if critic.shares_trunk else [critic.trunk])
 
+    def parity_reports(self) -> list[ParityReport]:
+        """Add the critic, where its trunk is not the policy's."""
+        reports, critic = super().parity_reports(), self._critic
+        return (
+            reports if critic.shares_trunk else [*reports, check_critic_parity(critic, backend=self.attention_backend)]
+        )
+
     def on_fit_start(self) -> None:
-        """Tie a critic beside the policy to where the policy's weights are now, and check its parity too.
+        """Tie a critic beside the policy to where the policy's weights are now.
 
         Raises:
             ValueError: If gradient accumulation cannot be exact with this critic.
@@ -173,11 +180,6 @@ class PPO(PolicyGradientModule):
                 "micro-batch only. Use SharedTrunkCritic(detach=True), a critic with weights of its own, or "
                 "accumulate_grad_batches=1."
             )
-        if self.sharing == "shared" and self.verify and not critic.shares_trunk:
-            with self.trainer.precision_plugin.forward_context():
-                report = check_critic_parity(critic, backend=self.attention_backend)
-            report.raise_if_failed()
-            rank_zero_info(str(report))
         super().on_fit_start()
 
     def optimized_parts(self) -> dict[str, tuple[nn.Module, OptimizerConfig]]:
