@@ -17,9 +17,9 @@ class HeadSketch:
         phi_j = (r_j . h) * (s_j . (e_a - p)) / sqrt(S)
 
     with independent signs r_j over the hidden size and s_j over the vocabulary (Kar and Karnick, AISTATS 2012; bounds
-    by Meister, Sarlos and Woodruff, NeurIPS 2019). The expectation of phi(x) . phi(y) over the signs is the inner product
-    of the two gradients, and its standard deviation falls with 1 / sqrt(S). As for the score norm, the factor
-    1 / temperature is left out, and the head is taken as linear in h.
+    by Meister, Sarlos and Woodruff, NeurIPS 2019). The expectation of phi(x) . phi(y) over the signs is the
+    inner product of the two gradients, and its standard deviation falls with 1 / sqrt(S). As for the score norm, the
+    factor 1 / temperature is left out, and the head is taken as linear in h.
 
     The signs follow from the seed, on every device alike. They are made at first use and kept, one byte each.
 
