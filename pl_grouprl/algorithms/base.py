@@ -267,6 +267,9 @@ class RolloutModule(SamplingModule, ABC):
         token_ratio = (torch.tensor(scoring.num_tokens_repeated), torch.tensor(scoring.num_tokens_run))
         terms.metrics["prefix/token_ratio"] = token_ratio
         loss, metrics = self.divide_loss(terms)
+        for name in terms.extremes:
+            if math.isinf(metrics[name]):  # nothing is trained on any rank, so there is no extreme
+                del metrics[name]
         buffer.updates_done = batch.update_index + 1
         shown = {"reward": buffer.metrics["reward"], "prefix/token_ratio": metrics.pop("prefix/token_ratio")}
         self.log_dict(shown, prog_bar=True, batch_size=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pl_grouprl.types import RolloutGroup
 
@@ -22,7 +23,8 @@ def leave_out_truncated(groups: Sequence[RolloutGroup]) -> None:
 
 
 def leave_untrained(group: RolloutGroup) -> RolloutGroup:
-    """Empty the loss masks of a group, in place: a rank without groups of its own still has to take part."""
-    for rollout in group.rollouts:
-        rollout.loss_mask = [0] * len(rollout.token_ids)
-    return group
+    """Copy a group without its rewards, so that it is not trained and in no statistic of all ranks.
+
+    A rank without groups of its own still has to take part in the updates.
+    """
+    return replace(group, rollouts=[replace(rollout, reward=None) for rollout in group.rollouts])
