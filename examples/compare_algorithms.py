@@ -3,7 +3,7 @@
     python examples/compare_algorithms.py                                  # 3 algorithms x 3 seeds, on the CPU
     python examples/compare_algorithms.py --seeds 0 --steps 20             # a look
     python examples/compare_algorithms.py --resume                         # only the runs that are missing
-    python examples/compare_algorithms.py --algorithms PPO "Mine=my.yaml" # any other configuration, with its label
+    python examples/compare_algorithms.py --algorithms PPO "Mine=my.yaml"  # any other configuration, with its label
 
 Each run is `python cli.py fit --config ...` with the seed of everything, of the model and of the data set; checkpoints
 and pictures are left out. All runs share one process: each seeds everything itself, and threads are set once. They take
@@ -168,7 +168,10 @@ class ComparedRun(RLCLI):
                 f"{trainer.max_steps} steps with val_check_interval={every} need not end with a validation; pass a "
                 "multiple of a whole number of steps with --steps."
             )
+        device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
+        conditions = asdict(Conditions.here(device, "wall")) | {"lightning": pl.__version__}
         self.recorder = Recorder()
+        self.recorder.record["conditions"] = conditions
         trainer.callbacks.append(self.recorder)
 
     def result(self, metric: str) -> dict[str, Any]:
@@ -183,8 +186,7 @@ class ComparedRun(RLCLI):
             {"step": step, "seconds": sum(seconds["step"][:step]), "reward": reward}
             for step, reward in points[metric].items()
         ]
-        conditions = asdict(Conditions.here(self.model.device.type, "wall")) | {"lightning": pl.__version__}
-        return {"curve": curve, "seconds": seconds, **self.recorder.record, "conditions": conditions}
+        return {"curve": curve, "seconds": seconds, **self.recorder.record}
 
 
 class Recorder(pl.Callback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import cycle, groupby
 from pathlib import Path
@@ -75,8 +76,9 @@ def write_report(runs: Sequence[Run], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     text = markdown(summaries, runs)
     (folder / "comparison.md").write_text(text, encoding="utf-8")
-    content = {"summary": [own._asdict() for own in summaries], "runs": runs}
-    (folder / "comparison.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    parts = {"summary": [own._asdict() for own in summaries], "runs": runs}
+    lines = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in parts.items())
+    (folder / "comparison.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     curves = [curve(own, color) for own, color in zip(by_label, cycle(COLORS), strict=False)]
     draw(curves, runs, folder / "comparison.png")
     return text
@@ -222,6 +224,7 @@ def draw(curves: Sequence[Curve], runs: Sequence[Run], path: Path) -> None:
     _name_durations(by_second, curves)
     title = f"Validation reward ({_metric(runs)})"
     figure.suptitle(f"{title}: {_band(runs)}", x=0.01, ha="left", fontsize=11)
+    figure.supxlabel(textwrap.fill(conditions(runs), 220), fontsize=6, color="gray", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
