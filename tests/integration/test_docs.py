@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from lightning.pytorch import Callback, Trainer
 
 import pl_grouprl
@@ -63,7 +64,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("page", ["shared_prefix.md", "rewards_and_data.md"])
+@pytest.mark.parametrize("page", ["shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md"])
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": f"docs_{page.removesuffix('.md')}"}
@@ -72,8 +73,11 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
         exec(compile("\n" * (line - 1) + code, str(DOCS / page), "exec"), names)
 
 
-@pytest.mark.parametrize(("line", "fragment"), blocks("rewards_and_data.md", "yaml"))
-def test_yaml_blocks_parse(line, fragment, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("page", "line", "fragment"),
+    [(page, *block) for page in ("rewards_and_data.md", "ppo_and_group_ppo.md") for block in blocks(page, "yaml")],
+)
+def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
     package = tmp_path / "my_package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -89,8 +93,9 @@ def test_yaml_blocks_parse(line, fragment, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--config", "base.yaml", "--config", "fragment.yaml", "--print_config"])
     output = capsys.readouterr()
-    assert ended.value.code in (0, None), f"rewards_and_data.md:{line}: {output.err}"
-    assert "class_path: pl_grouprl.GRPO" in output.out
+    assert ended.value.code in (0, None), f"{page}:{line}: {output.err}"
+    module = yaml.safe_load(fragment).get("model", {}).get("class_path", "pl_grouprl.GRPO")
+    assert yaml.safe_load(output.out)["model"]["class_path"] == module
 
 
 def test_options_of_the_tables_exist():
@@ -109,7 +114,7 @@ def test_every_option_is_on_the_page():
         assert not missing, owner
 
 
-@pytest.mark.parametrize("page", ["options.md", "shared_prefix.md", "rewards_and_data.md"])
+@pytest.mark.parametrize("page", ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md"])
 def test_import_paths_exist(page):
     paths = set(re.findall(r"`(pl_grouprl\.[\w.]+)", (DOCS / page).read_text(encoding="utf-8")))
     assert paths
