@@ -1,0 +1,268 @@
+"""Seconds of the critic's update and of the whole step, for PPO and for GROUP PPO on the same rollouts.
+
+GROUP PPO trains its critic at the first tokens of token groups only. That saves head and loss at the other tokens, and
+the trunk behind the last start of each rollout; the trunk still runs on all tokens before it. So the compression (the
+share of tokens that are no starts) says little about time, and both stand side by side here.
+
+`python benchmarks/critic_update.py --help` lists the options, README.md says how to read the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a script
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.cases import Case, profile_cases  # noqa: E402
+from benchmarks.measure import CLOCKS, Conditions, Timing, cuda_peak_mib, time_in_turns  # noqa: E402
+from benchmarks.rollout_data import compression_of, draw_rollouts  # noqa: E402
+from benchmarks.training_steps import CriticUpdate, MeasuredGroupPPO, MeasuredPPO, Models, WholeStep  # noqa: E402
+
+SHAPE_OPTIONS = [field.name for field in fields(Case) if field.name not in ("name", "device", "checkpointing")]
+PARTS = (
+    "old scores", "reference scores", "values", "groups, advantages", "policy update", "critic update", "other",
+)  # fmt: skip
+CPU_CASE = Case(
+    "Qwen3 shape", prefix=512, rollout=256, group_size=8, groups=4, hidden=256, heads=4, kv_heads=2, intermediate=768
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Parse the command line, measure, print, and write JSON after each case."""
+    options = parse(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.profile == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("--profile gpu needs a CUDA device and there is none; use --profile cpu.")
+    end = time.monotonic() + 60 * options.minutes
+    case = make_case(options)
+    conditions = Conditions.here(case.device, options.clock)
+    print(f"conditions: {conditions}\n{case}, backend {options.backend}", flush=True)
+    data = draw_rollouts(case)
+    thresholds = {target: data.find_threshold(target, options.max_size) for target in options.targets}
+    result: dict[str, Any] = {
+        "conditions": asdict(conditions),
+        "case": asdict(case),
+        "backend": options.backend,
+        "mini_batches": options.mini_batches,
+        "beta": options.beta,
+        "max_size": options.max_size,
+        "thresholds": [
+            {
+                "target": target,
+                "threshold": tau,
+                "compression": compression_of(data.cut(tau, options.max_size).starts, data.mask),
+            }
+            for target, tau in thresholds.items()
+        ],
+    }
+    for cut in result["thresholds"]:
+        print("target {target:g}: threshold {threshold:.3f}, compression {compression:.3f}".format(**cut), flush=True)
+    models = Models.of(case, data, options.clock)
+    counts = sorted({1, options.mini_batches}) if "steps" in options.measure else []
+    if "critic" in options.measure:
+        deadline = _share(end, 1 + 3 * len(counts))  # a step takes longer than the critic's part of it
+        result["critic_update"] = measure_critic(models, thresholds, options, deadline)
+        print(critic_table(result["critic_update"]), flush=True)
+        write(options.output, result)
+    for number, count in enumerate(counts):
+        if time.monotonic() > end:
+            print(f"\nsteps with {count} update(s) left out: --minutes {options.minutes:g} are over.")
+            break
+        deadline = _share(end, len(counts) - number)
+        rows = measure_steps(models, thresholds[options.step_target], count, options, deadline)
+        result.setdefault("steps", []).extend(rows)
+        print(step_table(rows), flush=True)
+        write(options.output, result)
+    return result
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line; those that describe a case replace the profile's where given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="the case (default: cpu)")
+    parser.add_argument("--measure", nargs="+", choices=("critic", "steps"), default=["critic", "steps"])
+    parser.add_argument("--targets", nargs="+", type=float, default=[0.5, 0.75, 0.9], help="of the compression")
+    parser.add_argument("--step-target", type=float, default=0.75, help="the target of the whole steps, one of those")
+    parser.add_argument("--max-size", type=int, default=16, help="most tokens of a token group (default: 16)")
+    parser.add_argument("--mini-batches", type=int, default=4, help="updates per rollout, beside one (default: 4)")
+    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference is scored too")
+    parser.add_argument("--backend", default="cascade", help="of the shared prefix (default: cascade)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each method is timed (default: 3)")
+    parser.add_argument("--minutes", type=float, default=6.0, help="no new round after this (default: 6)")
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    for name in SHAPE_OPTIONS:
+        default = getattr(CPU_CASE, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(default), help=f"cpu: {default}")
+    options = parser.parse_args(arguments)
+    if options.step_target not in options.targets:
+        parser.error(f"--step-target is {options.step_target:g}; it must be one of --targets {options.targets}.")
+    return options
+
+
+def make_case(options: argparse.Namespace) -> Case:
+    """The profile's case with what the command line changes.
+
+    Raises:
+        SystemExit: If there are fewer groups than mini-batches, which hold whole groups.
+    """
+    gpu_case = replace(profile_cases("gpu")[0], group_size=8, groups=4)
+    changed = {name: getattr(options, name) for name in SHAPE_OPTIONS if getattr(options, name) is not None}
+    case = replace(CPU_CASE if options.profile == "cpu" else gpu_case, **changed)
+    if case.groups < options.mini_batches:
+        raise SystemExit(f"--mini-batches is {options.mini_batches}, more than --groups {case.groups}; raise --groups.")
+    return case
+
+
+def measure_critic(
+    models: Models, thresholds: dict[float, float], options: argparse.Namespace, deadline: float
+) -> list[dict[str, Any]]:
+    """Time the critic's update of one mini-batch: PPO and GROUP PPO at each threshold, prompt repeated and shared."""
+    updates: dict[tuple[str, str], CriticUpdate] = {}
+    for sharing in ("repeated", "shared"):
+        common = {"sharing": sharing, "attention_backend": options.backend, "num_mini_batches": options.mini_batches}
+        updates[sharing, "PPO"] = CriticUpdate(models, models.module(MeasuredPPO, **common))
+        for target, threshold in thresholds.items():
+            module = models.module(MeasuredGroupPPO, **common, **_fixed(threshold, options))
+            updates[sharing, f"GROUP PPO, target {target:g}"] = CriticUpdate(models, module)
+    tokens = {key: update.count_tokens() for key, update in updates.items()}  # this warms up as well
+    peaks = {key: cuda_peak_mib(update.run) for key, update in updates.items() if models.policy.device.type == "cuda"}
+    functions = {" ".join(key): update.run for key, update in updates.items()}
+    timings = time_in_turns(functions, options.rounds, deadline, options.clock)
+    rows = []
+    for (sharing, algorithm), update in updates.items():
+        timing = timings[f"{sharing} {algorithm}"]
+        rows.append(
+            {
+                "prompt": sharing,
+                "algorithm": algorithm,
+                "compression": update.compression,
+                "positions": update.positions,
+                "tokens_run": tokens[sharing, algorithm],
+                "loss": update.loss,
+                "peak_mib": peaks.get((sharing, algorithm)),
+                "seconds": timing.seconds,
+                "ratio_to_ppo": _ratio(timing, timings[f"{sharing} PPO"]),
+                "ratio_to_repeated_ppo": _ratio(timing, timings["repeated PPO"]),
+            }
+        )
+    return rows
+
+
+def measure_steps(
+    models: Models, threshold: float, num_mini_batches: int, options: argparse.Namespace, deadline: float
+) -> list[dict[str, Any]]:
+    """Time whole steps with so many updates per rollout."""
+    common = {"num_mini_batches": num_mini_batches, "beta": options.beta, "attention_backend": options.backend}
+    steps = {
+        "PPO, prompt repeated": WholeStep(models, models.module(MeasuredPPO, sharing="repeated", **common)),
+        "PPO": WholeStep(models, models.module(MeasuredPPO, **common)),
+        "GROUP PPO": WholeStep(models, models.module(MeasuredGroupPPO, **common, **_fixed(threshold, options))),
+    }
+    peaks: dict[str, float] = {}
+    for name, step in steps.items():  # this warms up as well
+        if models.policy.device.type == "cuda":
+            peaks[name] = cuda_peak_mib(step.run)
+        else:
+            step.run()
+        step.parts.clear()
+    functions = {name: step.run for name, step in steps.items()}
+    timings = time_in_turns(functions, options.rounds, deadline, options.clock)
+    return [
+        {
+            "algorithm": name,
+            "updates_per_rollout": num_mini_batches,
+            "compression": step.compression,
+            "peak_mib": peaks.get(name),
+            "seconds": timings[name].seconds,
+            "parts": {part: [own.get(part, 0.0) for own in step.parts] for part in PARTS},
+            "ratio_to_ppo": _ratio(timings[name], timings["PPO"]),
+        }
+        for name, step in steps.items()
+    ]
+
+
+def _share(end: float, parts: int) -> float:
+    """When an equal part of the time that is left is over."""
+    now = time.monotonic()
+    return now + max(end - now, 0.0) / parts
+
+
+def _fixed(threshold: float, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "adaptive_threshold": False,
+        "group_variance_threshold": threshold,
+        "group_max_size": options.max_size,
+    }
+
+
+def _ratio(own: Timing, base: Timing) -> tuple[float, float, float]:
+    """Seconds over the base's, round by round: median, smallest, largest."""
+    return base.speedup_over(own)
+
+
+def critic_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The critic's updates as text."""
+    lines = [
+        "",
+        "critic's update of one mini-batch (packing, forward, head, loss, backward, AdamW)",
+        f"{'prompt':9} {'algorithm':24} {'compression':>11} {'positions':>9} {'tokens run':>10} {'loss':>9} "
+        f"{'seconds':>8} {'fastest':>8} {'slowest':>8} {'/ PPO':>6} {'(rounds)':>11} {'/ PPO repeated':>14}",
+    ]
+    for row in rows:
+        middle, low, high = row["ratio_to_ppo"]
+        timing = Timing(row["seconds"])
+        lines.append(
+            f"{row['prompt']:9} {row['algorithm']:24} {row['compression']:11.3f} {row['positions']:9,} "
+            f"{row['tokens_run']:10,} {row['loss']:9.6f} {timing.median:8.3f} {min(timing.seconds):8.3f} "
+            f"{max(timing.seconds):8.3f} {middle:6.2f} {f'{low:.2f}-{high:.2f}':>11} "
+            f"{row['ratio_to_repeated_ppo'][0]:14.2f}"
+        )
+    return "\n".join(lines)
+
+
+def step_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Whole steps by part, as text."""
+    parts = [part for part in PARTS if any(any(row["parts"][part]) for row in rows)]
+    lines = [
+        "",
+        f"whole step, {rows[0]['updates_per_rollout']} update(s) per rollout, median seconds",
+        f"{'algorithm':21} {'compression':>11} "
+        + " ".join(f"{part:>{max(len(part), 8)}}" for part in parts)
+        + f" {'all':>8} {'(rounds)':>15} {'/ PPO':>6} {'(rounds)':>11}",
+    ]
+    for row in rows:
+        middle, low, high = row["ratio_to_ppo"]
+        own = " ".join(f"{Timing(row['parts'][part]).median:{max(len(part), 8)}.3f}" for part in parts)
+        seconds = row["seconds"]
+        lines.append(
+            f"{row['algorithm']:21} {row['compression']:11.3f} {own} {Timing(seconds).median:8.3f} "
+            f"{f'{min(seconds):.2f}-{max(seconds):.2f}':>15} {middle:6.2f} {f'{low:.2f}-{high:.2f}':>11}"
+        )
+    return "\n".join(lines)
+
+
+def write(output: Path | None, result: dict[str, Any]) -> None:
+    """Write what there is so far."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    main()

@@ -1,0 +1,269 @@
+"""PPO and GROUP PPO on given rollouts, part by part and without a run of the Trainer.
+
+The modules are the package's own; `Measured` times what they do, and puts the drawn values and score norms where those
+of the random models were computed. All modules train the same models with a learning rate of 0: each step does all its
+work and leaves the weights as they are, so that every round and every method starts from the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from benchmarks.cases import Case
+from benchmarks.measure import CLOCKS
+from benchmarks.rollout_data import RolloutData, compression_of
+from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.algorithms.base import MiniBatch
+from pl_grouprl.algorithms.optimizer import build_optimizer
+from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.attention import shared_prefix
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.models import Critic, PolicyCopyCritic
+from pl_grouprl.packing import pack
+
+
+class Stopwatch:
+    """Adds up the time of named parts. What a part inside another takes counts for the inner one only."""
+
+    def __init__(self, clock: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = CLOCKS[clock]
+        self._inner: list[float] = []
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what runs in this context."""
+        start = self._now()
+        self._inner.append(0.0)
+        yield
+        total = self._now() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + total - self._inner.pop()
+        if self._inner:
+            self._inner[-1] += total
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._clock()
+
+
+class Measured(PPO):
+    """Mixed into a PPO module, before it.
+
+    Attributes:
+        data: What stands in for the random critic's values and the random policy's score norms.
+        watch: Takes the times; None means that the rollouts are prepared without running the models at all.
+    """
+
+    data: RolloutData
+    watch: Stopwatch | None = None
+
+    def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
+        """Score, then put the drawn norms in."""
+        norms_N = self.data.flat(self.data.score_norms)
+        if self.watch is None:
+            return TokenScores(torch.zeros_like(norms_N), score_norm_N=norms_N)
+        with self.watch.part("old scores" if model is self.policy else "reference scores"):
+            scores = super().score_rollouts(model, buffer, **kwargs)
+        return scores if scores.score_norm_N is None else scores._replace(score_norm_N=norms_N)
+
+    def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
+        """Run the critic, then return the drawn values."""
+        if self.watch is not None:
+            with self.watch.part("values"):
+                super().value_rollouts(buffer)
+        return self.data.flat(self.data.values), torch.zeros(len(self.data.mask))
+
+    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Time what is left without the values: token groups, advantages, whitening."""
+        with contextlib.nullcontext() if self.watch is None else self.watch.part("groups, advantages"):
+            super().estimate_advantages(buffer, scores)
+
+
+class MeasuredPPO(Measured):
+    """PPO, measured."""
+
+
+class MeasuredGroupPPO(Measured, GroupPPO):
+    """GROUP PPO, measured."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What all modules train; also the source of both, for the modules to load.
+
+    Attributes:
+        policy: With random weights.
+        critic: A copy of its decoder with a head.
+        optimizers: AdamW of each, with a learning rate of 0.
+        trainer: Tells the modules of precision and ranks; nothing is fitted.
+        data: The rollouts.
+        clock: One of `CLOCKS`.
+    """
+
+    policy: Any
+    critic: Critic
+    optimizers: dict[str, torch.optim.Optimizer]
+    trainer: Trainer
+    data: RolloutData
+    clock: str
+
+    @classmethod
+    def of(cls, case: Case, data: RolloutData, clock: str) -> Models:
+        """Build them on the case's device."""
+        policy = case.make_model()
+        critic = PolicyCopyCritic().load(policy).to(case.device)
+        still = OptimizerConfig(learning_rate=0.0)
+        optimizers = {
+            name: build_optimizer({name: (model, still)}, lambda: 1)["optimizer"]
+            for name, model in (("policy", policy), ("critic", critic))
+        }
+        trainer = Trainer(
+            accelerator=case.device, devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        return cls(policy, critic, optimizers, trainer, data, clock)
+
+    def module(self, cls: type[Measured], **options: Any) -> Measured:
+        """Make a module that trains these models on these rollouts."""
+        module = cls(_Source(self.policy), _no_reward, critic=_Source(self.critic), verify=False, **options)
+        module.data = self.data
+        module.trainer = self.trainer
+        module.configure_model()
+        return module.to(self.policy.device)
+
+    def descend(self, name: str, loss: tuple[Tensor, Tensor]) -> float:
+        """Take an optimizer step of one part, and return its loss."""
+        mean = loss[0] / loss[1]
+        mean.backward()
+        self.optimizers[name].step()
+        self.optimizers[name].zero_grad(set_to_none=True)
+        return float(mean.detach())
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Hands a model out as it is, as policy or as critic."""
+
+    model: Any
+
+    def load(self, policy: Any = None) -> Any:
+        return self.model
+
+    def load_tokenizer(self) -> Any:
+        return None
+
+
+def _no_reward(completions: Sequence[str], **columns: Any) -> list[float]:
+    raise AssertionError("the rollouts have their rewards already")
+
+
+class CriticUpdate:
+    """The critic's update on the first mini-batch: packing, forward, value head, loss, backward, AdamW.
+
+    Args:
+        models: What is trained.
+        module: PPO or GROUP PPO.
+
+    Attributes:
+        positions: Tokens that the critic is trained at.
+        compression: 1 - positions / tokens of the mini-batch.
+        loss: Of the last run.
+    """
+
+    def __init__(self, models: Models, module: Measured) -> None:
+        self.models, self.module = models, module
+        module.watch = None
+        buffer = prepared(module)
+        self.batch = mini_batch(module, buffer, 0)
+        chosen_N = self.batch.tokens["value_mask"]
+        self.positions = int(chosen_N.sum())
+        self.compression = compression_of(chosen_N, self.batch.mask_N)
+        self.loss = float("nan")
+
+    def run(self) -> None:
+        """Update once. The policy's batch is there already, as it is in a training step."""
+        with sharing(self.module):
+            loss, _ = self.module._value_loss(self.batch, None)
+            self.loss = self.models.descend("critic", loss)
+
+    def count_tokens(self) -> int:
+        """Run once, and return how many tokens went through the critic's trunk, padding included."""
+        counts: list[int] = []
+
+        def count(trunk: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            counts.append(kwargs["input_ids"].numel())
+
+        handle = self.models.critic.trunk.register_forward_pre_hook(count, with_kwargs=True)
+        self.run()
+        handle.remove()
+        return sum(counts)
+
+
+class WholeStep:
+    """Everything between sampling and the next sampling, rewards left out.
+
+    Policy and critic each get a backward pass and an AdamW step of their own, one after the other; a run of the
+    Trainer does both at once, in the same operations. Gradient norms and logging are left out.
+
+    Args:
+        models: What is trained.
+        module: PPO or GROUP PPO.
+
+    Attributes:
+        parts: For each run, the seconds of each part.
+        compression: 1 - advantage positions / tokens, in the last run.
+    """
+
+    def __init__(self, models: Models, module: Measured) -> None:
+        self.models, self.module = models, module
+        self.parts: list[dict[str, float]] = []
+        self.compression = 0.0
+
+    def run(self) -> None:
+        """Prepare the rollouts and do all updates."""
+        module = self.module
+        watch = module.watch = Stopwatch(self.models.clock)
+        with watch.part("other"), sharing(module):
+            buffer = prepared(module)
+            for index in range(module.updates_per_rollout):
+                with watch.part("policy update"):
+                    batch = mini_batch(module, buffer, index)
+                    scores = module.score(module.policy, batch.scoring, entropy=True)
+                    self.models.descend("policy", module.policy_terms(batch, scores).losses["policy"])
+                del scores
+                with watch.part("critic update"):
+                    self.models.descend("critic", module._value_loss(batch, None)[0])
+        self.parts.append(watch.seconds)
+        starts_N = buffer.joined("group_starts" if "group_starts" in buffer.tokens else "loss_mask")
+        self.compression = compression_of(starts_N, buffer.joined("loss_mask"))
+
+
+@contextlib.contextmanager
+def sharing(module: Measured) -> Iterator[None]:
+    """Share prefixes in all models of a module, where it does."""
+    with contextlib.ExitStack() as stack:
+        for model in module.scored_models() if module.sharing == "shared" else ():
+            stack.enter_context(shared_prefix(model, module.attention_backend))
+        yield
+
+
+def prepared(module: Measured) -> RolloutBuffer:
+    """The module's rollouts with all that its updates need."""
+    buffer = RolloutBuffer(module.data.groups, 0, module.num_mini_batches, module.seed)
+    module.prepare(buffer)
+    return buffer
+
+
+def mini_batch(module: Measured, buffer: RolloutBuffer, index: int) -> MiniBatch:
+    """What a training step gets."""
+    groups, tokens = buffer.mini_batch(index)
+    on_device = {name: own.to(module.device) for name, own in tokens.items()}
+    return MiniBatch(pack(groups, module.sharing, device=module.device), on_device, groups)
