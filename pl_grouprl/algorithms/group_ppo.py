@@ -165,7 +165,8 @@ class GroupPPO(PPO):
         counts = token_group_counts(groups)
         tokens, positions = self.sum_over_ranks([counts["tokens"], counts["positions"]])
         self.threshold_controller.update(1 - positions / tokens if tokens else float("nan"))
-        return Estimate(advantages, returns, groups.starts if self.critic_positions == "starts" else rows.mask)
+        value_mask = groups.starts if self.critic_positions == "starts" else rows.mask
+        return Estimate(advantages, returns, value_mask, groups.ends if self.advantage_mode == "endpoint" else None)
 
     def _signal(self, rows: CriticRows) -> Tensor:
         bootstrap = rows.bootstrap_value

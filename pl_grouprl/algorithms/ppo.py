@@ -55,11 +55,14 @@ class Estimate(NamedTuple):
         advantages: Not yet whitened, shape [B, T].
         returns: The critic's target, shape [B, T].
         value_mask: Tokens at which the critic is trained, bool, shape [B, T].
+        advantage_mask: Tokens that have an advantage, bool, shape [B, T]; the others stay at 0 when advantages are
+            whitened. None for all trained tokens.
     """
 
     advantages: Tensor
     returns: Tensor
     value_mask: Tensor
+    advantage_mask: Tensor | None = None
 
 
 class PPO(PolicyGradientModule):
@@ -227,7 +230,8 @@ class PPO(PolicyGradientModule):
         buffer.put("value_mask", from_rows(estimate.value_mask, lengths_B))
         advantages_BT = estimate.advantages
         if self.whiten_advantages:
-            advantages_BT = masked_whiten(advantages_BT, mask_BT, reduce=self.reduce_sums)
+            whitened_BT = mask_BT if estimate.advantage_mask is None else estimate.advantage_mask
+            advantages_BT = masked_whiten(advantages_BT, whitened_BT, reduce=self.reduce_sums)
         buffer.put("advantages", from_rows(advantages_BT, lengths_B))
         explained = explained_variance(
             values_N, buffer.joined("returns"), mask_N=buffer.joined("value_mask"), reduce=self.reduce_sums
@@ -284,7 +288,8 @@ class PPO(PolicyGradientModule):
         self, batch: MiniBatch, states: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Clipped value loss at the K tokens of `value_mask`; the head runs on those alone."""
-        chosen_N = batch.tokens["value_mask"]
+        # A rank without groups of its own in this update holds a filler, whose loss mask is empty.
+        chosen_N = batch.tokens["value_mask"] & batch.mask_N
         values_K = self._values_at(batch, chosen_N, states)
         loss = clipped_value_loss(
             values_K,

@@ -1,0 +1,74 @@
+"""Micro-batches, prefix sharing and ranks do not change the gradient of a step: every denominator is the step's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("denominator_cases.py")
+sys.path.insert(0, str(SCRIPT.parent))
+
+from denominator_cases import CASES, NO_ACCUMULATION, gradients_of_a_step  # noqa: E402
+
+WHOLE: dict = {}
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The gradient of one mini-batch on one rank."""
+
+    def compute(name, cls, options):
+        if name not in WHOLE:
+            WHOLE[name] = gradients_of_a_step(cls, options, folder=tmp_path)
+        return WHOLE[name]
+
+    return compute
+
+
+def compare(actual, expected, tolerance=1e-6):
+    """The largest difference, relative to the largest gradient of the part: policy or critic."""
+    assert actual.keys() == expected.keys()
+    for part in {name.split(".")[0] for name in expected}:
+        names = [name for name in expected if name.startswith(part)]
+        scale = max(expected[name].abs().max().item() for name in names)
+        assert scale > 1e-4, part
+        worst = max((actual[name] - expected[name]).abs().max().item() for name in names)
+        assert expected[names[0]].dtype == torch.float64
+        assert worst <= tolerance * scale, (part, worst / scale)
+
+
+@pytest.mark.parametrize(("cut", "sharing"), [(4, "shared"), (2, "repeated")])
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_and_sharing(whole, tmp_path, case, cut, sharing):
+    cls, options = CASES[case]
+    actual = gradients_of_a_step(cls, options, cut=cut, sharing=sharing, folder=tmp_path)
+    compare(actual, whole(case, cls, options))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)],
+        check=True, timeout=300, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder,
+    )  # fmt: skip
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(whole, two_ranks, case, cut):
+    # Five prompts: one rank has three of them, the other two, so cut in four each has updates with nothing to train.
+    first, second = (found[case, cut] for found in two_ranks)
+    compare(first, whole(case, *CASES[case]))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_two_ranks_with_a_trunk_that_both_losses_train(whole, two_ranks):
+    name, cls, options = NO_ACCUMULATION
+    compare(two_ranks[0][name, 1], whole(name, cls, options))
