@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule, describe, given
+from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule, describe, given, set_once
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.functional.advantages import (
     REWARD_AGGREGATIONS,
@@ -87,9 +87,9 @@ class GRPO(PolicyGradientModule):
             loss_agg_mode=loss_agg_mode or preset.aggregation,
             **kwargs,
         )
+        options = set_once(given(scale=scale_rewards), advantage_options, "advantage_options")
         if advantage_estimator == "grpo":
-            scale_rewards = scale_rewards or preset.scale  # type: ignore[assignment]
-        options = given(scale=scale_rewards) | (advantage_options or {})
+            options.setdefault("scale", preset.scale)
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         self._check_estimator(advantage_estimator)

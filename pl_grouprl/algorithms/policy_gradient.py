@@ -100,7 +100,8 @@ class PolicyGradientModule(RolloutModule):
         if kl_target is not None and beta == 0:
             raise ValueError(f"kl_target is {kl_target} and beta is 0, which no factor changes; set a starting beta.")
         clipping = given(epsilon=epsilon, epsilon_high=epsilon_high, epsilon_max=epsilon_max, delta=delta)
-        self.policy_loss = make_policy_loss(policy_loss, **clipping, **(policy_loss_options or {}))
+        options = set_once(clipping, policy_loss_options, "policy_loss_options")
+        self.policy_loss = make_policy_loss(policy_loss, **options)
         self.loss_agg_mode = loss_agg_mode
         kl_estimate(torch.zeros(1), torch.zeros(1), kl_type)  # an unknown name is an error here, not after a rollout
         self.kl_controller = make_kl_controller(beta, target=kl_target, horizon=kl_horizon)
@@ -269,3 +270,17 @@ def describe(part: Any) -> str:
 def given(**options: Any) -> dict[str, Any]:
     """Leave out what is None: an option that a loss does not know is then an error only where it was set."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def set_once(options: dict[str, Any], more: dict[str, Any] | None, argument: str) -> dict[str, Any]:
+    """Join options that have arguments of their own with those of one argument for the rest.
+
+    Raises:
+        ValueError: If one is in both.
+    """
+    for name, value in (more or {}).items():
+        if name in options:
+            raise ValueError(
+                f"{name} is set twice, as {options[name]!r} and in {argument} as {value!r}; leave one of them out."
+            )
+    return options | (more or {})
