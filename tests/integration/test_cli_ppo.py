@@ -1,0 +1,238 @@
+"""PPO and GROUP PPO through the command line, in the small."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pl_grouprl.cli import main
+
+TASK = "{class_path: pl_grouprl.data.MostFrequentDigit, init_args: {prompt_length: 20, train_size: 16, val_size: 4}}"
+SMALL = f"""
+model:
+  class_path: pl_grouprl.%(name)s
+  init_args:
+    policy:
+      class_path: pl_grouprl.models.WarmStartedPolicy
+      init_args:
+        demonstrations: {TASK}
+        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}}
+        steps: 2
+        batch_size: 4
+        cache_dir: %(folder)s/cache
+        progress_bar: false
+    rewards: [{{class_path: pl_grouprl.rewards.LeadingCorrectCharacters}}]
+    num_generations: 4
+    num_mini_batches: 2
+    sampling: {{max_new_tokens: 6}}
+    verify: true
+    policy_loss: ppo
+    policy_loss_options: {{epsilon: 0.1, epsilon_high: 0.3}}
+    kl_in: reward
+    beta: 0.01
+    kl_target: 1.0
+    critic:
+      class_path: pl_grouprl.models.PolicyCopyCritic
+      init_args: {{head_std: 0.05, seed: 3}}
+    optimizer: {{learning_rate: 1.0e-3}}
+    critic_optimizer: {{learning_rate: 2.0e-3, schedule: cosine, warmup_steps: 1, max_grad_norm: 0.5}}
+    lam: 0.9
+    cliprange_value: 0.3
+    dynamic_sampling: true
+    max_generation_batches: 2
+data:
+  class_path: pl_grouprl.PromptDataModule
+  init_args: {{train: {TASK}, val: {TASK}, test: {TASK}, batch_size: 4, val_batch_size: 4}}
+trainer:
+  accelerator: cpu
+  max_steps: 2
+  num_sanity_val_steps: 0
+  val_check_interval: 2
+  check_val_every_n_epoch: null
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  logger:
+    - class_path: lightning.pytorch.loggers.CSVLogger
+      init_args: {{save_dir: %(folder)s/runs, name: small}}
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {{every_n_train_steps: 2, save_last: true}}
+    - class_path: pl_grouprl.callbacks.RunSummary
+"""
+GROUPS = """
+model:
+  init_args:
+    group_variance_threshold: 1.5
+    group_max_size: 4
+    target_compression: 0.5
+    threshold_lr: 0.1
+    score_norm: sketch
+    sketch_dim: 8
+    advantage_mode: variable_lambda
+trainer:
+  callbacks+:
+    - class_path: pl_grouprl.TokenGroupMonitor
+"""
+
+
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory):
+    """Arguments of the command line for both algorithms."""
+    arguments = {}
+    for name in ("PPO", "GroupPPO"):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "small.yaml").write_text(SMALL % {"name": name, "folder": folder})
+        (folder / "groups.yaml").write_text(GROUPS)
+        files = ["small.yaml", "groups.yaml"] if name == "GroupPPO" else ["small.yaml"]
+        arguments[name] = [part for file in files for part in ("--config", str(folder / file))]
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def runs(configurations):
+    """The folder of a finished run of each."""
+    for arguments in configurations.values():
+        main(["fit", *arguments])
+    return {name: Path(own[1]).parent / "runs/small/version_0" for name, own in configurations.items()}
+
+
+def printed(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main([*args])
+    assert stop.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
+def test_the_printed_config_has_what_was_set_and_is_a_config(configurations, name, capsys, tmp_path):
+    first = printed(capsys, "fit", *configurations[name], "--print_config")
+    (tmp_path / "whole.yaml").write_text(first)
+    config = yaml.safe_load(first)
+    assert config == yaml.safe_load(printed(capsys, "fit", "--config", str(tmp_path / "whole.yaml"), "--print_config"))
+    model = config["model"]
+    assert model["class_path"] == f"pl_grouprl.{name}"
+    options = model["init_args"]
+    assert options["critic"]["init_args"] == {"head_std": 0.05, "seed": 3}
+    assert options["critic_optimizer"]["learning_rate"] == 2e-3
+    assert options["critic_optimizer"]["max_grad_norm"] == 0.5
+    assert options["optimizer"]["learning_rate"] == 1e-3
+    assert options["policy_loss_options"] == {"epsilon": 0.1, "epsilon_high": 0.3}
+    assert (options["lam"], options["gamma"], options["critic_lam"]) == (0.9, 1.0, None)
+    assert (options["kl_in"], options["kl_target"], options["kl_horizon"]) == ("reward", 1.0, None)
+    assert ("score_norm" in options) == (name == "GroupPPO")
+
+
+@pytest.mark.parametrize(
+    ("critic", "init_args"),
+    [
+        ("SharedTrunkCritic", {"detach": True}),
+        ("LoRACritic", {"r": 4, "alpha": 8, "target_modules": ["q_proj"]}),
+        ("PretrainedCritic", {"path": "some/model"}),
+    ],
+)
+def test_critics_by_class_path(configurations, capsys, critic, init_args):
+    value = json.dumps({"class_path": f"pl_grouprl.models.{critic}", "init_args": init_args})
+    arguments = ["--model.init_args.critic", value, "--print_config"]
+    config = yaml.safe_load(printed(capsys, "fit", *configurations["PPO"], *arguments))
+    parsed = config["model"]["init_args"]["critic"]
+    assert parsed["class_path"] == f"pl_grouprl.models.{critic}"
+    assert {name: parsed["init_args"][name] for name in init_args} == init_args
+
+
+def test_a_critic_by_path_and_by_default(configurations, capsys):
+    for given, expected in (("some/model", "some/model"), ("null", None)):
+        arguments = ["--model.init_args.critic", given, "--print_config"]
+        config = yaml.safe_load(printed(capsys, "fit", *configurations["PPO"], *arguments))
+        assert config["model"]["init_args"]["critic"] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.init_args.vf_coef", "high"], "vf_coef"),
+        (["--model.init_args.group_max_size", "4"], "group_max_size"),  # GROUP PPO's, not PPO's
+        (["--model.init_args.advantage_estimator", "rloo"], "advantage_estimator"),
+        (["--model.init_args.critic_optimizer.momentum", "0.5"], "momentum"),
+        (["--model.init_args.kl_in", "advantage"], "kl_in"),
+    ],
+)
+def test_unknown_options_are_usage_errors(configurations, capsys, options, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *configurations["PPO"], *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["PPO", "GroupPPO", "GRPO"])
+def test_help_of_a_module_lists_its_options(capsys, name):
+    shown = printed(capsys, "fit", f"--model.help=pl_grouprl.{name}")
+    common = ["policy_loss_options", "kl_target", "importance_sampling", "dynamic_sampling", "beta", "num_generations"]
+    own = {
+        "PPO": ["critic_optimizer", "cliprange_value", "bootstrap_truncated", "lam_alpha"],
+        "GroupPPO": ["critic_optimizer", "group_variance_threshold", "target_compression", "boundary_at_turn_ends"],
+        "GRPO": ["advantage_estimator", "advantage_options", "multi_objective_aggregation"],
+    }
+    for option in common + own[name]:
+        assert f".{option} " in shown, option
+
+
+@pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
+def test_fit(runs, name):
+    metrics = json.loads((runs[name] / "summary.json").read_text())["metrics"]
+    expected = {
+        "value/loss", "value/clip_ratio", "value/explained_variance", "grad_norm/policy", "grad_norm/critic", "kl",
+        "kl_coef", "dynamic_sampling/kept_groups", "dynamic_sampling/generated_groups", "val/reward", "time/values",
+        "dynamic_sampling/generation_batches",
+    }  # fmt: skip
+    groups = {
+        "token_group/total_tokens", "token_group/advantage_positions", "token_group/compression_ratio",
+        "token_group/speedup_factor", "token_group/avg_group_size", "token_group/threshold",
+        "token_group/ended_by_variance", "token_group/ended_by_size", "token_group/ended_by_last",
+    }  # fmt: skip
+    assert expected <= metrics.keys()
+    assert (groups <= metrics.keys()) == (name == "GroupPPO")
+    assert all(math.isfinite(value) for values in metrics.values() for value in values.values())
+    names = torch.load(runs[name] / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].keys()
+    assert {part.split(".")[0] for part in names} == {"policy", "critic"}
+
+
+def test_the_saved_config_is_a_config(runs, capsys):
+    path = runs["GroupPPO"] / "config.yaml"
+    assert yaml.safe_load(printed(capsys, "fit", "--config", str(path), "--print_config")) == yaml.safe_load(
+        path.read_text()
+    )
+
+
+@pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
+def test_resume_goes_on(runs, configurations, name):
+    checkpoint = runs[name] / "checkpoints" / "last.ckpt"
+    main(["fit", *configurations[name], "--ckpt_path", str(checkpoint), "--trainer.max_steps", "3"])
+    newest = max(runs[name].parent.iterdir(), key=lambda path: int(path.name.split("_")[1]))
+    assert json.loads((newest / "summary.json").read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
+def test_fast_dev_run(configurations, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["fit", *configurations[name], "--trainer.fast_dev_run", "1"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])
+def test_evaluation(runs, configurations, command, prefix, capsys):
+    checkpoint = runs["GroupPPO"] / "checkpoints" / "last.ckpt"
+    main([command, *configurations["GroupPPO"], "--ckpt_path", str(checkpoint)])
+    assert f"{prefix}/most_frequent_digit/mean@1" in capsys.readouterr().out
+
+
+def test_parity(runs, configurations, capsys):
+    checkpoint = runs["PPO"] / "checkpoints" / "last.ckpt"
+    main(["parity", *configurations["PPO"]])
+    main(["parity", *configurations["PPO"], "--ckpt_path", str(checkpoint)])
+    main(["parity", *configurations["GroupPPO"]])
+    assert capsys.readouterr().out.count("Qwen3ForCausalLM") >= 3
