@@ -1,13 +1,16 @@
 """PPO and GROUP PPO through the command line, in the small."""
 
+import inspect
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from pl_grouprl import PPO, GroupPPO
 from pl_grouprl.cli import main
 
 TASK = "{class_path: pl_grouprl.data.MostFrequentDigit, init_args: {prompt_length: 20, train_size: 16, val_size: 4}}"
@@ -236,3 +239,42 @@ def test_parity(runs, configurations, capsys):
     main(["parity", *configurations["PPO"], "--ckpt_path", str(checkpoint)])
     main(["parity", *configurations["GroupPPO"]])
     assert capsys.readouterr().out.count("Qwen3ForCausalLM") >= 3
+
+
+# What the page about options says of the two.
+
+
+def page_cells(column):
+    """What stands in backticks below a heading of the tables of options.md."""
+    found, place = [], None
+    for line in (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if column in cells:
+            place = cells.index(column)
+        elif not cells:
+            place = None
+        elif place is not None:
+            found += re.findall(r"`([^`]+)`", cells[place])
+    return set(found)
+
+
+def own_options(cls):
+    return set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs", "policy", "rewards"}
+
+
+@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+def test_every_option_of_its_own_is_on_the_page(cls):
+    documented = page_cells(f"option of `{cls.__name__}`")
+    known = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
+    assert documented <= known
+    text = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    assert not [name for name in own_options(cls) if f"`{name}`" not in text]
+
+
+def test_metrics_of_the_page_are_logged(runs):
+    documented = page_cells("with a critic, token groups or dynamic sampling")
+    logged = set(json.loads((runs["GroupPPO"] / "summary.json").read_text())["metrics"])
+    assert len(documented) > 15
+    assert documented <= logged
+    prefixes = ("value/", "token_group/", "dynamic_sampling/", "grad_norm/", "time/values")
+    assert {name for name in logged if name.startswith(prefixes)} <= documented
