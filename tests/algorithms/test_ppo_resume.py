@@ -1,0 +1,106 @@
+"""A run of PPO or GROUP PPO that is resumed, at whatever step, ends where the undisturbed one did, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
+from pl_grouprl.models.lora_critic import LoRACritic
+
+STEPS = 9  # an epoch has 2 batches of rollouts; each serves 2 passes of 2 mini-batches
+KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
+RUNS = {
+    "ppo, copy, KL in the reward": (PPO, {"critic": PolicyCopyCritic(head_std=0.1), "kl_in": "reward", **KL}),
+    "ppo, shared trunk, KL in the loss": (PPO, {"critic": SharedTrunkCritic(head_std=0.1), **KL}),
+    "group_ppo, lora": (GroupPPO, {"critic": LoRACritic(r=4, head_std=0.1), "kl_in": "reward", **KL}),
+    "group_ppo, sketch, warm-up": (GroupPPO, {"score_norm": "sketch", "critic_warmup_steps": 3}),
+}
+
+
+def state_of(module):
+    state = {"beta": module.beta, "num_tokens": module.num_tokens, "nonfinite_steps": module.nonfinite_steps}
+    if isinstance(module, GroupPPO):
+        state["threshold"] = module.threshold_controller.threshold
+    return state
+
+
+@pytest.fixture
+def fit(make_module, make_data, make_trainer):
+    def run(cls, options, checkpoint=None, callbacks=(), steps=STEPS):
+        module = make_module(
+            cls, num_iterations=2, num_mini_batches=2, optimizer=OptimizerConfig(1e-2, weight_decay=0.1),
+            critic_optimizer=OptimizerConfig(3e-2, schedule="cosine"), **options,
+        )  # fmt: skip
+        trainer = make_trainer(max_steps=steps, callbacks=list(callbacks))
+        trainer.fit(module, make_data(train_size=8), ckpt_path=checkpoint, weights_only=True)
+        assert trainer.global_step == steps
+        return module, trainer
+
+    return run
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resume_at_every_step_is_exact(fit, tmp_path, run):
+    cls, options = RUNS[run]
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    undisturbed, trainer = fit(cls, options, callbacks=[saving])
+    whole, moments = undisturbed.state_dict(), trainer.optimizers[0].state_dict()["state"]
+    for step in range(1, STEPS):
+        resumed, again = fit(cls, options, tmp_path / f"step={step}.ckpt")
+        assert state_of(resumed) == state_of(undisturbed), step
+        assert all(torch.equal(value, whole[name]) for name, value in resumed.state_dict().items()), step
+        for key, own in again.optimizers[0].state_dict()["state"].items():
+            assert all(torch.equal(value, moments[key][name]) for name, value in own.items()), step
+
+
+def test_the_checkpoint_holds_coefficient_and_threshold(fit, tmp_path):
+    cls, options = RUNS["group_ppo, lora"]
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    module, _ = fit(cls, options, callbacks=[saving], steps=1)
+    saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
+    assert saved["pl_grouprl"]["kl_controller"] == {"coef": module.beta}
+    assert saved["pl_grouprl"]["threshold_controller"] == {"threshold": module.threshold_controller.threshold}
+    assert module.beta != 0.1
+    assert module.threshold_controller.threshold != 4.0
+    # What the policy's storage holds is saved once.
+    tied = {f"critic.own_trunk.{name}" for name in module.critic.tied}
+    assert tied
+    assert not tied & saved["state_dict"].keys()
+
+
+def test_a_fixed_coefficient_and_a_fixed_threshold_are_the_options(fit, tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(GroupPPO, {"beta": 0.1}, callbacks=[saving], steps=4)
+    options = {"beta": 0.3, "adaptive_threshold": False, "group_variance_threshold": 2.5}
+    module, _ = fit(GroupPPO, options, tmp_path / "step=4.ckpt", steps=5)
+    assert module.beta == 0.3
+    assert module.token_group_threshold == 2.5
+
+
+def test_token_groups_survive_a_checkpoint(fit, tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    first, _ = fit(GroupPPO, {}, callbacks=[saving], steps=1)
+    resumed, _ = fit(GroupPPO, {}, tmp_path / "step=1.ckpt", steps=2)
+    for left, right in zip(first.token_groups, resumed.token_groups, strict=True):
+        assert torch.equal(left, right)
+    assert resumed.token_group_threshold == 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gamma": 0.5}, r"gamma is 0.5, .* made with 1.0; keep that value"),
+        ({"lam": 0.5}, r"lam is 0.5, .* made with 0.95"),
+        ({"group_max_size": 4}, r"group_max_size is 4, .* made with 16"),
+        ({"critic_positions": "all"}, r"critic_positions is 'all', .* made with 'starts'"),
+        ({"whiten_advantages": False}, r"whiten_advantages is False, .* made with True"),
+    ],
+)
+def test_other_options_amid_rollouts_are_refused(fit, tmp_path, change, message):
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(GroupPPO, {}, callbacks=[saving], steps=1)
+    with pytest.raises(ValueError, match=message):
+        fit(GroupPPO, change, tmp_path / "step=1.ckpt", steps=2)
