@@ -115,7 +115,7 @@ class PolicyModule(pl.LightningModule):
         """Check that sharing changes nothing but time, then share prefixes until the end of the fit.
 
         Raises:
-            ValueError: If the module or its policy is compiled.
+            ValueError: If the module or a part that it trains is compiled.
         """
         self._refuse_compiled()
         self._denominators.clear()
@@ -150,8 +150,8 @@ class PolicyModule(pl.LightningModule):
         return [model for model in (self.policy, self.reference) if model is not None]
 
     def _refuse_compiled(self) -> None:
-        parts = {"module": self, "module.policy": self.policy}
-        for name, part in parts.items():
+        parts = {f"module.{name}": part for name, (part, _) in self.optimized_parts().items()}
+        for name, part in {"module": self, **parts}.items():
             compiled = isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
             if compiled or getattr(part, "_compiler_ctx", None) is not None:
                 raise ValueError(

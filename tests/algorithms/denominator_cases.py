@@ -38,6 +38,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "group_ppo endpoint": (GroupPPO, PPO_OPTIONS | {"advantage_mode": "endpoint", "group_variance_threshold": 2.0}),
     "group_ppo sketch": (GroupPPO, PPO_OPTIONS | {"score_norm": "sketch", "critic_positions": "all"}),
 }
+RANK_CUTS = {name: (1, 4) if name in ("grpo token-mean", "ppo", "group_ppo") else (4,) for name in CASES}
 NO_ACCUMULATION = ("ppo shared", PPO, PPO_OPTIONS | {"critic": SharedTrunkCritic(head_std=0.3)})
 
 
@@ -49,7 +50,10 @@ def rewards(completions: list[str], **columns: Any) -> list[float | None]:
 def gradients_of_a_step(
     cls: Any, options: dict[str, Any], *, cut: int = 1, sharing: str = "shared", folder: Any, devices: int = 1
 ) -> dict[str, Any]:
-    """Cut one batch of rollouts into mini-batches and accumulate them all; what the optimizer got, by parameter."""
+    """Cut one batch of rollouts into mini-batches and accumulate them all; what the optimizer got, by parameter.
+
+    With them, as `threshold`, where the threshold of the token groups went.
+    """
     seed_everything(1, verbose=False)
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=5, val_size=1)
     data = PromptDataModule(task, batch_size=5, shuffle=False)
@@ -65,14 +69,17 @@ def gradients_of_a_step(
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, data)
-    return record.gradients[-1]
+    found = record.gradients[-1]
+    if isinstance(module, GroupPPO):
+        found["threshold"] = torch.tensor(module.threshold_controller.threshold, dtype=torch.float64)
+    return found
 
 
 def main(folder: Path) -> None:
-    """Run every case on two ranks, cut once and cut so often that a rank has nothing to train in some updates."""
+    """Run every case on two ranks, cut so often that a rank has nothing to train in some updates; some uncut too."""
     found = {}
     for name, (cls, options) in CASES.items():
-        for cut in (1, 4):
+        for cut in RANK_CUTS[name]:
             found[name, cut] = gradients_of_a_step(cls, options, cut=cut, folder=folder, devices=2)
     name, cls, options = NO_ACCUMULATION
     found[name, 1] = gradients_of_a_step(cls, options, folder=folder, devices=2)

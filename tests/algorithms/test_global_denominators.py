@@ -13,7 +13,7 @@ import torch
 SCRIPT = Path(__file__).with_name("denominator_cases.py")
 sys.path.insert(0, str(SCRIPT.parent))
 
-from denominator_cases import CASES, NO_ACCUMULATION, gradients_of_a_step  # noqa: E402
+from denominator_cases import CASES, NO_ACCUMULATION, RANK_CUTS, gradients_of_a_step  # noqa: E402
 
 WHOLE: dict = {}
 
@@ -60,8 +60,7 @@ def two_ranks(tmp_path_factory):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.parametrize("cut", [1, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "cut"), [(case, cut) for case, cuts in RANK_CUTS.items() for cut in cuts])
 def test_two_ranks(whole, two_ranks, case, cut):
     # Five prompts: one rank has three of them, the other two, so cut in four each has updates with nothing to train.
     first, second = (found[case, cut] for found in two_ranks)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
 from pl_grouprl.functional.token_groups import token_group_counts
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.types import Rollout, SamplingConfig
@@ -171,6 +172,23 @@ def test_token_groups_after_a_rollout(fit, make_module):
             assert bool(groups.ends[b, t]) == (following is None or index[following] != index[t])
             assert following is None or bool(groups.starts[b, following]) == (index[following] != index[t])
         assert groups.ends[b].sum() == groups.starts[b].sum() == len(set(index) - {-1})
+
+
+def test_the_monitor_reads_them(make_module, make_data, make_trainer, ragged_engine):
+    module = make_module(GroupPPO, engine=ragged_engine(), **BASE)
+    trainer = make_trainer(max_steps=1, callbacks=[TokenGroupMonitor()])
+    trainer.fit(module, make_data(shuffle=False))
+    counts = {name: count.item() for name, count in token_group_counts(module.token_groups).items()}
+    tokens, positions = counts["tokens"], counts["positions"]
+    expected = {
+        "total_tokens": tokens, "advantage_positions": positions, "compression_ratio": 1 - positions / tokens,
+        "speedup_factor": tokens / positions, "avg_group_size": tokens / positions, "threshold": 2.0,
+        **{name: counts[name] / positions for name in counts if name.startswith("ended_by")},
+    }  # fmt: skip
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert len(expected) == 9
+    for name, value in expected.items():
+        assert logged[f"token_group/{name}"] == pytest.approx(value, rel=1e-6), name
 
 
 def test_log_ratio_needs_a_sampler_that_differs(fit):
