@@ -122,6 +122,7 @@ class GroupPPO(PPO):
         self.advantage_mode = advantage_mode
         self.critic_positions = critic_positions
         self.boundary_at_turn_ends = boundary_at_turn_ends
+        self._token_groups: tuple[RolloutBuffer, TokenGroups] | None = None
 
     @property
     def needs_old_scores(self) -> bool:
@@ -205,10 +206,19 @@ class GroupPPO(PPO):
 
     @property
     def token_groups(self) -> TokenGroups | None:
-        """The token groups of this rank's latest rollouts; `TokenGroupMonitor` reads them."""
+        """The token groups of this rank's latest rollouts, the same object for all their updates.
+
+        `TokenGroupMonitor` reads them.
+        """
         buffer = self.last_rollouts
         if buffer is None or "group_starts" not in buffer.tokens:
             return None
+        if self._token_groups is None or self._token_groups[0] is not buffer:
+            self._token_groups = (buffer, self._rebuild_groups(buffer))
+        return self._token_groups[1]
+
+    @staticmethod
+    def _rebuild_groups(buffer: RolloutBuffer) -> TokenGroups:
         lengths_B = buffer.rollout_lengths
         names = ("group_starts", "group_causes", "loss_mask")
         starts, causes, mask = (to_rows(buffer.joined(name), lengths_B) for name in names)

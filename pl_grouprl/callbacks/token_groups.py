@@ -16,7 +16,8 @@ _ABSENT = object()
 class TokenGroupMonitor(Callback):
     """Logs the figures of `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 
-    The counts of all micro-batches of the step and of all ranks are added up before any ratio is taken.
+    The counts of all micro-batches of the step and of all ranks are added up before any ratio is taken. Groups that
+    several micro-batches hand over, being the same object, count once.
     `token_group/speedup_factor` is the reduction in advantage positions, not in wall-clock time.
 
     The groups are what the training step returns under `groups_key` (`{"loss": loss, "token_groups": groups}`), else
@@ -33,10 +34,12 @@ class TokenGroupMonitor(Callback):
         self.threshold_key = threshold_key
         self.statistics = TokenGroupStatistics()
         self._steps_before = 0
+        self._counted: list[TokenGroups] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
         self.statistics.to(pl_module.device).reset()
+        self._counted.clear()
         self._steps_before = trainer.global_step
 
     def on_train_batch_end(
@@ -48,7 +51,10 @@ class TokenGroupMonitor(Callback):
             ValueError: If there are no groups to be found.
             TypeError: If what is found is no `TokenGroups`.
         """
-        for groups in self._groups(pl_module, outputs) or [None]:  # a rank without groups takes part in the sums
+        new = [g for g in self._groups(pl_module, outputs) if not any(g is counted for counted in self._counted)]
+        self._counted += new
+        updates: list[TokenGroups | None] = [*new]
+        for groups in updates or [None]:  # a rank without groups takes part in the sums
             self.statistics.update(groups)
         if trainer.global_step == self._steps_before:
             return
@@ -57,12 +63,13 @@ class TokenGroupMonitor(Callback):
             name: value for name, value in self.statistics.compute().items() if not value.isnan()
         }
         self.statistics.reset()
+        self._counted.clear()
         threshold = _find(self.threshold_key, pl_module, outputs)
         if threshold is not _ABSENT and threshold is not None:
             metrics["token_group/threshold"] = float(threshold)
         pl_module.log_dict(metrics, batch_size=1)
 
-    def _groups(self, pl_module: LightningModule, outputs: Any) -> list[TokenGroups | None]:
+    def _groups(self, pl_module: LightningModule, outputs: Any) -> list[TokenGroups]:
         found = _find(self.groups_key, pl_module, outputs)
         if found is _ABSENT and outputs:
             raise ValueError(

@@ -32,6 +32,7 @@ class Foreign(LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.hand_over = hand_over
+        self.same = constant_groups(6, 3.0)
         if threshold is not None:
             self.token_group_threshold = threshold
 
@@ -47,6 +48,7 @@ class Foreign(LightningModule):
             "other name": {"cuts": groups},
             "none": {"token_groups": None},
             "text": {"token_groups": "groups"},
+            "same": {"token_groups": self.same},
             "nothing": {},
             "no step": None,
         }[self.hand_over]
@@ -99,6 +101,11 @@ def test_several_groups_and_other_names(fit):
 def test_micro_batches_of_a_step_are_added_up(fit, tmp_path):
     fit_once(fit, Foreign(), TokenGroupMonitor(), accumulate_grad_batches=2)
     assert [float(row["token_group/total_tokens"]) for row in rows_of(tmp_path)] == [6 + 12, 18 + 24]
+
+
+def test_the_same_groups_count_once_in_a_step_and_again_in_the_next(fit, tmp_path):
+    fit_once(fit, Foreign("same"), TokenGroupMonitor(), accumulate_grad_batches=2)
+    assert [float(row["token_group/total_tokens"]) for row in rows_of(tmp_path)] == [6, 6]
 
 
 @pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`")
