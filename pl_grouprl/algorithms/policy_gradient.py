@@ -97,6 +97,8 @@ class PolicyGradientModule(RolloutModule):
             raise ValueError(f"loss_agg_mode is {loss_agg_mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
         if kl_in not in ("loss", "reward"):
             raise ValueError(f"kl_in is {kl_in!r}; it must be 'loss' or 'reward'.")
+        if kl_in == "reward" and beta == 0:
+            raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or leave kl_in out.")
         if kl_target is not None and beta == 0:
             raise ValueError(f"kl_target is {kl_target} and beta is 0, which no factor changes; set a starting beta.")
         clipping = given(epsilon=epsilon, epsilon_high=epsilon_high, epsilon_max=epsilon_max, delta=delta)
