@@ -109,15 +109,37 @@ def test_each_option_changes_the_threshold(change):
     [
         ({"target_compression": 0.3}, r"target_compression is 0.3; no threshold reaches .* 0.5 and 0.9375"),
         ({"target_compression": 0.9, "max_size": 8}, r"0.9; groups of at most 8 tokens compress by at most 0.875"),
-        ({"target_compression": 1.0}, "target_compression is 1.0"),
-        ({"target_compression": -0.1}, "target_compression is -0.1"),
-        ({"target_compression": 0.5, "max_size": 1}, "groups of at most 1 token"),
+        ({"target_compression": 1.0}, r"1.0; groups of at most 16 tokens .* change group_max_size \(max_size\)"),
+        ({"target_compression": -0.1}, "target_compression is -0.1; it is a share of the tokens, from 0 to 1. Set it"),
+        ({"target_compression": 1.2}, "target_compression is 1.2; it is a share of the tokens, from 0 to 1. Set it"),
+        ({"target_compression": math.nan}, "target_compression is nan; it is a share of the tokens"),
+        (
+            {"max_size": 1},
+            r"target_compression is 0.75; groups of one token \(group_max_size is 1\) compress nothing. Set it to 0, "
+            "or set adaptive_threshold to false.",
+        ),
         ({"group_variance_threshold": 0.0}, "group_variance_threshold is 0.0"),
         ({"threshold_lr": -1.0}, "threshold_lr is -1.0"),
         ({"min_threshold": 0.0}, "min_threshold is 0.0"),
         ({"min_threshold": 4.0, "max_threshold": 3.0}, r"max_threshold is 3.0; .* min_threshold \(4.0\)"),
         ({"max_threshold": 0.5}, "max_threshold is 0.5"),
-        ({"max_size": 0}, "max_size is 0"),
+        ({"max_size": 0}, r"group_max_size \(max_size\) is 0; it must be a whole number of tokens"),
+        ({"max_size": 2.5}, r"group_max_size \(max_size\) is 2.5"),
+        ({"max_size": math.inf}, r"group_max_size \(max_size\) is inf"),
+        ({"max_size": math.nan}, r"group_max_size \(max_size\) is nan"),
+        (
+            {"group_variance_threshold": 50.0},
+            r"group_variance_threshold is 50.0, outside of min_threshold \(0.1\) and max_threshold \(10.0\)",
+        ),
+        (
+            {"group_variance_threshold": 2.0, "min_threshold": 3.0},
+            r"group_variance_threshold is 2.0, outside of min_threshold \(3.0\) and max_threshold \(10.0\)",
+        ),
+        ({"group_variance_threshold": 0.5, "min_threshold": 3.0}, "group_variance_threshold is 0.5, outside of"),
+        ({"adaptive_threshold": False, "threshold_lr": -5.0}, "threshold_lr is -5.0"),
+        ({"adaptive_threshold": False, "threshold_lr": math.nan}, "threshold_lr is nan"),
+        ({"adaptive_threshold": False, "min_threshold": 0.0}, "min_threshold is 0.0"),
+        ({"adaptive_threshold": False, "max_threshold": math.inf}, "max_threshold is inf"),
     ],
 )
 def test_errors_name_the_option(options, message):
@@ -130,3 +152,14 @@ def test_largest_target_of_each_size_is_taken():
         ThresholdController(target_compression=1 - 1 / size, max_size=size)
         ThresholdController(target_compression=(size - 1) / size, max_size=size)
     ThresholdController(target_compression=0.0, max_size=1)
+
+
+def test_a_fixed_threshold_knows_no_bounds_and_no_target():
+    assert ThresholdController(50.0, adaptive_threshold=False).threshold == 50.0
+    assert ThresholdController(adaptive_threshold=False, target_compression=0.3, max_size=1).threshold == 1.0
+
+
+def test_an_adaptive_threshold_may_start_at_its_bounds():
+    assert ThresholdController(10.0).threshold == 10.0
+    assert ThresholdController(3.0, min_threshold=3.0).threshold == 3.0
+    assert ThresholdController(0.05).threshold == 1.0  # below 1, and below min_threshold too

@@ -17,15 +17,16 @@ class ThresholdController:
     threshold: a target must be 0 or lie in [1/2, 1 - 1/max_size].
 
     Args:
-        group_variance_threshold: Where tau starts. None is 1 / (1 - target_compression) where adaptive (clipped like
-            every update), the threshold that compresses to the target where delta is constant, and 1 where fixed.
+        group_variance_threshold: Where tau starts; where adaptive, within the clips (below 1 it is taken as 1). None is
+            1 / (1 - target_compression) where adaptive (clipped like every update), the threshold that compresses to
+            the target where delta is constant, and 1 where fixed.
         adaptive_threshold: Move it; otherwise `update` does nothing.
         threshold_lr: Step of log tau for a compression that is off by 1. In a toy with target 0.75 it takes 0.1 about
             180 steps from tau = 1; 0.01 has not arrived after 600, which is why tau does not start there.
         min_threshold: Lower clip; below 1 it acts as 1, since a smaller tau changes nothing.
         max_threshold: Upper clip.
-        target_compression: Share of the tokens that are to be no endpoints.
-        max_size: Most tokens of a group; it limits the compression.
+        target_compression: Share of the tokens that are to be no endpoints. Not looked at where tau is fixed.
+        max_size: Most tokens of a group, the `group_max_size` of `GroupPPO`; it limits the compression.
 
     Raises:
         ValueError: If an option is out of range.
@@ -46,19 +47,27 @@ class ThresholdController:
             raise ValueError(
                 f"group_variance_threshold is {group_variance_threshold}; it must be a finite number above 0, or None."
             )
-        if max_size < 1:
-            raise ValueError(f"max_size is {max_size}; it must be at least 1.")
+        if not (1 <= max_size < math.inf and max_size == int(max_size)):
+            raise ValueError(
+                f"group_max_size (max_size) is {max_size}; it must be a whole number of tokens, at least 1."
+            )
+        _check_clips(threshold_lr, min_threshold, max_threshold)
         self.adaptive_threshold = adaptive_threshold
         self.threshold_lr = threshold_lr
         self.target_compression = target_compression
         if not adaptive_threshold:
             self._threshold = 1.0 if group_variance_threshold is None else group_variance_threshold
             return
-        _check_clips(threshold_lr, min_threshold, max_threshold)
         _check_target(target_compression, max_size)
         self._low, self._high = max(min_threshold, 1.0), max_threshold
         if group_variance_threshold is None:
             group_variance_threshold = 1 / (1 - target_compression)
+        elif not self._low <= max(group_variance_threshold, 1.0) <= self._high:
+            raise ValueError(
+                f"group_variance_threshold is {group_variance_threshold}, outside of min_threshold ({min_threshold}) "
+                f"and max_threshold ({max_threshold}), between which an adaptive threshold moves. Change one of them, "
+                "or set adaptive_threshold to false."
+            )
         self._threshold = self._clip(group_variance_threshold)
 
     @property
@@ -92,7 +101,7 @@ class ThresholdController:
 
 def _check_clips(threshold_lr: float, min_threshold: float, max_threshold: float) -> None:
     if not 0 <= threshold_lr < math.inf:
-        raise ValueError(f"threshold_lr is {threshold_lr}; it must be 0 or larger.")
+        raise ValueError(f"threshold_lr is {threshold_lr}; it must be a finite number, 0 or larger.")
     if not min_threshold > 0:
         raise ValueError(f"min_threshold is {min_threshold}; it must be above 0 (below 1 it acts as 1).")
     if not max(min_threshold, 1.0) <= max_threshold < math.inf:
@@ -105,10 +114,14 @@ def _check_target(target: float, max_size: int) -> None:
     largest = 1 - 1 / max_size
     if target == 0 or 0.5 <= target <= largest + 1e-9:
         return
-    if 0 < target < 0.5:
+    remedy = f"Set it to 0 or between 0.5 and {largest:.4g}, or change group_max_size (max_size)."
+    if max_size == 1:
+        reason = "groups of one token (group_max_size is 1) compress nothing"
+        remedy = "Set it to 0, or set adaptive_threshold to false."
+    elif not 0 <= target <= 1:
+        reason = "it is a share of the tokens, from 0 to 1"
+    elif target < 0.5:
         reason = "no threshold reaches a compression between 0 (a threshold of 1) and 1/2 (groups of two tokens)"
     else:
         reason = f"groups of at most {max_size} tokens compress by at most {largest:.4g}"
-    raise ValueError(
-        f"target_compression is {target}; {reason}. Set it to 0 or between 0.5 and {largest:.4g}, or change max_size."
-    )
+    raise ValueError(f"target_compression is {target}; {reason}. {remedy}")
