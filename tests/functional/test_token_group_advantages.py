@@ -207,6 +207,7 @@ def test_bfloat16_is_computed_in_float32_and_no_rows_are_fine():
         ({"critic_lam": torch.ones(3)}, r"critic_lam has shape \(3,\); pass one number, or one per rollout of 2"),
         ({"gamma": -0.1}, "gamma is -0.1"),
         ({"values": torch.ones(2, 3)}, r"values has shape \(2, 3\)"),
+        ({"mask": torch.tensor([[True] * 4, [True] * 3 + [False]])}, "groups were found with another mask"),
         ({"groups": None}, r"groups has shape \(1, 4\) and mask \(2, 4\)"),
     ],
 )

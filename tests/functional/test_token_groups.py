@@ -309,12 +309,34 @@ def test_forced_ends():
     assert as_lists(found) == loop_over_tokens(deltas, norms, mask, threshold=4.0, forced=forced)
 
 
-@pytest.mark.parametrize("place", ["deltas", "norms"])
-def test_nan_is_no_evidence_and_stays_in_its_group(place):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", ["deltas", "norms", "vectors"])
+def test_what_is_not_finite_is_no_evidence_and_stays_in_its_group(place, value):
     deltas, norms, mask = torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8, dtype=torch.bool)
-    (deltas if place == "deltas" else norms)[0, 2] = torch.nan
+    if place == "vectors":
+        norms = torch.ones(2, 8, 2)
+        norms[0, 2, 1] = value
+    else:
+        (deltas if place == "deltas" else norms)[0, 2] = abs(value) if place == "norms" else value
     groups = find_token_groups(deltas, norms, mask, threshold=2.0, max_size=3)
     assert sizes(groups, mask) == [[2, 3, 2, 1], [2, 2, 2, 2]]
+    assert [row[1][2] for row in as_lists(groups)] == [ENDED_BY_SIZE, ENDED_BY_VARIANCE]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_largest_and_the_smallest_numbers_are_cut_like_others(dtype):
+    """Two tokens to a group; the scale's power of two would be infinite for the largest, its inverse for the others."""
+    kind = torch.finfo(dtype)
+    deltas = torch.tensor([kind.max, kind.smallest_normal], dtype=dtype)[:, None].repeat(1, 6)
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    for row in deltas:
+        groups = find_token_groups(row[None], torch.ones(1, 6), mask, threshold=2.0)
+        assert as_lists(groups) == [[(0, 1, ENDED_BY_VARIANCE), (2, 3, ENDED_BY_VARIANCE), (4, 5, ENDED_BY_VARIANCE)]]
+
+
+def test_a_norm_that_rounding_left_below_0_is_no_error():
+    norms, mask = torch.tensor([[1.0, -1e-3, 1.0, -9.0]]), torch.tensor([[True, True, True, False]])
+    assert sizes(find_token_groups(torch.ones(1, 4), norms, mask, epsilon=0.0), mask) == [[1, 2]]
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (2, 1)])
@@ -356,8 +378,14 @@ def test_each_option_changes_the_cut(change):
         ({"threshold": float("nan")}, "threshold is nan"),
         ({"max_size": 0}, "max_size is 0"),
         ({"max_size": 1.5}, "max_size is 1.5"),
+        ({"max_size": float("inf")}, "max_size is inf; it must be a whole number"),
+        ({"max_size": float("nan")}, "max_size is nan"),
         ({"epsilon": -1.0}, "epsilon is -1.0"),
+        ({"epsilon": float("inf")}, "epsilon is inf; it must be a finite number"),
+        ({"epsilon": float("nan")}, "epsilon is nan"),
         ({"mean_signal": float("nan")}, "mean_signal is nan"),
+        ({"mean_signal": float("inf")}, "mean_signal is inf"),
+        ({"score_norms": torch.full((2, 4), -0.5)}, r"score_norms has the entry -0\.5; .* score_norms.clamp"),
     ],
 )
 def test_errors_name_the_argument(change, message):
@@ -369,6 +397,22 @@ def test_errors_name_the_argument(change, message):
     }
     with pytest.raises(ValueError, match=message):
         find_token_groups(**arguments)
+
+
+@pytest.mark.parametrize("change", [{"td_errors": (2, 3)}, {"score_norms": (1, 4)}, {"mask": (1, 4)}])
+def test_signal_sums_refuse_shapes_that_differ(change):
+    names = ("td_errors", "score_norms", "mask")
+    arguments = {name: torch.ones(change.get(name, (2, 4)), dtype=torch.bool) for name in names}
+    with pytest.raises(ValueError, match=r"has shape \(\d, 4\) and td_errors \(2, \d\)"):
+        signal_sums(**arguments)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "mask"])
+def test_log_ratio_scores_refuse_shapes_that_differ(name):
+    arguments = {"old_logprobs": torch.zeros(2, 4), "mask": torch.ones(2, 4, dtype=torch.bool)}
+    arguments[name] = arguments[name][:1]
+    with pytest.raises(ValueError, match=rf"{name} has shape \(1, 4\) and policy_logprobs \(2, 4\)"):
+        log_ratio_scores(torch.ones(2, 4), **arguments)
 
 
 def test_log_ratio_scores():

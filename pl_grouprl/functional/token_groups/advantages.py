@@ -60,8 +60,8 @@ def token_group_advantages(
         A_g + V_b, the critic's target.
 
     Raises:
-        ValueError: If shapes differ, gamma or a lambda is outside [0, 1], a reward is infinite, or there is no such
-            mode.
+        ValueError: If shapes differ, the groups were found with another mask, gamma or a lambda is outside [0, 1], a
+            reward is infinite, or there is no such mode.
     """
     if mode not in ADVANTAGE_MODES:
         raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(ADVANTAGE_MODES)}.")
@@ -71,6 +71,11 @@ def token_group_advantages(
         raise ValueError(
             f"groups has shape {tuple(groups.starts.shape)} and mask {tuple(mask_BT.shape)}; pass the groups that were "
             "found with this mask."
+        )
+    if not torch.equal(groups.group_index >= 0, mask_BT):
+        raise ValueError(
+            "groups were found with another mask: groups.group_index is -1 at other tokens than mask is False at. Pass "
+            "the mask that find_token_groups had."
         )
     scanned_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, _one_per_row("lam", lam, errors_BT))
     target_BT = scanned_BT

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.masked import bool_mask
 from pl_grouprl.functional.rows import Compacted, compact
+from pl_grouprl.functional.token_groups.checks import check_arguments, check_shapes
 
 ENDED_BY_VARIANCE = 1
 """Cause of an endpoint: the variance rule. It comes before the other two where several hold."""
@@ -71,8 +72,8 @@ def find_token_groups(
     """Cut each row into token groups; the rule and its source stand at the top of this file.
 
     The valid tokens of a row are read one after another: what the mask leaves out, its length and what stands there
-    (NaN included) change nothing. Everything is computed in float32 at least. A NaN at a valid token is no evidence:
-    its group goes on, to `max_size` at most, and other groups do not notice.
+    (NaN included) change nothing. Everything is computed in float32 at least. NaN or infinity at a valid token is no
+    evidence: its group goes on, to `max_size` at most, and other groups do not notice.
 
     Args:
         td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio does not
@@ -80,13 +81,14 @@ def find_token_groups(
             GAE, makes the boundary depend on later actions, and biases the gradient for thresholds above 1 (18-34 % in
             an enumerated MDP).
         score_norms: Squared norm q >= 0 of each token's score, shape [B, T] (`TokenScores.score_norm_N`); or the score
-            itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the literal formula.
+            itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the literal formula. A
+            norm a little below 0 (1e-2 at most), as rounding leaves it, is taken as it is.
         mask: True for response tokens, shape [B, T].
         threshold: tau > 0. 1 is Algorithm 2, and makes each token an endpoint where delta and q are not 0 (a token with
             a delta of 0 adds its q to the group that it begins, which may outlast the next token); with a constant
             delta a group has ceil(tau) tokens. Below 1 nothing changes any more, so it is taken as 1.
         max_size: Most tokens of a group, at least 1; may exceed T.
-        epsilon: A group needs r_ppo above this share of the mean of delta^2 q to be ended by the variance rule.
+        epsilon: A group needs r_ppo above this share of the mean of delta^2 q to be ended by the variance rule; finite.
         forced_ends: True where a group has to end, such as the last token of a turn, bool, shape [B, T]. Only valid
             tokens count.
         mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None takes that of this call.
@@ -95,20 +97,23 @@ def find_token_groups(
         The groups. A row without valid tokens has none.
 
     Raises:
-        ValueError: If shapes differ, an option is out of range, or the mask holds anything but 0 and 1.
+        ValueError: If shapes differ, an option is out of range, a norm of a valid token is negative, or the mask holds
+            anything but 0 and 1.
     """
-    mask_BT = _check(td_errors, score_norms, mask, forced_ends, threshold, max_size, epsilon)
+    mask_BT = check_arguments(td_errors, score_norms, mask, forced_ends, threshold, max_size, epsilon)
     if mean_signal is None:
         total, count = signal_sums(td_errors, score_norms, mask_BT).tolist()
         mean_signal = total / max(count, 1)
-    elif not mean_signal >= 0:
-        raise ValueError(f"mean_signal is {float(mean_signal)}; pass a mean of squares, 0 or larger, or None.")
+    elif not 0 <= mean_signal < math.inf:
+        raise ValueError(
+            f"mean_signal is {float(mean_signal)}; pass a mean of squares, finite and 0 or larger, or None."
+        )
     starts_BT, ends_BT = torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
     causes_BT = torch.zeros_like(mask_BT, dtype=torch.int8)
     index_BT = torch.full_like(mask_BT, -1, dtype=torch.int64)
     if mask_BT.numel():
         scale = _power_of_two(td_errors, mask_BT)
-        rule = _Rule(max(threshold, 1.0), max_size, epsilon * float(mean_signal) / scale / scale)
+        rule = _Rule(max(threshold, 1.0), int(max_size), epsilon * float(mean_signal) / scale / scale)
         for rows in _blocks(score_norms):
             forced = None if forced_ends is None else forced_ends[rows]
             found = _cut_rows(td_errors[rows], score_norms[rows], mask_BT[rows], forced, scale, rule)
@@ -128,7 +133,11 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
 
     Returns:
         [sum, count] in float64. Tokens whose signal is NaN or infinite are left out of both.
+
+    Raises:
+        ValueError: If shapes differ, or the mask holds anything but 0 and 1.
     """
+    check_shapes(td_errors, score_norms, mask)
     mask_BT = bool_mask(mask)
     norms_BT = score_norms
     if score_norms.dim() == 3:
@@ -151,8 +160,15 @@ def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor
         Score vectors of size 1, shape [B, T, 1], for `find_token_groups`.
 
     Raises:
-        ValueError: If the two are the same at every token, as they are in the first pass over new rollouts.
+        ValueError: If shapes differ, or the two are the same at every token, as they are in the first pass over new
+            rollouts.
     """
+    shape = policy_logprobs.shape
+    for name, tensor in (("old_logprobs", old_logprobs), ("mask", mask)):
+        if tensor.shape != shape or len(shape) != 2:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and policy_logprobs {tuple(shape)}; pass all as [B, T]."
+            )
     ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~bool_mask(mask), 0)
     if mask.any() and not ratio_BT.any():
         raise ValueError(
@@ -174,6 +190,8 @@ def _cut_rows(
     """Close the gaps, cut, and open the gaps again: starts, ends, index, causes."""
     dtype = torch.promote_types(torch.promote_types(errors_BT.dtype, norms.dtype), torch.float32)
     errors_BT, norms = errors_BT.to(dtype) / scale, norms.to(dtype)
+    finite_BT = norms.isfinite() if norms.dim() == 2 else norms.isfinite().all(dim=2)
+    errors_BT = errors_BT.masked_fill(~finite_BT | errors_BT.isinf(), torch.nan)  # NaN compares as false, so none fires
     gaps = bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
     rows = compact(mask_BT) if gaps else None
     if rows is not None:
@@ -276,47 +294,16 @@ def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
 
 
 def _power_of_two(errors_BT: Tensor, mask_BT: Tensor) -> float:
-    """A power of two near the largest error: dividing by it is exact, and squares neither vanish nor overflow."""
+    """A power of two near the largest error: dividing by it is exact, and squares neither vanish nor overflow.
+
+    It and its inverse are normal numbers of the dtype that is computed in.
+    """
     largest = float(errors_BT.masked_fill(~(mask_BT & errors_BT.isfinite()), 0).abs().max())
-    return math.ldexp(1.0, math.frexp(largest)[1]) if largest > 0 else 1.0
+    limit = 1022 if errors_BT.dtype == torch.float64 else 126
+    return math.ldexp(1.0, max(min(math.frexp(largest)[1], limit), -limit)) if largest > 0 else 1.0
 
 
 def _blocks(norms: Tensor) -> Iterator[slice]:
     elements = _BLOCK if norms.device.type == "cpu" else _DEVICE_BLOCK
     rows = max(elements // max(norms[0].numel(), 1), 1)
     return (slice(first, first + rows) for first in range(0, len(norms), rows))
-
-
-def _check(
-    td_errors: Tensor,
-    score_norms: Tensor,
-    mask: Tensor,
-    forced_ends: Tensor | None,
-    threshold: float,
-    max_size: int,
-    epsilon: float,
-) -> Tensor:
-    shape = td_errors.shape
-    if len(shape) != 2:
-        raise ValueError(f"td_errors has shape {tuple(shape)}; pass one row of tokens per rollout, shape [B, T].")
-    if score_norms.dim() not in (2, 3) or score_norms.shape[:2] != shape:
-        raise ValueError(
-            f"score_norms has shape {tuple(score_norms.shape)} and td_errors {tuple(shape)}; pass a norm [B, T] or a "
-            "vector [B, T, S] per token."
-        )
-    for name, tensor in (("mask", mask), ("forced_ends", forced_ends)):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and td_errors {tuple(shape)}; pass both as [B, T]."
-            )
-    if forced_ends is not None and forced_ends.dtype != torch.bool:
-        raise ValueError(f"forced_ends has dtype {forced_ends.dtype}; pass bool, such as forced_ends.bool().")
-    if not (threshold > 0 and math.isfinite(threshold)):
-        raise ValueError(
-            f"threshold is {threshold}; it must be a finite number above 0 (1 and less cut at each token)."
-        )
-    if max_size < 1 or max_size != int(max_size):
-        raise ValueError(f"max_size is {max_size}; it must be a whole number of tokens, at least 1.")
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon is {epsilon}; it must be 0 or larger.")
-    return bool_mask(mask)
