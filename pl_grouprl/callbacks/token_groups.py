@@ -53,8 +53,8 @@ class TokenGroupMonitor(Callback):
         """
         new = [g for g in self._groups(pl_module, outputs) if not any(g is counted for counted in self._counted)]
         self._counted += new
-        updates: list[TokenGroups | None] = [*new]
-        for groups in updates or [None]:  # a rank without groups takes part in the sums
+        self.statistics.update(None)  # counts nothing, but torchmetrics warns of a sum that never had an update
+        for groups in new:
             self.statistics.update(groups)
         if trainer.global_step == self._steps_before:
             return

@@ -109,6 +109,7 @@ def test_the_same_groups_count_once_in_a_step_and_again_in_the_next(fit, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`")
+@pytest.mark.filterwarnings("error:.*called before the ``update`` method")
 @pytest.mark.parametrize("hand_over", ["none", "no step"])
 def test_a_batch_without_groups_counts_nothing(fit, hand_over):
     trainer = fit_once(fit, Foreign(hand_over), TokenGroupMonitor())
