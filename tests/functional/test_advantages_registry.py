@@ -61,6 +61,10 @@ def test_options():
         make_advantage_estimator("reinforce_plus_plus", gamma=-1)
     with pytest.raises(ValueError, match=r"advantage_estimator='opo' does not use gamma; it takes no options"):
         make_advantage_estimator("opo", gamma=1.0)
+    with pytest.raises(
+        ValueError, match=r"advantage_estimator='grpo_passk' does not use name, registry; it takes scale"
+    ):
+        make_advantage_estimator("grpo_passk", **{"name": "x", "registry": 1})
 
 
 def test_what_an_estimator_needs_and_does_not_get_is_an_error():

@@ -256,6 +256,7 @@ def test_class_pairs_equal_the_functions(name):
         (lambda: KLCovPolicyLoss(kl_cov_ratio=2), "kl_cov_ratio is 2; it is a share of the tokens, so at most 1"),
         (lambda: KLCovPolicyLoss(ppo_kl_coef=-1), "ppo_kl_coef is -1; it must be 0 or larger"),
         (lambda: make_policy_loss("gpg", epsilon=0.2), "policy_loss='gpg' does not use epsilon; it takes no options"),
+        (lambda: make_policy_loss("gpg", **{"name": "x"}), "policy_loss='gpg' does not use name; it takes no options"),
     ],
 )
 def test_options_out_of_range_are_refused_when_the_loss_is_built(build, message):

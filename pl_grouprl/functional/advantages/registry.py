@@ -75,6 +75,6 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
 }
 
 
-def make_advantage_estimator(name: str, **options: Any) -> AdvantageEstimator:
+def make_advantage_estimator(name: str, /, **options: Any) -> AdvantageEstimator:
     """Build the estimator registered as `name`; an option that it does not take is a ValueError."""
     return build(ADVANTAGE_ESTIMATORS, "advantage_estimator", name, options)

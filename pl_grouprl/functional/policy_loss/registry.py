@@ -29,6 +29,6 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLossFunction]] = {
 }
 
 
-def make_policy_loss(name: str, **options: Any) -> PolicyLossFunction:
+def make_policy_loss(name: str, /, **options: Any) -> PolicyLossFunction:
     """Build the loss registered as `name`; an option that it does not take is a ValueError."""
     return build(POLICY_LOSSES, "policy_loss", name, options)
