@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import ParityReport, compare_paths
+from pl_grouprl.models.probe import hidden_size
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.types import RolloutGroup
@@ -90,9 +91,8 @@ class Critic(nn.Module):
         self, trunk: PreTrainedModel, head: ValueHead, *, shares_trunk: bool = False, detach_trunk: bool = False
     ) -> None:
         super().__init__()
-        hidden_size = trunk.config.get_text_config().hidden_size
-        if head.in_features != hidden_size:
-            raise ValueError(f"head takes {head.in_features} features, but the trunk's hidden size is {hidden_size}.")
+        if head.in_features != (width := hidden_size(trunk)):
+            raise ValueError(f"head takes {head.in_features} features, but the trunk's hidden size is {width}.")
         self.shares_trunk = shares_trunk
         self.detach_trunk = detach_trunk
         self.head = head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,7 @@ from torch import nn
 from pl_grouprl.attention import find_decoder, in_force
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
+from pl_grouprl.models.probe import check_causal, check_score_head, hidden_size
 from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
 
 
@@ -79,7 +81,7 @@ class PretrainedCritic:
     """A critic in Hugging Face format, with weights of its own.
 
     The head of a sequence classifier with one label (a reward model) becomes the value head. Any other model loses its
-    head and gets a new one near zero.
+    head and gets a new one near zero. Encoders, which see the tokens to come, are refused.
 
     Attributes:
         path: Name on the model hub or a local folder. Its vocabulary must be the policy's.
@@ -112,15 +114,20 @@ class PretrainedCritic:
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If the model knows fewer tokens than the policy.
+            ValueError: If the model knows fewer tokens than the policy, is not causal, or scores a sequence otherwise
+                than by its head at the last token.
         """
+        owner = f"PretrainedCritic(path={self.path!r})"
         config = self._checkpoint.load_config()
         if is_sequence_classifier(config) and config.num_labels == 1:
             model = self._checkpoint.load_as("AutoModelForSequenceClassification")
-            head = ValueHead.from_score(score_head(model))
-            trunk = find_decoder(model)
+            trunk, score = find_decoder(model), score_head(model)
+            check_causal(trunk, owner)
+            check_score_head(model, score, owner)
+            head = ValueHead.from_score(score)
         else:
             trunk = find_decoder(self._checkpoint.load_as("AutoModel"))
+            check_causal(trunk, owner)
             head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
         self._check_vocabulary(trunk, policy)
         return Critic(trunk, head).train()
@@ -144,11 +151,6 @@ class PretrainedCritic:
             self.revision,
             self.trust_remote_code,
         )
-
-
-def hidden_size(decoder: Any) -> int:
-    """Width of a decoder's hidden states."""
-    return decoder.config.get_text_config().hidden_size
 
 
 def unpatched_decoder(policy: Any) -> Any:
@@ -179,10 +181,10 @@ def zero_dropout_rates(model: nn.Module) -> None:
 
 
 def check_head_std(source: Any, head_std: float) -> None:
-    """Refuse a negative standard deviation.
+    """Refuse what is no standard deviation.
 
     Raises:
         ValueError: With the class and the value.
     """
-    if head_std < 0:
-        raise ValueError(f"{type(source).__name__}.head_std is {head_std}; it must be 0 or larger.")
+    if not 0 <= head_std < math.inf:  # nor NaN
+        raise ValueError(f"{type(source).__name__}.head_std is {head_std}; it must be 0 or larger, and finite.")

@@ -52,8 +52,21 @@ def test_a_new_head_is_near_zero_and_the_same_everywhere():
     assert one.weight.std().item() == pytest.approx(1e-2, rel=0.05)
     assert one.bias.item() == 0
     assert not torch.equal(one.weight, ValueHead.near_zero(4096, std=1e-2, seed=1).weight)
-    with pytest.raises(ValueError, match=r"PolicyCopyCritic.head_std is -1; it must be 0 or larger"):
-        PolicyCopyCritic(head_std=-1)
+    for wrong in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"Critic.head_std is {wrong}; it must be 0 or larger, and finite"):
+            PolicyCopyCritic(head_std=wrong)
+        with pytest.raises(ValueError, match=rf"Critic.head_std is {wrong}"):
+            PretrainedCritic("gpt2", head_std=wrong)
+
+
+def test_a_classifier_s_head_is_copied_with_its_bias():
+    score = nn.Linear(2, 1)
+    score.weight.data, score.bias.data = torch.tensor([[2.0, -1.0]]), torch.tensor([0.5])
+    head = ValueHead.from_score(score)
+    score.weight.data.zero_()
+    score.bias.data.zero_()
+    assert head(torch.tensor([[1.0, 3.0]])).tolist() == [-0.5]
+    assert ValueHead.from_score(nn.Linear(2, 1, bias=False)).bias.item() == 0
 
 
 def test_the_head_runs_on_the_positions_asked_for_alone(policy, batch):
@@ -152,6 +165,48 @@ def test_one_forward_serves_policy_and_value_head(policy, batch, detach):
 def test_a_head_of_another_width_is_refused(policy):
     with pytest.raises(ValueError, match="head takes 31 features, but the trunk's hidden size is 32"):
         Critic(find_decoder(policy), ValueHead(31))
+
+
+@pytest.mark.parametrize("source", [PolicyCopyCritic(), SharedTrunkCritic()])
+def test_the_head_is_as_wide_as_the_states_not_as_the_layers(source):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 48, "num_hidden_layers": 1}
+    policy = OPTForCausalLM(OPTConfig(vocab_size=VOCAB, num_attention_heads=4, pad_token_id=1, **sizes))
+    critic = source.load(policy)
+    assert critic.head.in_features == 16
+    assert critic.values(pack(random_groups(0, SHAPES), "repeated")).shape == (12,)
+    with pytest.raises(ValueError, match="head takes 32 features, but the trunk's hidden size is 16"):
+        Critic(find_decoder(policy), ValueHead(32))
+
+
+@pytest.mark.parametrize("labels", [None, 1, 2])
+def test_an_encoder_is_no_critic(tmp_path, policy, labels):
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(vocab_size=VOCAB, **sizes)
+    config.num_labels = labels or 2
+    (BertModel(config) if labels is None else BertForSequenceClassification(config)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"PretrainedCritic\(path=.*\): BertModel is not causal"):
+        PretrainedCritic(str(tmp_path)).load(policy)
+
+
+def test_a_reward_model_whose_score_is_more_than_its_head_is_refused(tmp_path, policy, monkeypatch):
+    """A decoder whose classifier puts a nonlinearity before its linear layer would give other values."""
+    from transformers import Qwen3ForSequenceClassification
+
+    classifier().save_pretrained(tmp_path)
+    plain = Qwen3ForSequenceClassification.forward
+
+    def squashed(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits.tanh()
+        return output
+
+    monkeypatch.setattr(Qwen3ForSequenceClassification, "forward", squashed)
+    with pytest.raises(ValueError, match=r"PretrainedCritic\(path=.*\): Qwen3ForSequenceClassification scores"):
+        PretrainedCritic(str(tmp_path)).load(policy)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "qwen2"])
