@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
-from pl_grouprl.models.critic_sources import check_head_std, hidden_size, unpatched_decoder, zero_dropout_rates
+from pl_grouprl.models.critic_sources import check_head_std, unpatched_decoder, zero_dropout_rates
+from pl_grouprl.models.probe import hidden_size
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -65,9 +67,10 @@ class LoRACritic:
         """Build the critic beside the policy.
 
         Raises:
-            ValueError: If no layer has one of the names in `target_modules`.
+            ValueError: If no layer has one of the names in `target_modules`, or the policy has PEFT layers itself.
         """
         decoder = unpatched_decoder(policy)
+        _refuse_adapters(decoder)
         aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in decoder.parameters()}
         # The memo makes the copy take the aliases where it meets a parameter.
         trunk = copy.deepcopy(decoder, dict(aliases))
@@ -96,7 +99,9 @@ class LoRACritic:
 class TiedCritic(Critic):
     """A critic whose trunk has frozen parameters that are aliases of the policy's.
 
-    They are no part of its `state_dict`, and loading does not miss them.
+    They are no part of its `state_dict`, and loading does not miss them. `retie` is needed wherever one of both models
+    got new storage: after a move or a cast of one, after `copy.deepcopy` or pickling of both, and after
+    `policy.load_state_dict(..., assign=True)`. Until then the critic reads the weights that it had.
 
     Args:
         trunk: A structural copy of the policy's decoder, with layers of its own.
@@ -111,7 +116,7 @@ class TiedCritic(Critic):
 
     @torch.no_grad()
     def retie(self, policy: nn.Module) -> None:
-        """Point the aliases at the policy's storage again, after one of both was moved or cast.
+        """Point the aliases at the policy's storage again.
 
         Raises:
             ValueError: If the policy's parameters are not whole tensors of the same shapes (sharded by FSDP, say).
@@ -130,17 +135,38 @@ class TiedCritic(Critic):
             own[name].data = parameter.data
 
 
+def _refuse_adapters(decoder: nn.Module) -> None:
+    """PEFT activates one adapter of a layer at a time: the critic's would switch the policy's off in the critic.
+
+    Raises:
+        ValueError: If there are PEFT layers in the decoder.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    name = next((name for name, module in decoder.named_modules() if isinstance(module, BaseTunerLayer)), None)
+    if name is not None:
+        raise ValueError(
+            f"LoRACritic puts PEFT layers on a copy of the policy, whose {name!r} is one already, and would drop the "
+            "policy's adapter in the critic; merge the policy's adapters into its weights (merge_and_unload of PEFT), "
+            "or use PolicyCopyCritic or SharedTrunkCritic."
+        )
+
+
 def _leave_out_of_checkpoints(trunk: nn.Module, names: list[str]) -> None:
-    """Keep parameters out of the `state_dict` of a trunk, and of all that contains it, and do not miss them."""
+    """Keep parameters out of the `state_dict` of a trunk, and of all that contains it, and do not miss them.
 
-    def drop(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for name in names:
-            state.pop(prefix + name, None)
+    The hooks are functions of this module, as a critic could not be pickled with local ones.
+    """
+    trunk.register_state_dict_post_hook(partial(_drop, names))
+    trunk.register_load_state_dict_pre_hook(partial(_fill_in, names))
 
-    def fill_in(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        own = dict(module.named_parameters())
-        for name in names:
-            state.setdefault(prefix + name, own[name])
 
-    trunk.register_state_dict_post_hook(drop)
-    trunk.register_load_state_dict_pre_hook(fill_in)
+def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for name in names:
+        state.pop(prefix + name, None)
+
+
+def _fill_in(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    own = dict(module.named_parameters())
+    for name in names:
+        state.setdefault(prefix + name, own[name])

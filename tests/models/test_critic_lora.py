@@ -1,6 +1,8 @@
 """The LoRA critic: base weights exist once, follow the policy, and are neither trained nor saved by the critic."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -197,3 +199,44 @@ def test_activation_checkpointing():
     assert critic.trunk.is_gradient_checkpointing
     for name, grad in gradients(expected).items():
         torch.testing.assert_close(gradients(critic)[name], grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_are_tied_again(duplicate):
+    policy = tiny_model("llama")
+    both = duplicate(nn.ModuleDict({"policy": policy, "critic": SOURCE.load(policy)}))
+    policy, critic = both["policy"], both["critic"]
+    critic.retie(policy)
+    frozen = {p.data_ptr() for p in critic.parameters() if not p.requires_grad}
+    assert frozen == {p.data_ptr() for p in find_decoder(policy).parameters()}
+    saved = {name.removeprefix("critic.") for name in both.state_dict() if name.startswith("critic.")}
+    assert saved == own_parameters(critic).keys()
+    both.load_state_dict(both.state_dict())
+
+
+def test_assigned_weights_need_a_retie():
+    policy = tiny_model("llama")
+    critic = SOURCE.load(policy)
+    before = values_of(critic).detach()
+    policy.load_state_dict(
+        {name: p.clone() for name, p in tiny_model("llama", seed=1).state_dict().items()}, assign=True
+    )
+    assert torch.equal(values_of(critic), before)
+    critic.retie(policy)
+    expected = values_of(PolicyCopyCritic(head_std=0.3).load(policy))
+    torch.testing.assert_close(values_of(critic), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_policy_with_adapters_is_refused():
+    import peft
+
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    policy = peft.inject_adapter_in_model(config, tiny_model("llama"))
+    with pytest.raises(ValueError, match=r"'layers.0.self_attn.q_proj' is one already, .*merge_and_unload"):
+        SOURCE.load(policy)
+    wrapped = peft.get_peft_model(tiny_model("llama"), config)
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        SOURCE.load(wrapped)
+    merged = wrapped.merge_and_unload()
+    expected = values_of(PolicyCopyCritic(head_std=0.3).load(merged))
+    torch.testing.assert_close(values_of(SOURCE.load(merged)), expected, atol=1e-6, rtol=1e-6)
