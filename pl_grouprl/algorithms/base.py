@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from pl_grouprl.algorithms.metrics import count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.algorithms.policy_module import LossTerms, evaluating
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
@@ -165,9 +165,12 @@ class RolloutModule(SamplingModule, ABC):
         if self.mask_truncated_completions:
             leave_out_truncated(groups)
         buffer = RolloutBuffer(groups, batch.rollout_number, self.num_mini_batches, self.seed)
-        per_rank = gather_plain((summarize(generated), calls), self.device)
-        records = [record for own, _ in per_rank for record in own]
-        reward_metrics = merge_reward_metrics([metrics for _, own in per_rank for metrics in own])
+        sampler_reports = "rollout_logprobs" in buffer.tokens
+        per_rank = gather_plain((summarize(generated), calls, sampler_reports), self.device)
+        if not all(reports for *_, reports in per_rank):  # the ranks have to exchange the same figures in every step
+            buffer.tokens.pop("rollout_logprobs", None)
+        records = [record for own, *_ in per_rank for record in own]
+        reward_metrics = merge_reward_metrics([call for _, own, _ in per_rank for call in own])
         buffer.metrics = reward_metrics | rollout_metrics(records) | selection
         buffer.num_tokens = count_tokens(records)
         if math.isnan(buffer.metrics["reward"]):
@@ -181,7 +184,7 @@ class RolloutModule(SamplingModule, ABC):
 
     def _sample(
         self, prompts: Sequence[Prompt], rollout_number: int, attempt: int = 0
-    ) -> tuple[list[RolloutGroup], list[dict[str, float]]]:
+    ) -> tuple[list[RolloutGroup], list[RewardCall]]:
         """Sample and reward rollouts of prompts; returns the metrics of the reward functions beside the groups."""
         if not prompts:
             return [], []
@@ -189,10 +192,11 @@ class RolloutModule(SamplingModule, ABC):
         with self._timed("rollout"):
             groups = self.generate(prompts, self.sampling, self.num_generations, seed=seed)
         with self._timed("reward"):
-            return groups, [apply_rewards(groups, self.rewards, tokenizer=self.tokenizer)]
+            metrics = apply_rewards(groups, self.rewards, tokenizer=self.tokenizer)
+        return groups, [(sum(len(group.rollouts) for group in groups), metrics)]
 
     def _replace_uniform_groups(
-        self, batch: PromptBatch, generated: list[RolloutGroup], calls: list[dict[str, float]]
+        self, batch: PromptBatch, generated: list[RolloutGroup], calls: list[RewardCall]
     ) -> tuple[list[RolloutGroup], dict[str, float]]:
         """Keep groups whose rewards differ, and sample other prompts for the rest; extends both lists."""
         kept, attempt = [group for group in generated if has_spread(group)], 1

@@ -71,12 +71,22 @@ def count_tokens(records: Sequence[Record]) -> int:
     return sum(record["prompt_length"] * len(record["lengths"]) + sum(record["lengths"]) for record in records)
 
 
-def merge_reward_metrics(per_rank: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Join what the ranks report about reward functions: counts are added, the rest is averaged."""
+RewardCall = tuple[int, dict[str, float]]
+"""How many rollouts were rewarded together, and what `apply_rewards` returned."""
+
+
+def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
+    """Join what is known about reward functions, over ranks and over the calls of each.
+
+    Counts are added, the rest is averaged; each call that has a figure weighs as much as it has rollouts.
+    """
     merged: dict[str, float] = {}
-    for name in sorted({name for metrics in per_rank for name in metrics}):
-        values = [metrics[name] for metrics in per_rank if name in metrics]
-        merged[name] = sum(values) if name.endswith(("/none", "/invalid")) else sum(values) / len(values)
+    for name in sorted({name for _, metrics in calls for name in metrics}):
+        known = [(count, metrics[name]) for count, metrics in calls if name in metrics]
+        if name.endswith(("/none", "/invalid")):
+            merged[name] = sum(value for _, value in known)
+        else:
+            merged[name] = sum(count * value for count, value in known) / max(sum(count for count, _ in known), 1)
     return merged
 
 

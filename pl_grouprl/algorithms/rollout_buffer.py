@@ -28,7 +28,7 @@ class RolloutBuffer:
         seed: Decides, with `rollout_number`, the order of the groups in each pass.
         tokens: For each name one tensor per group, over the response tokens of the group. `loss_mask` is always there:
             True where the token is trained, which it never is in a rollout without a reward. `rollout_logprobs`, what
-            the sampler reported, is there if it did so for every rollout.
+            the sampler reported, is there if it did so for every rollout, and in a run for every rollout of all ranks.
         metrics: What is known since the rollout, by the name it is logged under.
         num_tokens: Tokens of all sequences of all ranks, each with its prompt.
         updates_done: How many updates have used the buffer.

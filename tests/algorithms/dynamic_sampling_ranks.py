@@ -21,14 +21,20 @@ CASES = {
     "pooled_baseline": {"max_generation_batches": 1, "advantage_estimator": "remax"},
     "mini_batches": {"max_generation_batches": 1, "num_mini_batches": 2, "accumulate_grad_batches": 2},
     "nothing": {"max_generation_batches": 2},
+    "one_sampler_reports": {"max_generation_batches": 1},
 }
 
 
 class Engine:
-    """Completions of 1 to 4 letters; counts the prompts of each call."""
+    """Completions of 1 to 4 letters; counts the prompts of each call.
 
-    def __init__(self) -> None:
+    Args:
+        silent_rank: The rank that reports no log-probabilities, if any.
+    """
+
+    def __init__(self, silent_rank: int | None = None) -> None:
         self.calls = []
+        self.silent_rank = silent_rank
 
     def bind(self, model, tokenizer=None):
         """Nothing to bind."""
@@ -36,11 +42,14 @@ class Engine:
     def generate(self, prompts, sampling, *, num_generations, seed):
         """Sample as scripted."""
         self.calls.append(len(prompts))
-        return [[self._rollout(sum(prompt), g) for g in range(num_generations)] for prompt in prompts]
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        logprob = None if rank == self.silent_rank else -3.0
+        return [[self._rollout(sum(prompt), g, logprob) for g in range(num_generations)] for prompt in prompts]
 
     @staticmethod
-    def _rollout(number, g):
-        return Rollout([14 + number % 8] * (1 + g), logprobs=[-3.0] * (1 + g), finish_reason="stop")
+    def _rollout(number, g, logprob):
+        logprobs = None if logprob is None else [logprob] * (1 + g)
+        return Rollout([14 + number % 8] * (1 + g), logprobs=logprobs, finish_reason="stop")
 
 
 def lengths(completions, useful, **columns):
@@ -53,7 +62,7 @@ def run(case: str, devices: int, folder: Path) -> tuple[dict, int]:
     options = dict(CASES[case])
     accumulate = options.pop("accumulate_grad_batches", 1)
     rows = [{"prompt": f"{i:02d}{i * 37 % 100:02d}", "useful": i % 2 == 0 and case != "nothing"} for i in range(16)]
-    engine = Engine()
+    engine = Engine(silent_rank=1 if case == "one_sampler_reports" else None)
     module = GRPO(
         TinyPolicy(), lengths, num_generations=4, engine=engine, optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
         verify=False, dynamic_sampling=True, **options,

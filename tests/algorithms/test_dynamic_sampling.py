@@ -122,6 +122,22 @@ def test_groups_without_spread_are_replaced(fit):
     assert module.last_rollouts.num_tokens == sum(expected) * (4 * 4 + 10)
 
 
+def test_what_a_reward_function_reports_is_averaged_over_all_rollouts(make_module, make_trainer):
+    """The refill of one prompt weighs a quarter of the batch of four."""
+
+    def grade(data_source, solution_str, ground_truth):
+        return {"score": len(solution_str) if ground_truth == "spread" else 0.0, "spread": ground_truth == "spread"}
+
+    data = [{"prompt": f"{i:02d}", "ground_truth": "same" if i == 3 else "spread"} for i in range(8)]
+    steps, engine = Steps(), Engine()
+    module = make_module(engine=engine, rewards=grade, dynamic_sampling=True, max_generation_batches=2)
+    trainer = make_trainer(max_steps=1, callbacks=[steps], enable_checkpointing=False)
+    trainer.fit(module, PromptDataModule(data, batch_size=4, shuffle=False))
+    assert engine.calls == [4, 1]
+    kept = steps.metrics[0]["dynamic_sampling/kept_groups"]
+    assert steps.metrics[0]["rewards/grade/spread"] == pytest.approx(kept / 5)  # not the mean of 3/4 and the other's
+
+
 def test_without_it_they_are_trained_as_they_are(fit):
     engine, _, steps = fit([i % 2 == 0 for i in range(12)], dynamic_sampling=False)
     assert steps.kept == [[0, 1, 2, 3]]
@@ -361,6 +377,15 @@ def test_a_rank_that_keeps_nothing_changes_nothing(ranks, case):
         expected = one[case]["metrics"][name]
         if case != "mini_batches" or name == "reward":  # the groups of a mini-batch depend on the ranks
             assert first[case]["metrics"][name] == pytest.approx(expected, abs=1e-5), name
+
+
+def test_what_one_sampler_reports_is_left_out_on_all_ranks(ranks):
+    """Otherwise the ranks would wait for each other with metrics of different numbers."""
+    (one,), both = ranks
+    assert "sampling/importance_sampling_ratio/min" in one["one_sampler_reports"]["metrics"]
+    for own in both:
+        assert not any(name.startswith("sampling/") for name in own["one_sampler_reports"]["metrics"])
+        assert close(one["one_sampler_reports"]["weights"], own["one_sampler_reports"]["weights"])
 
 
 def test_no_rank_keeps_anything(ranks):

@@ -32,9 +32,14 @@ def test_rollout_metrics_by_hand():
 
 
 def test_ranks_are_joined():
-    ranks = [{"rewards/f/extra": 1.0, "rewards/f/none": 2.0}, {"rewards/f/extra": 2.0, "rewards/f/none": 3.0}]
-    merged = merge_reward_metrics([*ranks, {"rewards/g/invalid": 1.0}])
-    assert merged == {"rewards/f/extra": 1.5, "rewards/f/none": 5.0, "rewards/g/invalid": 1.0}
+    calls = [
+        (6, {"rewards/f/extra": 1.0, "rewards/f/none": 2.0}),
+        (2, {"rewards/f/extra": 2.0, "rewards/f/none": 3.0}),
+        (8, {"rewards/g/invalid": 1.0}),
+    ]
+    # (6 * 1 + 2 * 2) / 8: the third call did not see the extra.
+    assert merge_reward_metrics(calls) == {"rewards/f/extra": 1.25, "rewards/f/none": 5.0, "rewards/g/invalid": 1.0}
+    assert merge_reward_metrics([]) == {}
 
 
 def test_evaluation_by_hand():
