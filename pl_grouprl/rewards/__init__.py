@@ -1,7 +1,7 @@
 """Reward functions: TRL's and verl's signatures are accepted as they are."""
 
 from pl_grouprl.rewards.apply import Rewards, apply_rewards, check_columns, prepare_rewards
-from pl_grouprl.rewards.base import FunctionFromFile, RewardFunction, Weighted
+from pl_grouprl.rewards.base import FunctionFromFile, RewardConfigurationError, RewardFunction, Weighted
 from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
@@ -19,6 +19,7 @@ __all__ = [
     "NumericAnswer",
     "OverlongPenalty",
     "RepetitionPenalty",
+    "RewardConfigurationError",
     "RewardFunction",
     "Rewards",
     "Weighted",

@@ -41,10 +41,16 @@ def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
 def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> None:
     """Check before a run that every prompt has the columns that the reward functions cannot be called without.
 
+    Functions with a method `set_up` are set up.
+
     Raises:
         ValueError: If one has not; names the prompt (counted from 0), the function and the column.
+        RewardConfigurationError: If a function cannot work as it is configured.
     """
     prepared = prepare_rewards(rewards)
+    for reward in prepared:
+        if callable(set_up := getattr(reward.function, "set_up", None)):
+            set_up()
     for number, prompt in enumerate(prompts):
         group = RolloutGroup(
             prompt.token_ids, [Rollout([], text="")], number, prompt.columns, prompt.prompt, prompt.data_source
@@ -88,6 +94,7 @@ def apply_rewards(
     Raises:
         ValueError: If a function returns the wrong type or length, or needs a column that the data lacks; if a text is
             missing and there is no tokenizer.
+        RewardConfigurationError: If a function says that it cannot work as it is configured.
         RuntimeError: If a function fails on more rollouts than allowed.
     """
     if retries < 0:

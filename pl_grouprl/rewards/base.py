@@ -29,9 +29,19 @@ one number or None per rollout::
 
     f(groups) -> list[list[float | None]]
 
+An object with a method `set_up()` has it called when a run is set up, and perhaps again: what must be loaded is then
+loaded, and refused, before the first rollout.
+
 This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
 a YAML file would be refused for not naming them.
 """
+
+
+class RewardConfigurationError(ValueError):
+    """A reward function that cannot work as it is configured, whatever the rollouts are.
+
+    It ends the run: it is not tried again, and not counted among the failures that `max_failed_share` allows.
+    """
 
 
 @dataclass

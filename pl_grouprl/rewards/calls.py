@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
     RewardInputs,
@@ -50,6 +51,7 @@ def score_all(
 
     Raises:
         RuntimeError: If a function raised or gave no finite number on more than `max_failed_share` of the rollouts.
+        RewardConfigurationError: If a function says that it cannot work as it is configured.
         ValueError: If a function returned the wrong type or length, or needs a column that the data lacks.
     """
     pending: dict[int, Future[list[Any]]] = {}
@@ -136,6 +138,8 @@ def _attempt(reward: PreparedReward, kwargs: dict[str, Any], retries: int) -> An
     for remaining in range(retries, -1, -1):
         try:
             return reward.function(**kwargs)
+        except RewardConfigurationError:
+            raise
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             if remaining == 0:
                 return _Failure(error)
@@ -146,6 +150,8 @@ async def _attempt_async(reward: PreparedReward, kwargs: dict[str, Any], retries
     for remaining in range(retries, -1, -1):
         try:
             return await reward.function(**kwargs)
+        except RewardConfigurationError:
+            raise
         except (Exception, SystemExit) as error:
             if remaining == 0:
                 return _Failure(error)

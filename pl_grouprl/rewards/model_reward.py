@@ -9,13 +9,16 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import nn
 
-from pl_grouprl.attention import check_supported, shared_prefix
+from pl_grouprl.attention import check_supported, find_decoder, shared_prefix
 from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
+from pl_grouprl.models.probe import check_causal, check_score_head
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
 from pl_grouprl.packing import Sharing, pack
+from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.types import Rollout, RolloutGroup
 
 log = logging.getLogger(__name__)
@@ -25,11 +28,12 @@ class ModelReward:
     """The score that a `...ForSequenceClassification` model gives to prompt and completion.
 
     Scores are the model's own logits: read, as transformers does, at the last token that is not the padding token. (Of
-    a model whose padding token ends completions, that is the one before the end token.) The model is loaded at the
-    first call, stays in evaluation mode and is never trained.
+    a model whose padding token ends completions, that is the one before the end token.) That suits decoders; a model
+    that reads its scores elsewhere, as encoders do, is found out by a short forward pass, and refused. The model is
+    loaded when the run is set up, or at the first call, stays in evaluation mode and is never trained.
 
     Args:
-        model: Name on the model hub or a local folder; or a model, which is put into evaluation mode.
+        model: Name on the model hub or a local folder; or a transformers model, which is put into evaluation mode.
         label: Which of several labels is the reward. May be left out where the model has one.
         tokenizer: Name, folder or tokenizer of a reward model whose tokens are not the policy's. Messages and
             completion then go through its chat template, a string and its completion are encoded as one text. None:
@@ -46,6 +50,7 @@ class ModelReward:
 
     Raises:
         FileNotFoundError: If `model` is a path that is no folder.
+        TypeError: If `model` is neither a name nor a model, or `tokenizer` neither a name nor a tokenizer.
         ValueError: If an option is out of range.
     """
 
@@ -68,6 +73,9 @@ class ModelReward:
             raise ValueError(f"ModelReward.sharing is {sharing!r}; pass 'shared' or 'repeated'.")
         if max_tokens_per_pass < 1:
             raise ValueError(f"ModelReward.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
+        if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
+            raise ValueError(f"ModelReward.label is {label!r}; pass the number of a label, counted from 0.")
+        _check_types(model, tokenizer)
         get_backend(attention_backend)  # an unknown name is an error here, not at the first reward
         self.model = model
         self.label = label
@@ -94,6 +102,15 @@ class ModelReward:
         """Same as `score_groups`."""
         return self.score_groups(groups)
 
+    def set_up(self) -> None:
+        """Load the model now rather than at the first call.
+
+        Raises:
+            RewardConfigurationError: If it cannot be loaded, is no sequence classifier whose score is read at the last
+                token, cannot share prefixes, or its label is not settled.
+        """
+        self._load()
+
     @torch.no_grad()
     def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
         """Score every rollout.
@@ -105,8 +122,8 @@ class ModelReward:
             For each group one number per rollout.
 
         Raises:
-            UnsupportedModelError: If the model cannot share prefixes.
-            ValueError: If the model is no sequence classifier, its label is not settled, or it does not know a token.
+            RewardConfigurationError: As `set_up` does; also if the model does not know a token.
+            ValueError: If with a tokenizer of its own a text is missing, or prompt and completion have no token.
         """
         model, tokenizer, label = self._load()
         pad = model.config.get_text_config().pad_token_id
@@ -124,7 +141,7 @@ class ModelReward:
         batch = pack(groups, self.sharing, device=model.device)
         largest, known = int(batch.model_inputs["input_ids"].max()), model.get_input_embeddings().num_embeddings
         if largest >= known:
-            raise ValueError(
+            raise RewardConfigurationError(
                 f"{self!r} has embeddings for {known} tokens and was given token {largest}; its tokens are not the "
                 "policy's, so pass its own tokenizer: ModelReward(..., tokenizer=...)."
             )
@@ -136,14 +153,24 @@ class ModelReward:
     def _load(self) -> tuple[Any, Any, int]:
         """Load model and tokenizer at the first call; return them and the label."""
         if self._loaded is None:
-            model = self._load_model().eval()
-            score_head(model)  # refuses what has none
-            if self.sharing == "shared":
-                check_supported(model)
-            label = self._settle_label(model)
+            try:
+                model = self._load_model().eval()
+                head = score_head(model)
+                label = self._settle_label(model)
+                self._check_model(model, head)
+                self._loaded = model, self._load_tokenizer(), label
+            except (OSError, ValueError) as error:
+                text = str(error)
+                raise RewardConfigurationError(text if repr(self) in text else f"{self!r}: {text}") from error
             log.info("%r: %s on %s, sharing=%r.", self, type(model).__name__, model.device, self.sharing)
-            self._loaded = model, self._load_tokenizer(), label
         return self._loaded
+
+    def _check_model(self, model: Any, head: nn.Linear) -> None:
+        if self.sharing == "shared":
+            check_supported(model)
+        check_score_head(model, head, repr(self))
+        if self.sharing == "shared":
+            check_causal(find_decoder(model), repr(self))
 
     def _load_model(self) -> Any:
         if self._checkpoint is None:
@@ -171,6 +198,19 @@ class ModelReward:
         if not isinstance(self.tokenizer, str):
             return self.tokenizer
         return PretrainedPolicy(self.tokenizer).load_tokenizer()
+
+
+def _check_types(model: Any, tokenizer: Any) -> None:
+    if not isinstance(model, str) and not (isinstance(model, nn.Module) and hasattr(model, "config")):
+        raise TypeError(
+            f"ModelReward.model is {model!r:.80} of type {type(model).__name__}; pass a name on the hub, a folder as a "
+            "string, or a transformers model."
+        )
+    if tokenizer is not None and not isinstance(tokenizer, str) and not callable(tokenizer):
+        raise TypeError(
+            f"ModelReward.tokenizer is {tokenizer!r:.80} of type {type(tokenizer).__name__}; pass a name, a folder as "
+            "a string, a tokenizer, or None for the policy's token ids."
+        )
 
 
 def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> Iterator[list[int]]:

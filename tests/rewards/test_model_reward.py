@@ -8,9 +8,16 @@ import pytest
 import torch
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
-from pl_grouprl.attention import UnsupportedModelError
-from pl_grouprl.rewards import ModelReward, NumericAnswer, Weighted, apply_rewards, prepare_rewards
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.rewards import (
+    ModelReward,
+    NumericAnswer,
+    RewardConfigurationError,
+    Weighted,
+    apply_rewards,
+    check_columns,
+    prepare_rewards,
+)
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
 SHAPES = [(20, [7, 0, 12, 3]), (5, [9]), (8, []), (1, [3, 8])]
 
@@ -74,15 +81,19 @@ def test_without_a_padding_token_the_last_token_counts():
 
 def test_shared_prefixes_are_run_once():
     model, runs = classifier(), []
+    shared, small = ModelReward(model), ModelReward(model, max_tokens_per_pass=9)
+    repeated = ModelReward(model, sharing="repeated")
+    for reward in (shared, small, repeated):
+        reward.set_up()
     model.model.register_forward_pre_hook(lambda _, args, kwargs: runs.append(kwargs["input_ids"].shape), with_kwargs=1)
     groups = [RolloutGroup([1, 2, 3], [Rollout([4, 5, 6]), Rollout([4, 5, 7, 8])]), RolloutGroup([9], [Rollout([1])])]
-    ModelReward(model).score_groups(groups)
+    shared.score_groups(groups)
     assert runs == [(1, 5 + 1 + 2 + 2)]  # of the first group five tokens are common; of the last both are
     runs.clear()
-    ModelReward(model, max_tokens_per_pass=9).score_groups(groups)
+    small.score_groups(groups)
     assert runs == [(1, 8), (1, 2)]
     runs.clear()
-    ModelReward(model, sharing="repeated").score_groups(groups)
+    repeated.score_groups(groups)
     assert runs == [(3, 7)]
 
 
@@ -90,8 +101,10 @@ def test_one_label_of_several():
     model, groups = classifier(labels=3), random_groups(1, SHAPES)
     for label in range(3):
         assert_same(ModelReward(model, label=label).score_groups(groups), score_one_by_one(model, groups, label))
-    for wrong in (None, 3, -1):
-        with pytest.raises(ValueError, match=rf"label is {wrong}, .* has 3 labels; pass a label from 0 to 2"):
+    for wrong in (None, 3):
+        with pytest.raises(
+            RewardConfigurationError, match=rf"label is {wrong}, .* has 3 labels; pass a label from 0 to 2"
+        ):
             ModelReward(model, label=wrong).score_groups(groups)
 
 
@@ -121,6 +134,75 @@ def test_dtype_of_the_weights(tmp_path):
         assert not reward._loaded[0].training
 
 
+def test_autocast_does_not_reach_it():
+    model, groups = classifier(), random_groups(2, SHAPES)
+    reward = ModelReward(model)
+    expected = reward.score_groups(groups)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert reward.score_groups(groups) == expected
+        assert ModelReward(model).score_groups(groups) == expected
+
+
+def encoder():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(vocab_size=VOCAB, **sizes)
+    config.num_labels = 1
+    return BertForSequenceClassification(config).eval()
+
+
+@pytest.mark.parametrize("sharing", ["shared", "repeated"])
+def test_encoders_are_refused(sharing):
+    """They put a pooler on the first token, so their head at the last token gives other numbers."""
+    reward = ModelReward(encoder(), sharing=sharing)
+    text = "scores the tokens" if sharing == "repeated" else "cannot share|scores the tokens"
+    with pytest.raises(RewardConfigurationError, match=rf"^ModelReward\(BertForSequenceClassification\).*({text})"):
+        reward.score_groups(random_groups(2, SHAPES))
+
+
+def test_a_model_that_looks_ahead_shares_no_prefix(monkeypatch):
+    from pl_grouprl.rewards import model_reward
+
+    monkeypatch.setattr(model_reward, "check_supported", lambda model: None)
+    monkeypatch.setattr(model_reward, "check_score_head", lambda *_: None)
+    with pytest.raises(RewardConfigurationError, match="BertModel is not causal"):
+        ModelReward(encoder()).set_up()
+
+
+@pytest.mark.parametrize("max_failed_share", [0.5, 1.0])
+def test_a_wrong_configuration_is_no_failed_rollout(max_failed_share):
+    reward, groups = ModelReward(encoder(), sharing="repeated"), with_texts(random_groups(2, SHAPES))
+    loads, load = [], reward._load
+    reward._load = lambda: loads.append(1) or load()
+    with pytest.raises(RewardConfigurationError, match="scores the tokens"):
+        apply_rewards(groups, reward, max_failed_share=max_failed_share, retries=3)
+    assert len(loads) == 1
+    groups[0].rollouts[0].token_ids[:] = [VOCAB]  # one group of four
+    with pytest.raises(RewardConfigurationError, match="its tokens are not the policy's"):
+        apply_rewards(groups, ModelReward(classifier()), max_failed_share=max_failed_share)
+
+
+def test_an_async_function_may_end_the_run_too():
+    async def grade(groups):
+        raise RewardConfigurationError("no key for the server")
+
+    with pytest.raises(RewardConfigurationError, match="no key for the server"):
+        apply_rewards(make_groups(), grade, max_failed_share=1.0)
+
+
+def test_found_before_the_run(tmp_path):
+    model = encoder()
+    prompts = [Prompt([1, 2], "ab", {}, "")]
+    with pytest.raises(RewardConfigurationError, match="scores the tokens"):
+        check_columns(prompts, [ModelReward(model, sharing="repeated")], "train")
+    with pytest.raises(RewardConfigurationError, match=str(tmp_path)):
+        check_columns([], Weighted(ModelReward(str(tmp_path)), 0.5), "train")
+    reward = ModelReward(classifier())
+    check_columns(prompts, reward, "train")
+    assert reward._loaded is not None
+
+
 def test_never_trained():
     model = classifier().train()
     assert all(isinstance(s, float) for own in ModelReward(model).score_groups(random_groups(3, SHAPES)) for s in own)
@@ -130,11 +212,9 @@ def test_never_trained():
 
 def test_models_that_cannot_share_are_refused_and_scored_repeated():
     model, groups = classifier("gemma2", sliding_window=4), random_groups(4, SHAPES)
-    with pytest.raises(UnsupportedModelError, match="sharing='repeated'"):
+    with pytest.raises(RewardConfigurationError, match=r"^ModelReward\(Gemma2.*sharing='repeated'"):
         ModelReward(model).score_groups(groups)
     assert_same(ModelReward(model, sharing="repeated").score_groups(groups), score_one_by_one(model, groups))
-    with pytest.raises(RuntimeError, match=r"'ModelReward' raised UnsupportedModelError: .*sharing='repeated'"):
-        apply_rewards(with_texts(groups), ModelReward(model))
 
 
 def test_what_is_no_classifier_is_refused(tmp_path):
@@ -150,9 +230,17 @@ def test_options_out_of_range():
         ({"sharing": "both"}, "sharing is 'both'"),
         ({"max_tokens_per_pass": 0}, "max_tokens_per_pass is 0; it must be at least 1"),
         ({"attention_backend": "none"}, "backend is 'none'"),
+        ({"label": True}, "label is True; pass the number of a label, counted from 0"),
+        ({"label": -1}, "label is -1"),
+        ({"label": 0.0}, "label is 0.0"),
     ):
         with pytest.raises(ValueError, match=text):
             ModelReward(classifier(), **options)
+    with pytest.raises(TypeError, match="tokenizer is 3 of type int; pass a name"):
+        ModelReward(classifier(), tokenizer=3)
+    for wrong in (None, 3, torch.nn.Linear(2, 1)):
+        with pytest.raises(TypeError, match=r"model is .* of type \w+; pass a name on the hub, a folder"):
+            ModelReward(wrong)
     with pytest.raises(FileNotFoundError, match=r"'./nowhere' is not a folder"):
         ModelReward("./nowhere")
 
