@@ -68,6 +68,7 @@ class RLTrainer(Trainer):
         model: LightningModule | str,
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | None = None,
+        weights_only: bool | None = None,
     ) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on the configured models: what they compute, and its gradients.
 
@@ -76,6 +77,7 @@ class RLTrainer(Trainer):
                 module's `attention_backend`, where it has one.
             datamodule: Not needed; taken so that the configuration of a training run can be used as it is.
             ckpt_path: Checkpoint whose weights are compared; without it, the weights that training starts from.
+            weights_only: As in the other sub-commands; checkpoints are never loaded otherwise here.
 
         Returns:
             A report for the policy, and one for a critic with a trunk of its own; `passed` says whether the two agree
@@ -83,6 +85,8 @@ class RLTrainer(Trainer):
         """
         from pl_grouprl.attention import check_parity
 
+        if weights_only is False:
+            raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
         policy = _load_policy(model, ckpt_path)
         own_reports: Any = getattr(model, "parity_reports", None)
         if own_reports is not None:

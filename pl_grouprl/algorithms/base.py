@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.algorithms.policy_module import LossTerms, evaluating
+from pl_grouprl.algorithms.resume import mark_epoch_unfinished
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
 from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
@@ -149,6 +150,13 @@ class RolloutModule(SamplingModule, ABC):
             raise ValueError(
                 f"num_mini_batches is {self.num_mini_batches} with batch_size={batch_size} prompts; groups are not "
                 f"split, so it can be at most {batch_size}."
+            )
+        accumulated = self.trainer.accumulate_grad_batches
+        if stage == "fit" and self.num_iterations > 1 and accumulated > self.num_mini_batches:
+            raise ValueError(
+                f"accumulate_grad_batches is {accumulated} with num_mini_batches={self.num_mini_batches} and "
+                f"num_iterations={self.num_iterations}: one optimizer step would add up several passes over the same "
+                "rollouts, which gives what one pass gives. Set num_iterations to 1, or accumulate less."
             )
         if stage == "fit" and self.dynamic_sampling and not hasattr(datamodule, "draw_extra"):
             raise ValueError(
@@ -313,6 +321,7 @@ class RolloutModule(SamplingModule, ABC):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the counters, and the rollouts of every rank where some of their updates are still to come."""
         super().on_save_checkpoint(checkpoint)
+        mark_epoch_unfinished(checkpoint)
         buffer = self.last_rollouts
         unfinished = buffer is not None and buffer.updates_done < self.updates_per_rollout
         state = buffer.state_dict() if buffer is not None and unfinished else None

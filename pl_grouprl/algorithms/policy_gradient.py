@@ -19,13 +19,14 @@ from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
 from pl_grouprl.functional.kl import kl_estimate
-from pl_grouprl.functional.kl_control import AdaptiveKLController, make_kl_controller
+from pl_grouprl.functional.kl_control import MAX_ERROR, AdaptiveKLController, make_kl_controller
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.masked import masked_sum
 from pl_grouprl.functional.policy_loss import make_policy_loss
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.options import check_options
 
 ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -90,13 +91,21 @@ class PolicyGradientModule(RolloutModule):
             raise ValueError(
                 "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
             )
-        for name, value in (("beta", beta), ("entropy_coef", entropy_coef)):
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 (off) or larger.")
-        if loss_agg_mode not in LOSS_AGG_MODES:
-            raise ValueError(f"loss_agg_mode is {loss_agg_mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
-        if kl_in not in ("loss", "reward"):
-            raise ValueError(f"kl_in is {kl_in!r}; it must be 'loss' or 'reward'.")
+        non_negative = "0 (off) or a larger finite number"
+        check_options(
+            {
+                "beta": (beta, 0 <= beta < math.inf, non_negative),
+                "entropy_coef": (entropy_coef, 0 <= entropy_coef < math.inf, non_negative),
+                "loss_agg_mode": (
+                    loss_agg_mode,
+                    loss_agg_mode in LOSS_AGG_MODES,
+                    f"one of {', '.join(LOSS_AGG_MODES)}",
+                ),
+                "kl_in": (kl_in, kl_in in ("loss", "reward"), "'loss' or 'reward'"),
+                "kl_target": (kl_target, kl_target is None or kl_target > 0, "larger than 0, or None"),
+                "kl_horizon": (kl_horizon, kl_horizon is None or kl_horizon > 0, "larger than 0, or None"),
+            }
+        )
         if kl_in == "reward" and beta == 0:
             raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or leave kl_in out.")
         if kl_target is not None and beta == 0:
@@ -106,6 +115,8 @@ class PolicyGradientModule(RolloutModule):
         self.policy_loss = make_policy_loss(policy_loss, **options)
         self.loss_agg_mode = loss_agg_mode
         kl_estimate(torch.zeros(1), torch.zeros(1), kl_type)  # an unknown name is an error here, not after a rollout
+        if kl_horizon is not None and kl_target is None:
+            raise ValueError(f"kl_horizon is {kl_horizon} and kl_target is None; a fixed beta has none. Set kl_target.")
         self.kl_controller = make_kl_controller(beta, target=kl_target, horizon=kl_horizon)
         self.kl_type = kl_type
         self.kl_in = kl_in
@@ -127,6 +138,18 @@ class PolicyGradientModule(RolloutModule):
                 penalty of each token where that is part of the reward.
             scores: The policy's scores, where `needs_old_scores` asked for them.
         """
+
+    def setup(self, stage: str) -> None:
+        """Refuse a controller that a single batch of rollouts could turn around."""
+        super().setup(stage)
+        batch_size = getattr(getattr(self.trainer, "datamodule", None), "batch_size", None)
+        if stage == "fit" and isinstance(self.kl_controller, AdaptiveKLController) and batch_size is not None:
+            least = MAX_ERROR * batch_size * self.num_generations
+            if self.kl_controller.horizon <= least:
+                raise ValueError(
+                    f"kl_horizon is {self.kl_controller.horizon} with {batch_size} prompts of {self.num_generations} "
+                    f"rollouts in a batch; beta could turn negative, so pass one above {least:g}."
+                )
 
     # What is prepared after a rollout.
 

@@ -115,9 +115,16 @@ class PolicyModule(pl.LightningModule):
         """Check that sharing changes nothing but time, then share prefixes until the end of the fit.
 
         Raises:
-            ValueError: If the module or a part that it trains is compiled.
+            ValueError: If the module or a part that it trains is compiled, or the Trainer is to clip what nothing is
+                left of.
         """
         self._refuse_compiled()
+        limits = [config.max_grad_norm for _, config in self.optimized_parts().values()]
+        if self.trainer.gradient_clip_val and None not in limits:
+            raise ValueError(
+                f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val}, but every part has a max_grad_norm of "
+                "its own, so it would clip nothing; leave out one of them."
+            )
         self._denominators.clear()
         self._contexts.close()  # of a fit that an exception has ended
         if self.sharing == "repeated":

@@ -6,9 +6,11 @@ where the critic is trained.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from pl_grouprl.algorithms.base import MiniBatch
@@ -28,6 +30,7 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, pack, shorten
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.options import check_options
 
 
 class CriticRows(NamedTuple):
@@ -85,7 +88,8 @@ class PPO(PolicyGradientModule):
         cliprange_value: How far a value may move from that before the update; None does not clip.
         vf_coef: Weight of the value loss. With AdamW it matters only where policy and critic share weights, or where
             gradients are clipped.
-        critic_warmup_steps: Optimizer steps at the beginning of the run that train the critic alone.
+        critic_warmup_steps: Optimizer steps at the beginning of the run that train the critic alone. The schedule of
+            the policy's learning rate runs on meanwhile.
         bootstrap_truncated: Take the critic's value after the last token as the rest of a rollout that was cut at
             `max_new_tokens`, instead of 0.
         **kwargs: Options of `PolicyGradientModule`, `RolloutModule`, `SamplingModule` and `PolicyModule`.
@@ -116,24 +120,32 @@ class PPO(PolicyGradientModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, rewards, **kwargs)
-        checks = {
-            "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
-            "lam": (lam, 0 <= lam <= 1, "in [0, 1]"),
-            "critic_lam": (critic_lam, critic_lam is None or 0 <= critic_lam <= 1, "in [0, 1], or None"),
-            "lam_alpha": (lam_alpha, lam_alpha is None or lam_alpha > 0, "larger than 0, or None"),
-            "cliprange_value": (
-                cliprange_value,
-                cliprange_value is None or cliprange_value > 0,
-                "larger than 0, or None for no clipping",
-            ),
-            "vf_coef": (vf_coef, vf_coef > 0, "larger than 0"),
-            "critic_warmup_steps": (critic_warmup_steps, critic_warmup_steps >= 0, "0 or larger"),
-        }
-        for name, (value, valid, range_) in checks.items():
-            if not valid:
-                raise ValueError(f"{name} is {value}; it must be {range_}.")
+        check_options(
+            {
+                "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
+                "lam": (lam, 0 <= lam <= 1, "in [0, 1]"),
+                "critic_lam": (critic_lam, critic_lam is None or 0 <= critic_lam <= 1, "in [0, 1], or None"),
+                "lam_alpha": (lam_alpha, lam_alpha is None or lam_alpha > 0, "larger than 0, or None"),
+                "cliprange_value": (
+                    cliprange_value,
+                    cliprange_value is None or cliprange_value > 0,
+                    "larger than 0, or None for no clipping",
+                ),
+                "vf_coef": (vf_coef, 0 < vf_coef < math.inf, "a finite number larger than 0"),
+                "critic_warmup_steps": (critic_warmup_steps, critic_warmup_steps >= 0, "0 or larger"),
+            }
+        )
+        if bootstrap_truncated and self.mask_truncated_completions:
+            raise ValueError(
+                "bootstrap_truncated=True is about rollouts that mask_truncated_completions=True leaves out; set one."
+            )
         if isinstance(critic, str):
             critic = PretrainedCritic(critic)
+        if critic is not None and not isinstance(critic, CriticSource):
+            raise TypeError(
+                f"critic is a {type(critic).__name__}; pass a path, None for a copy of the policy, or a source such as "
+                "PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic or LoRACritic."
+            )
         self.critic_source: CriticSource = PolicyCopyCritic() if critic is None else critic
         self.critic_optimizer = critic_optimizer or self.optimizer_config
         self.gamma = gamma
@@ -162,10 +174,8 @@ class PPO(PolicyGradientModule):
 
     def parity_reports(self) -> list[ParityReport]:
         """Add the critic, where its trunk is not the policy's."""
-        reports, critic = super().parity_reports(), self._critic
-        return (
-            reports if critic.shares_trunk else [*reports, check_critic_parity(critic, backend=self.attention_backend)]
-        )
+        reports, critic, backend = super().parity_reports(), self._critic, self.attention_backend
+        return reports if critic.shares_trunk else [*reports, check_critic_parity(critic, backend=backend)]
 
     def on_fit_start(self) -> None:
         """Tie a critic beside the policy to where the policy's weights are now.
@@ -182,6 +192,11 @@ class PPO(PolicyGradientModule):
                 "into the policy's trunk: the two losses have denominators of their own, known after the last "
                 "micro-batch only. Use SharedTrunkCritic(detach=True), a critic with weights of its own, or "
                 "accumulate_grad_batches=1."
+            )
+        if 0 <= self.trainer.max_steps <= self.critic_warmup_steps:
+            rank_zero_warn(
+                f"critic_warmup_steps is {self.critic_warmup_steps} and the run has {self.trainer.max_steps} steps: "
+                "the policy will not be trained."
             )
         super().on_fit_start()
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pl_grouprl.functional.masked import check_flat, check_mask
 
-_ROUNDING = 1e-12
-"""A spread of the returns below this share of their mean is rounding, and counts as none."""
+_ROUNDING = 8
+"""A spread of the returns below so many units in the last place of returns and values is rounding: none at all."""
 
 
 class ValueLoss(NamedTuple):
@@ -100,11 +100,12 @@ def explained_variance(
     check_flat(values_N=values_N, returns_N=returns_N, mask_N=mask_N)
     check_mask(mask_N)
     add = (lambda sums: sums) if reduce is None else reduce
-    returns = returns_N[mask_N].double()
-    errors = returns - values_N[mask_N].double()
-    count, return_sum, error_sum = add(torch.stack([mask_N.sum().double(), returns.sum(), errors.sum()]))
+    returns, values = returns_N[mask_N].double(), values_N[mask_N].double()
+    errors = returns - values
+    size = returns.square().sum() + values.square().sum()
+    count, return_sum, error_sum, size = add(torch.stack([mask_N.sum().double(), returns.sum(), errors.sum(), size]))
     mean = return_sum / count
     spreads = torch.stack([(errors - error_sum / count).square().sum(), (returns - mean).square().sum()])
     error_spread, return_spread = add(spreads)
-    is_constant = return_spread <= count * (_ROUNDING * mean).square()
+    is_constant = return_spread <= (_ROUNDING * torch.finfo(returns_N.dtype).eps) ** 2 * size
     return torch.where(is_constant, torch.nan, 1 - error_spread / return_spread)

@@ -115,3 +115,8 @@ def test_a_missing_column_ends_the_run_before_a_rollout(make_module, make_data, 
     with pytest.raises(ValueError, match=r"train, prompt 0: .*requires \['level'\]"):
         make_trainer(max_steps=1).fit(module, make_data())
     assert module.last_rollouts is None
+
+
+def test_passes_that_one_step_would_add_up_are_refused(make_module, make_data, make_trainer):
+    with pytest.raises(ValueError, match="accumulate_grad_batches is 2 with num_mini_batches=1 and num_iterations=2"):
+        make_trainer(max_steps=1, accumulate_grad_batches=2).fit(make_module(num_iterations=2), make_data())

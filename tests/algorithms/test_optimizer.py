@@ -47,3 +47,12 @@ def test_each_part_has_its_schedule():
 def test_a_schedule_needs_an_end():
     with pytest.raises(ValueError, match="the run has no end; set max_steps or max_epochs"):
         build_optimizer({"policy": (nn.Linear(1, 1), OptimizerConfig(schedule="cosine"))}, lambda: math.inf)
+
+
+@pytest.mark.parametrize(
+    "options", [{"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"learning_rate": float("inf")}, {"max_grad_norm": 0.0}]
+)
+def test_options_out_of_range(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"OptimizerConfig\.{name} is .*; it must be "):
+        OptimizerConfig(**options)

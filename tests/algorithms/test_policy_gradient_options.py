@@ -174,7 +174,7 @@ def test_options_of_a_preset_can_be_set(make_module):
         ({"kl_in": "advantage"}, "kl_in is 'advantage'; it must be 'loss' or 'reward'"),
         ({"kl_target": 1.0}, "kl_target is 1.0 and beta is 0"),
         ({"beta": 0.1, "kl_target": 0.0}, "target is 0.0; it must be larger than 0"),
-        ({"beta": 0.1, "kl_horizon": 100}, "horizon is 100 and target is None"),
+        ({"beta": 0.1, "kl_horizon": 100}, "kl_horizon is 100 and kl_target is None"),
     ],
 )
 def test_refused(make_module, options, message):
@@ -333,5 +333,5 @@ def test_a_fixed_coefficient_is_that_of_the_configuration_on_resume(fit, tmp_pat
 
 
 def test_a_horizon_that_is_too_short_for_a_rollout_phase(fit):
-    with pytest.raises(ValueError, match="horizon is 3 and a rollout phase has 16 rollouts"):
+    with pytest.raises(ValueError, match="kl_horizon is 3 with 4 prompts of 4 rollouts"):
         fit(beta=0.5, kl_target=1.0, kl_horizon=3)

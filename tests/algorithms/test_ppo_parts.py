@@ -108,7 +108,6 @@ CLIPS = [
     (None, None, 3e-3, (None, None, 3e-3)),
     (1e-3, None, 3e-3, (1e-3, 3e-3, None)),
     (None, 2e-3, 3e-3, (3e-3, 2e-3, None)),
-    (1e-3, 2e-3, 3e-3, (1e-3, 2e-3, None)),
 ]
 
 
@@ -134,6 +133,12 @@ def test_clipping_is_separate(
         assert norms[2] == pytest.approx(limits[2], rel=2e-3)
         # Clipped together, the two keep their proportion.
         assert norms[0] / norms[1] == pytest.approx(before[0] / before[1], rel=1e-4)
+
+
+def test_a_limit_of_the_trainer_that_is_left_nothing_to_clip(make_module, make_data, make_trainer):
+    module = make_module(PPO, optimizer=OptimizerConfig(max_grad_norm=1.0))  # the critic's too
+    with pytest.raises(ValueError, match=r"gradient_clip_val is 0.5, but every part has a max_grad_norm"):
+        make_trainer(max_steps=1, gradient_clip_val=0.5).fit(module, make_data())
 
 
 def test_clipping_by_value_beside_a_limit_of_its_own(make_module, make_data, make_trainer, history, scripted_engine):

@@ -104,3 +104,18 @@ def test_other_options_amid_rollouts_are_refused(fit, tmp_path, change, message)
     fit(GroupPPO, {}, callbacks=[saving], steps=1)
     with pytest.raises(ValueError, match=message):
         fit(GroupPPO, change, tmp_path / "step=1.ckpt", steps=2)
+
+
+def test_a_run_that_stopped_amid_an_epoch_goes_on_there(make_module, make_data, make_trainer, tmp_path):
+    """Lightning saves `last.ckpt` after it has counted the epoch as done."""
+    batches = {"max_epochs": 1}
+    data = {"train_size": 24}  # 6 batches of 4
+    undisturbed = make_module()
+    make_trainer(max_steps=5, **batches).fit(undisturbed, make_data(**data))
+    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=60, save_last=True)
+    make_trainer(max_steps=3, callbacks=[saving], **batches).fit(make_module(), make_data(**data))
+    resumed, trainer = make_module(), make_trainer(max_steps=5, **batches)
+    trainer.fit(resumed, make_data(**data), ckpt_path=tmp_path / "last.ckpt")
+    assert trainer.global_step == 5
+    for name, weight in undisturbed.policy.state_dict().items():
+        assert torch.equal(weight, resumed.policy.state_dict()[name]), name

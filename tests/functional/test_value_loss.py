@@ -90,7 +90,7 @@ def test_explained_variance_is_nan_where_returns_do_not_vary(dtype):
     assert explained_variance(values, returns, mask_N=_ones(1000)).isnan()
     assert explained_variance(values, returns, mask_N=torch.zeros(1000, dtype=torch.bool)).isnan()
     assert explained_variance(values, torch.zeros(1000, dtype=dtype), mask_N=_ones(1000)).isnan()
-    returns[0] = 0.7000001
+    returns[0] = 0.701
     assert explained_variance(values, returns, mask_N=_ones(1000)).isfinite()
 
 
@@ -135,3 +135,15 @@ def test_errors_name_argument_value_and_remedy():
         clipped_value_loss(x, x, x[:2], mask_N=_ones(3))
     with pytest.raises(ValueError, match=r"mask_N has dtype torch.float32; pass bool"):
         explained_variance(x, x, mask_N=torch.ones(3))
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.7, 1.0])
+def test_explained_variance_of_returns_that_differ_by_rounding_alone(reward):
+    values = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 0.03
+    returns = (reward - values) + values  # as advantages plus values give them
+    assert explained_variance(values, returns, mask_N=torch.ones(500, dtype=torch.bool)).isnan()
+
+
+def test_explained_variance_of_small_returns_is_no_rounding():
+    returns = torch.tensor([1.0, 1.001, 1.002, 1.003])
+    assert float(explained_variance(returns - 0.5, returns, mask_N=torch.ones(4, dtype=torch.bool))) == pytest.approx(1)

@@ -236,9 +236,10 @@ def test_a_config_that_does_not_exist_is_named_with_the_places(capsys):
 def test_parity_of_a_run_and_of_a_folder(run, small, capsys):
     main(["parity", *small])
     main(["parity", *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")])
+    main(["parity", "--config", str(run / "config.yaml")])  # as a run has saved it
     main(["parity", "--model", str(run / "policy")])
     shown = capsys.readouterr().out
-    assert shown.count("Qwen3ForCausalLM") >= 3
+    assert shown.count("Qwen3ForCausalLM") >= 4
 
 
 def test_parity_runs_the_backend_of_the_module(small, capsys):
@@ -253,6 +254,11 @@ def test_parity_exits_with_one_on_a_mismatch(run, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main(["parity", "--model", str(run / "policy")])
     assert stop.value.code == 1
+
+
+def test_parity_loads_no_code_from_checkpoints(small):
+    with pytest.raises(ValueError, match="weights_only is False"):
+        main(["parity", *small, "--weights_only", "false"])
 
 
 def test_parity_of_a_folder_takes_no_checkpoint(run):
