@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.algorithms.policy_module import LossTerms, evaluating
-from pl_grouprl.algorithms.resume import mark_epoch_unfinished
+from pl_grouprl.algorithms.resume import compare_options, mark_epoch_unfinished, restore_rollouts
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
 from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
@@ -341,37 +341,12 @@ class RolloutModule(SamplingModule, ABC):
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("pl_grouprl", {})
         self.num_tokens = state.get("num_tokens", 0)
-        rollouts = state.get("rollouts", [None])
-        kept = rollouts[0] is not None and len(rollouts) == num_ranks()
-        self._compare_options(state.get("options", {}), unfinished=kept)
-        if rollouts[0] is None:
-            return
-        if len(rollouts) != num_ranks():
-            rank_zero_warn(
-                f"the checkpoint holds rollouts of {len(rollouts)} ranks and this run has {num_ranks()}; the prompts "
-                "of that batch are sampled again for its remaining updates."
-            )
-            return
-        buffer = RolloutBuffer.from_state_dict(rollouts[self.global_rank])
-        if buffer.num_mini_batches != self.num_mini_batches:
-            raise ValueError(
-                f"num_mini_batches is {self.num_mini_batches}, but the checkpoint is amid rollouts that are trained "
-                f"in {buffer.num_mini_batches}; keep that number, or resume where a batch of rollouts ends."
-            )
-        self.last_rollouts = buffer
-
-    def _compare_options(self, then: dict[str, Any], *, unfinished: bool) -> None:
-        """Refuse other options than the checkpoint's amid rollouts; elsewhere warn of them."""
-        if self._trainer is None or self.trainer.state.fn != "fit":
-            return
-        now = self.rollout_options()
-        for name in (name for name in then if name in now and then[name] != now[name]):
-            if unfinished:
-                raise ValueError(
-                    f"{name} is {now[name]!r}, but the checkpoint is amid rollouts made with {then[name]!r}; keep that "
-                    "value, or resume where a batch of rollouts ends."
-                )
-            rank_zero_warn(f"{name} is {now[name]!r} from here on; the checkpoint was made with {then[name]!r}.")
+        per_rank = state.get("rollouts", [None])
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            amid_rollouts = per_rank[0] is not None and len(per_rank) == num_ranks()
+            compare_options(state.get("options", {}), self.rollout_options(), amid_rollouts=amid_rollouts)
+        restored = restore_rollouts(per_rank, self.global_rank, self.num_mini_batches)
+        self.last_rollouts = restored or self.last_rollouts
 
     def _pack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
         return pack(groups, self.sharing, device=self.device)
