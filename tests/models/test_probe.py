@@ -97,6 +97,7 @@ def test_a_probe_leaves_no_trace():
         assert hidden_size(model.transformer) == 32
         check_causal(model.transformer, "Source")
         assert in_force(model) is context
+        assert context.last_call is None  # not in the report of what was shared
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in model.parameters())
