@@ -52,6 +52,19 @@ class ExportPolicy(Callback):
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what is no transformers model, now that the model is there.
+
+        Raises:
+            TypeError: If it has no `save_pretrained`.
+        """
+        model = getattr(pl_module, self.attribute)
+        if not hasattr(model, "save_pretrained"):
+            raise TypeError(
+                f"ExportPolicy(attribute={self.attribute!r}) is to save a {type(model).__name__}, which has no "
+                "save_pretrained; name an attribute that holds a transformers model."
+            )
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the model."""
         if self._target is None or not trainer.is_global_zero:
