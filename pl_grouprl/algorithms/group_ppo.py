@@ -199,9 +199,16 @@ class GroupPPO(PPO):
                 "'logit' or 'sketch'."
             )
         policy, sampler = (to_rows(buffer.joined(name), lengths_B) for name in ("old_logprobs", "rollout_logprobs"))
+        mask = to_rows(buffer.joined("loss_mask"), lengths_B)
         # What two ways of adding up the same numbers differ by is no change of the policy.
         policy = torch.where((policy - sampler).abs() < _ROUNDING, sampler, policy)
-        return log_ratio_scores(policy, sampler, to_rows(buffer.joined("loss_mask"), lengths_B))
+        differs = (policy != sampler) & mask
+        (anywhere,) = self.sum_over_ranks([differs.sum()])
+        if (
+            anywhere and not differs.any()
+        ):  # this rank alone has no evidence; an error here would leave the others waiting
+            return torch.zeros_like(policy)[:, :, None]
+        return log_ratio_scores(policy, sampler, mask)
 
     # What is logged.
 
