@@ -25,11 +25,10 @@ def mark_epoch_unfinished(checkpoint: dict[str, Any]) -> None:
     if loop is None or loop["epoch_loop.batch_progress"]["is_last_batch"]:
         return
     progress = loop["epoch_progress"]
-    if progress["current"]["completed"] < progress["current"]["ready"]:
-        return
     for counts in (progress["current"], progress["total"]):
-        counts["processed"] -= 1
-        counts["completed"] -= 1
+        for name in ("processed", "completed"):
+            if counts[name] == counts["ready"] > 0:
+                counts[name] -= 1
     checkpoint["epoch"] = progress["current"]["processed"]
 
 

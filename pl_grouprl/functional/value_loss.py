@@ -92,7 +92,7 @@ def explained_variance(
         reduce: Adds a 1-D float64 tensor of sums up over the ranks, and is called twice; None for one rank.
 
     Returns:
-        A float64 scalar; NaN where the returns are all equal or there are none.
+        A float64 scalar; NaN where the returns are equal up to rounding (of returns and values) or there are none.
 
     Raises:
         ValueError: If the shapes differ.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
@@ -106,16 +106,37 @@ def test_other_options_amid_rollouts_are_refused(fit, tmp_path, change, message)
         fit(GroupPPO, change, tmp_path / "step=1.ckpt", steps=2)
 
 
-def test_a_run_that_stopped_amid_an_epoch_goes_on_there(make_module, make_data, make_trainer, tmp_path):
-    """Lightning saves `last.ckpt` after it has counted the epoch as done."""
-    batches = {"max_epochs": 1}
-    data = {"train_size": 24}  # 6 batches of 4
+@pytest.mark.parametrize(
+    "saving", [{"every_n_train_steps": 60}, {}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}]
+)
+def test_a_run_that_stopped_amid_an_epoch_goes_on_there(make_module, make_data, make_trainer, tmp_path, saving):
+    """Lightning saves the last checkpoint of a run after it has counted the epoch as processed, or as completed."""
+    data = {"train_size": 12}  # 3 batches of 4
     undisturbed = make_module()
-    make_trainer(max_steps=5, **batches).fit(undisturbed, make_data(**data))
-    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=60, save_last=True)
-    make_trainer(max_steps=3, callbacks=[saving], **batches).fit(make_module(), make_data(**data))
-    resumed, trainer = make_module(), make_trainer(max_steps=5, **batches)
+    make_trainer(max_epochs=2).fit(undisturbed, make_data(**data))
+    callback = ModelCheckpoint(dirpath=tmp_path, save_last=True, **saving)
+    make_trainer(max_steps=1, max_epochs=2, callbacks=[callback]).fit(make_module(), make_data(**data))
+    resumed, trainer = make_module(), make_trainer(max_epochs=2)
     trainer.fit(resumed, make_data(**data), ckpt_path=tmp_path / "last.ckpt")
-    assert trainer.global_step == 5
+    assert trainer.global_step == 6
     for name, weight in undisturbed.policy.state_dict().items():
         assert torch.equal(weight, resumed.policy.state_dict()[name]), name
+
+
+def test_a_run_that_one_epoch_limits_goes_on_in_it(make_module, make_data, make_trainer, tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=60, save_last=True)
+    make_trainer(max_steps=3, max_epochs=1, callbacks=[saving]).fit(make_module(), make_data(train_size=24))
+    trainer = make_trainer(max_steps=5, max_epochs=1)
+    trainer.fit(make_module(), make_data(train_size=24), ckpt_path=tmp_path / "last.ckpt")
+    assert trainer.global_step == 5
+
+
+def test_a_checkpoint_of_before_the_first_step(make_module, make_data, make_trainer, tmp_path):
+    class SaveAtOnce(Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "start.ckpt")
+
+    make_trainer(max_steps=1, callbacks=[SaveAtOnce()]).fit(make_module(), make_data())
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(make_module(), make_data(), ckpt_path=tmp_path / "start.ckpt")
+    assert trainer.global_step == 2
