@@ -23,7 +23,7 @@ from pl_grouprl.functional.kl_control import MAX_ERROR, AdaptiveKLController, ma
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.masked import masked_sum
 from pl_grouprl.functional.policy_loss import make_policy_loss
-from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.utilities.options import check_options
@@ -220,8 +220,7 @@ class PolicyGradientModule(RolloutModule):
         last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
         rewards = [r.reward for group in buffer.groups for r in group.rollouts]
         rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
-        inside_BT = torch.arange(mask_BT.shape[1]) < lengths_B[:, None]
-        return torch.where(last_BT, rewards_B[:, None], 0.0)[inside_BT]
+        return from_rows(torch.where(last_BT, rewards_B[:, None], 0.0), lengths_B)
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides the prepared quantities and the loss. Weights in the loss may change at any time."""

@@ -5,8 +5,8 @@ Legend: B rollouts, P prompts (groups). What holds for all of them (NaN, equal r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import torch
@@ -108,7 +108,33 @@ def grpo_passk_advantages(
 
 
 @dataclass(frozen=True)
-class GroupRelativeAdvantage:
+class GroupEstimator:
+    """An estimator that needs rewards and groups alone, with its options as fields.
+
+    Attributes:
+        function: Turns rewards [B] and group ids [B] into advantages [B], taking the fields as keyword arguments.
+        needs_greedy: Whether it needs the reward of a greedy rollout.
+        per_token: Whether it takes and returns rows of tokens.
+    """
+
+    function: ClassVar[Callable[..., Tensor]]
+    needs_greedy: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor | Sequence[int],
+        *,
+        lengths: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return the function's advantages, shape [B]; lengths and greedy rewards are not used."""
+        return type(self).function(rewards, group_ids, **asdict(self))
+
+
+@dataclass(frozen=True)
+class GroupRelativeAdvantage(GroupEstimator):
     """`group_relative_advantages` with its options, as a configuration names it.
 
     Attributes:
@@ -119,45 +145,21 @@ class GroupRelativeAdvantage:
     scale: str = "group"
     eps: float = 1e-6
 
-    needs_greedy: ClassVar[bool] = False
-    per_token: ClassVar[bool] = False
+    function = staticmethod(group_relative_advantages)
 
     def __post_init__(self) -> None:
         _check_scale(self.scale)
 
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor | Sequence[int],
-        *,
-        lengths: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Tensor:
-        """Return `group_relative_advantages` of rewards [B] and group ids [B], shape [B]; the others are not used."""
-        return group_relative_advantages(rewards, group_ids, scale=self.scale, eps=self.eps)
-
 
 @dataclass(frozen=True)
-class RLOOAdvantage:
+class RLOOAdvantage(GroupEstimator):
     """`rloo_advantages`, as a configuration names it."""
 
-    needs_greedy: ClassVar[bool] = False
-    per_token: ClassVar[bool] = False
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor | Sequence[int],
-        *,
-        lengths: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Tensor:
-        """Return `rloo_advantages` of rewards [B] and group ids [B], shape [B]; the others are not used."""
-        return rloo_advantages(rewards, group_ids)
+    function = staticmethod(rloo_advantages)
 
 
 @dataclass(frozen=True)
-class PassKAdvantage:
+class PassKAdvantage(GroupEstimator):
     """`grpo_passk_advantages` with its options, as a configuration names it.
 
     Attributes:
@@ -168,22 +170,10 @@ class PassKAdvantage:
     scale: str = "group"
     eps: float = 1e-6
 
-    needs_greedy: ClassVar[bool] = False
-    per_token: ClassVar[bool] = False
+    function = staticmethod(grpo_passk_advantages)
 
     def __post_init__(self) -> None:
         _check_scale(self.scale, PASSK_SCALES)
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor | Sequence[int],
-        *,
-        lengths: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Tensor:
-        """Return `grpo_passk_advantages` of rewards [B] and group ids [B], shape [B]; the others are not used."""
-        return grpo_passk_advantages(rewards, group_ids, scale=self.scale, eps=self.eps)
 
 
 def _check_scale(scale: str, scales: Sequence[str] = REWARD_SCALES) -> None:
