@@ -9,6 +9,14 @@ from typing import Any, Literal
 Messages = list[dict[str, Any]]
 """A conversation in chat format: dictionaries with `role` and `content`."""
 
+Media = dict[str, Any]
+"""Images and videos of one prompt as the model reads them: CPU tensors, by the names of its keyword arguments.
+
+Names that end in `token_type_ids` (`mm_token_type_ids`, `token_type_ids`) have one entry per token of the prompt, shape
+[prompt tokens]; all others (`pixel_values`, `image_grid_thw`, ...) have their images, videos or patches along the first
+axis.
+"""
+
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended by itself (end token, stop token or stop string). `length`: cut at the limit."""
 
@@ -22,12 +30,14 @@ class Prompt:
         prompt: What the data set held: a string, or a list of messages.
         columns: Every other column of the row; reward functions receive them.
         data_source: Name under which validation metrics are reported.
+        media: What a processor made of the prompt's images and videos beside the tokens; see `Media`. Empty for text.
     """
 
     token_ids: list[int]
     prompt: str | Messages = ""
     columns: dict[str, Any] = field(default_factory=dict)
     data_source: str = "default"
+    media: Media = field(default_factory=dict)
 
 
 @dataclass
@@ -75,6 +85,7 @@ class RolloutGroup:
         columns: Columns of the data set that reward functions receive.
         prompt: The prompt as the data set held it: a string, or a list of messages.
         data_source: Name under which validation metrics are reported.
+        media: The images and videos of the prompt, as a processor made them; see `Media`. Empty for text.
     """
 
     prompt_ids: list[int]
@@ -83,6 +94,7 @@ class RolloutGroup:
     columns: dict[str, Any] = field(default_factory=dict)
     prompt: str | Messages = ""
     data_source: str = "default"
+    media: Media = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
