@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from pl_grouprl.functional.masked import masked_sum
 from pl_grouprl.functional.policy_loss import make_policy_loss
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
+from pl_grouprl.models.router import RouterLogits, check_balanced, record_router_logits, router_balancing_loss
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.utilities.options import check_options
 
@@ -53,6 +55,9 @@ class PolicyGradientModule(RolloutModule):
         kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; None keeps `beta` fixed.
         kl_horizon: Rollouts over which the adaptive coefficient moves; None is 10,000.
         entropy_coef: Weight of the entropy bonus.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a mini-batch
+            on one rank, prompts included, each counted once per rollout that holds it. Mini-batches and ranks are
+            averaged by their share of the loss denominator.
         importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
             `pl_grouprl.functional.importance`.
         importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is none.
@@ -81,6 +86,7 @@ class PolicyGradientModule(RolloutModule):
         kl_target: float | None = None,
         kl_horizon: int | None = None,
         entropy_coef: float = 0.0,
+        router_aux_loss_coef: float = 0.0,
         importance_sampling: ImportanceSampling = "none",
         importance_sampling_low: float | None = None,
         importance_sampling_high: float | None = 3.0,
@@ -96,6 +102,7 @@ class PolicyGradientModule(RolloutModule):
             {
                 "beta": (beta, 0 <= beta < math.inf, non_negative),
                 "entropy_coef": (entropy_coef, 0 <= entropy_coef < math.inf, non_negative),
+                "router_aux_loss_coef": (router_aux_loss_coef, 0 <= router_aux_loss_coef < math.inf, non_negative),
                 "loss_agg_mode": (
                     loss_agg_mode,
                     loss_agg_mode in LOSS_AGG_MODES,
@@ -121,6 +128,7 @@ class PolicyGradientModule(RolloutModule):
         self.kl_type = kl_type
         self.kl_in = kl_in
         self.entropy_coef = entropy_coef
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.importance_sampling: dict[str, Any] = {
             "kind": importance_sampling,
             "low": importance_sampling_low,
@@ -138,6 +146,12 @@ class PolicyGradientModule(RolloutModule):
                 penalty of each token where that is part of the reward.
             scores: The policy's scores, where `needs_old_scores` asked for them.
         """
+
+    def configure_model(self) -> None:
+        """Load the policy, and refuse one whose routers are not what `router_aux_loss_coef` is about."""
+        super().configure_model()
+        if self.router_aux_loss_coef > 0:
+            check_balanced(self.policy, f"router_aux_loss_coef={self.router_aux_loss_coef}")
 
     def setup(self, stage: str) -> None:
         """Refuse a controller that a single batch of rollouts could turn around."""
@@ -234,12 +248,17 @@ class PolicyGradientModule(RolloutModule):
     # Updates.
 
     def compute_loss(self, batch: MiniBatch) -> LossTerms:
-        """Policy loss, KL penalty and entropy bonus, added per token."""
-        scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
-        return self.policy_terms(batch, scores)
+        """Policy loss, KL penalty and entropy bonus, added per token, and the routers' loss."""
+        with self.recorded_routers() as routers:
+            scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
+        return self.policy_terms(batch, scores, routers)
 
-    def policy_terms(self, batch: MiniBatch, scores: TokenScores) -> LossTerms:
-        """Compute the policy's loss from its scores of a mini-batch."""
+    def recorded_routers(self) -> AbstractContextManager[RouterLogits | None]:
+        """Record the policy's router logits where they have a loss."""
+        return record_router_logits(self.policy) if self.router_aux_loss_coef > 0 else nullcontext()
+
+    def policy_terms(self, batch: MiniBatch, scores: TokenScores, routers: RouterLogits | None = None) -> LossTerms:
+        """Compute the policy's loss from its scores of a mini-batch, and from what `recorded_routers` recorded."""
         mask_N, rollouts = batch.mask_N, batch.rollouts
         policy_logprobs_N = scores.logprobs_N
         # Without an optimizer step since the rollout they are the same, and no extra forward is needed.
@@ -266,6 +285,11 @@ class PolicyGradientModule(RolloutModule):
         norm = float(self.sampling.max_new_tokens) if self.loss_agg_mode == "seq-mean-token-sum-norm" else None
         numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=norm, **rollouts)
         denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)
+        if self.router_aux_loss_coef > 0:
+            # A mean over this call's tokens: by the denominator it is weighted as the rest of the step is divided.
+            balance = router_balancing_loss(self.policy, batch.scoring, routers or []) * denominator
+            numerator = numerator + self.router_aux_loss_coef * balance
+            metrics["policy/router_aux_loss"] = (balance.detach(), denominator)
         return LossTerms({"policy": (numerator, denominator)}, metrics, extremes)
 
     def _correct_sampling(self, batch: MiniBatch, old_logprobs_N: Tensor) -> ImportanceWeights:

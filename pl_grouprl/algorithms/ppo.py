@@ -287,14 +287,17 @@ class PPO(PolicyGradientModule):
     def compute_loss(self, batch: MiniBatch) -> LossTerms:
         """Policy loss and value loss, each of its own part of the optimizer."""
         critic = self._critic
-        states = hidden_states(self.policy, batch.scoring) if critic.shares_trunk else None
+        with self.recorded_routers() as routers:
+            states = hidden_states(self.policy, batch.scoring) if critic.shares_trunk else None
+            if not self.warming_up:
+                options = {"entropy": True, "entropy_grad": self.entropy_coef > 0, "states": states}
+                scores = self.score(self.policy, batch.scoring, **options)
         if self.warming_up:
             # Every rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
             untouched = sum(p.flatten()[:1].sum() * 0 for p in self.policy.parameters() if p.requires_grad)
             terms = LossTerms({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})  # type: ignore[dict-item]
         else:
-            options = {"entropy": True, "entropy_grad": self.entropy_coef > 0, "states": states}
-            terms = self.policy_terms(batch, self.score(self.policy, batch.scoring, **options))
+            terms = self.policy_terms(batch, scores, routers)
         terms.losses["critic"], metrics = self._value_loss(batch, states)
         terms.metrics.update(metrics)
         return terms

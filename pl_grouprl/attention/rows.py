@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pl_grouprl.attention.routers import masks_balancing_loss
 from pl_grouprl.packing import SharedPrefixLayout
 
 CACHE_IN_USE = "a cache is in use"
@@ -50,8 +51,39 @@ class SharedRows:
         return rows if self.kept is None else rows * self.kept[..., None]
 
 
-def unsharable(arguments: dict[str, Any], config: Any) -> str | None:
-    """Why a decoder call must go through untouched, or None if its rows may be packed."""
+def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
+    """Replace a decoder's router logits [T, E] of each layer by those of the caller's rows, [B * L, E]; 0 at padding.
+
+    The load-balancing loss that the model computes of them is then that of the repeated run, as it leaves padding out.
+
+    Args:
+        output: What the decoder returned, with names; changed in place. One without router logits stays as it is.
+        rows: The rows of the call.
+
+    Raises:
+        RuntimeError: If router logits are not of shape [T, E].
+    """
+    packed = output.get("router_logits")
+    if packed is None:
+        return
+    tokens = rows.layout.num_tokens
+    for logits_TE in packed:
+        if logits_TE.dim() != 2 or len(logits_TE) != tokens:
+            raise RuntimeError(
+                f"router logits have shape {tuple(logits_TE.shape)} for {tokens} packed tokens, so they cannot be "
+                "handed back row by row; leave out output_router_logits."
+            )
+    output["router_logits"] = tuple(rows.hand_back(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
+
+
+def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None = None) -> str | None:
+    """Why a decoder call must go through untouched, or None if its rows may be packed.
+
+    Args:
+        arguments: Of the call, by name.
+        config: The decoder's.
+        decoder: Which router logits may be asked of, where they are handed back by `hand_back_router_logits`.
+    """
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     tensors = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
     tensors -= _KNOWN_ARGUMENTS
@@ -67,11 +99,18 @@ def unsharable(arguments: dict[str, Any], config: Any) -> str | None:
         "attention_mask is not of the shape of input_ids":
             mask is not None and getattr(mask, "shape", None) != getattr(input_ids, "shape", None),
         "attention weights are asked for": asked_for("output_attentions"),
-        "router logits are asked for": asked_for("output_router_logits"),
+        "router logits are asked for":
+            asked_for("output_router_logits") and not _router_logits_go_back(arguments, config, decoder),
         "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
         f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
     }  # fmt: skip
     return next((reason for reason, found in findings.items() if found), None)
+
+
+def _router_logits_go_back(arguments: dict[str, Any], config: Any, decoder: nn.Module | None) -> bool:
+    """Whether what is asked of the routers is the same for rows that were packed: where padding is left out."""
+    by_name = arguments.get("return_dict", getattr(config, "return_dict", True)) is not False
+    return decoder is not None and by_name and masks_balancing_loss(decoder)
 
 
 def share_rows(

@@ -106,6 +106,10 @@ class SharedPrefixLayout:
             or [torch.empty(0, dtype=torch.long)]
         )
 
+    def positions_on(self, device: torch.device) -> Tensor:
+        """`position_ids` on a device."""
+        return self.memo(("position_ids", device), lambda: self.position_ids.to(device))
+
     @cached_property
     def subtree_stops(self) -> tuple[int, ...]:
         """For each segment the index after the last token of its last descendant, shape [S]."""
@@ -134,6 +138,18 @@ class SharedPrefixLayout:
     def repeated_lengths(self) -> tuple[int, ...]:
         """Length of each sequence that the repeated run would encode, one per leaf."""
         return tuple(self.segments[leaf].position + self.segments[leaf].length for leaf in self.leaves)
+
+    @cached_property
+    def multiplicity(self) -> Tensor:
+        """Number of sequences that hold each token, that is leaves at or below its segment, shape [T], int64."""
+        counts = [0] * len(self.segments)
+        for leaf in self.leaves:
+            counts[leaf] = 1
+        for index in reversed(range(len(self.segments))):
+            parent = self.segments[index].parent
+            if parent is not None:
+                counts[parent] += counts[index]
+        return self.per_token(counts)
 
     @property
     def token_ratio(self) -> float:
@@ -187,20 +203,21 @@ class SharedPrefixLayout:
             ),
         )
 
-    def visible(self, query: Tensor, key: Tensor, device: torch.device) -> Tensor:
-        """Whether tokens see tokens: the definition that every backend is measured by.
-
-        Args:
-            query: Indices of tokens, int64, any shape that broadcasts with `key`.
-            key: Indices of tokens.
-            device: Where both live.
+    def visibility(self, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+        """Which token sees which by the forest alone.
 
         Returns:
-            True where the key's segment is the query's own or an ancestor's, and the key is not behind the query.
+            A function of indices of queries and of keys (int64, on the device, shapes that broadcast) to bool: whether
+            the key's segment is the query's own or an ancestor's, and the key is not behind the query. It closes over
+            tensors only, so that it can be compiled.
         """
-        # Depth-first order: what a segment is an ancestor of lies between its start and its subtree's stop.
         starts, stops = self.subtree_bounds(device)
-        return (query >= starts[key]) & (query < stops[key]) & (key <= query)
+
+        def sees(query: Tensor, key: Tensor) -> Tensor:
+            # Depth-first order: what a segment is an ancestor of lies between its start and its subtree's stop.
+            return (query >= starts[key]) & (query < stops[key]) & (key <= query)
+
+        return sees
 
     def __repr__(self) -> str:
         return (

@@ -1,0 +1,56 @@
+"""Which mixtures of experts have routers whose logits mean what transformers' load-balancing loss takes them for.
+
+Families differ: some choose experts by sigmoid scores and a correction bias, which balances them without a loss; some
+record something else than the logits of all tokens. What is asked here is read off the model, not off a list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from torch import nn
+
+_STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def masks_balancing_loss(decoder: nn.Module) -> bool:
+    """Whether the family's own load-balancing loss takes router logits [tokens, experts] and leaves padding out.
+
+    Of such a model router logits may be anything at padding.
+    """
+    return _records_router_logits(decoder) and _balancing_loss_arguments(decoder) == _STANDARD
+
+
+def why_not_balanced(decoder: nn.Module) -> str | None:
+    """Why the standard load-balancing loss does not belong to a decoder, or None if it does."""
+    if not _records_router_logits(decoder):
+        return "its decoder has no router logits to record"
+    arguments = _balancing_loss_arguments(decoder)
+    if arguments is None:
+        return "transformers has no load-balancing loss for it"
+    if arguments != _STANDARD:
+        return "transformers computes another load-balancing loss for it"
+    if any(name.endswith("correction_bias") for name, _ in (*decoder.named_parameters(), *decoder.named_buffers())):
+        return "its routers choose by a correction bias, so the logits do not say which experts are used"
+    return None
+
+
+def _records_router_logits(decoder: nn.Module) -> bool:
+    recorders: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+    if recorders is None:
+        return False
+    recorders = recorders if isinstance(recorders, list) else [recorders]
+    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
+    return any(isinstance(module, classes) for module in decoder.modules())
+
+
+def _balancing_loss_arguments(decoder: nn.Module) -> list[str] | None:
+    """Argument names of the load-balancing loss in the file that defines the decoder."""
+    # A wrapped decoder's class is made on the fly, from the one that stands in the family's file.
+    for kind in type(decoder).__mro__:
+        loss = getattr(sys.modules.get(kind.__module__), "load_balancing_loss_func", None)
+        if loss is not None:
+            return list(inspect.signature(loss).parameters)
+    return None
