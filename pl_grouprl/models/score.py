@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention import SharedPrefix, find_decoder, in_force, shared_prefix, sharing_paused
+from pl_grouprl.attention import SharedPrefix, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.models.head import logits_function
+from pl_grouprl.models.media import check_media, find_backbone, media_position_ids
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.types import RolloutGroup
 
@@ -28,24 +29,30 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     """Run the decoder and return the hidden states of all its positions, rows one after another, shape [B * L, D].
 
     For a batch with shared prefixes, one row, that is [T, D]. The batch's indices (`predict_index_N`, `final_index_B`)
-    point into it.
+    point into it. Images and videos of the prompts are encoded in the same call.
 
     Args:
-        model: A decoder, with or without a head.
+        model: A decoder, with or without a head, or a model of which one is a part.
         batch: What `packing.pack` made, on the model's device.
 
     Raises:
         RuntimeError: If the batch has shared prefixes and no `shared_prefix(model)` is in force: the model would ignore
             the layout.
+        ValueError: If the model cannot place the batch's images and videos; see `media.check_media`.
     """
     if batch.sharing == "shared" and in_force(model) is None:
         raise RuntimeError(
             f"batch has sharing='shared', but no shared_prefix context is in force for {type(model).__name__}, which "
             "would ignore the layout; score it inside `with shared_prefix(model):`, or pack with sharing='repeated'."
         )
+    inputs = batch.model_inputs
+    if batch.media:
+        check_media(model, batch)
+        positions = media_position_ids(model, batch)
+        inputs = inputs if positions is None else inputs | {"position_ids": positions}
     # In a context the rows of a repeated batch would be found to share their prompts.
     with sharing_paused(model):
-        hidden = find_decoder(model)(**batch.model_inputs, use_cache=False, return_dict=True).last_hidden_state
+        hidden = find_backbone(model)(**inputs, use_cache=False, return_dict=True).last_hidden_state
     return hidden.flatten(0, 1)
 
 

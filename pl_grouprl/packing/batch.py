@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.packing.layout import SharedPrefixLayout
+from pl_grouprl.packing.media import join_media
 from pl_grouprl.types import RolloutGroup
 
 Sharing = Literal["shared", "repeated"]
 """`shared` encodes each prompt once; `repeated` is the usual padded batch with the prompt in every row."""
+
+_TEXT_INPUTS = ("input_ids", "position_ids", "attention_mask", "prefix_layout")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class ScoringBatch:
 
     Attributes:
         model_inputs: Keyword arguments of the decoder: `input_ids` and `position_ids` of shape [1, T] and the
-            `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L].
+            `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L]. Where a prompt has images or videos
+            also the media of all prompts: once per group, or once per rollout where prompts are repeated; what has an
+            entry per token has the shape of `input_ids`.
         predict_index_N: Where in the flattened hidden states each response token is predicted, int64.
         targets_N: The response tokens, int64.
         rollout_index_N: The rollout of each response token, counted through the groups in order, int64.
@@ -45,6 +50,11 @@ class ScoringBatch:
     rollout_lengths: tuple[int, ...]
     layout: SharedPrefixLayout
     sharing: Sharing
+
+    @property
+    def media(self) -> dict[str, Tensor]:
+        """Those of the `model_inputs` that are images and videos; empty for text."""
+        return {name: value for name, value in self.model_inputs.items() if name not in _TEXT_INPUTS}
 
     @property
     def num_rollouts(self) -> int:
@@ -79,7 +89,7 @@ def pack(
         device: Where the tensors are put.
 
     Raises:
-        ValueError: If there is no rollout at all, or `sharing` is unknown.
+        ValueError: If there is no rollout at all, `sharing` is unknown, or media do not fit their prompt or each other.
     """
     groups = [group for group in groups if group.rollouts]
     if not groups:
@@ -94,6 +104,7 @@ def pack(
     )
     encode = _packed_row if sharing == "shared" else _padded_rows
     model_inputs, predict_index_N, final_index_B = encode(groups, layout)
+    model_inputs |= join_media(groups, sharing)
     trained = [bit for r in rollouts for bit in (r.loss_mask if r.loss_mask is not None else [1] * len(r.token_ids))]
     return ScoringBatch(
         model_inputs={name: v.to(device) if isinstance(v, Tensor) else v for name, v in model_inputs.items()},

@@ -59,6 +59,7 @@ def shorten(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -
             group.prompt_ids,
             [_first_tokens(rollout, next(remaining)) for rollout in group.rollouts],
             group.group_id,
+            media=group.media,
         )
         for group in groups
     ]
