@@ -1,0 +1,56 @@
+"""The primitives on CUDA: FlashAttention, which knows variable lengths, causal runs and windows by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.attention.kernels.call import VarlenCall
+
+
+class CUDAKernel:
+    """FlashAttention as PyTorch ships it; FlashAttention-3 where the user has activated it in `torch.nn.attention`.
+
+    It takes bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
+    """
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `VarlenKernel.forward`."""
+        cu_query, cu_key = call.cumulative(query.device)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, cu_query, cu_key, max(call.query_lens), max(call.key_lens),
+            0.0, _plain_causal(call), False, scale=scale, **_window(call),
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenCall,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `VarlenKernel.backward`."""
+        cu_query, cu_key = call.cumulative(query.device)
+        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is never on
+        unused = torch.empty(0, device=query.device)
+        return torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, lse.contiguous(), cu_query, cu_key, max(call.query_lens), max(call.key_lens),
+            0.0, _plain_causal(call), random_state, unused, scale=scale, **_window(call),
+        )  # fmt: skip
+
+
+def _plain_causal(call: VarlenCall) -> bool:
+    return call.causal and call.effective_window is None
+
+
+def _window(call: VarlenCall) -> dict[str, int]:
+    """FlashAttention counts the keys to the left of a query's own, and aligns the last query with the last key."""
+    window = call.effective_window
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}

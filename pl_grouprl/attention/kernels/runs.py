@@ -1,0 +1,217 @@
+"""A variable-length call as a few dense batches, for kernels that know no variable lengths.
+
+Short causal runs of similar sizes are padded into one batch; long ones that need a mask are cut into pieces of queries
+with the keys that these see, so that the work grows with queries times window.
+
+Legend: R runs of a batch, N queries of each, M keys of each, H heads of a packed tensor, D their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.attention.kernels.call import VarlenCall
+
+SHORT = 128
+"""Causal runs of up to this many queries are padded and run as one batch per size."""
+MANY_KEYS = 2048
+"""Runs with more keys than this are not padded: a batch of one is large enough."""
+BATCH = 2**18
+"""Most query-key pairs in one padded batch."""
+PIECE = 256
+"""Queries of one piece of a long run that needs a mask."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of tokens of a packed tensor, as a dense batch.
+
+    Attributes:
+        index: One run as a slice, or the tokens of each run, shape [R, length]; a short run repeats its last token.
+        kept: Which of those are not repetitions, shape [R, length]; None where all are.
+        kept_at: Where those stand in the flattened batch, shape [tokens]; None where all are.
+        tokens: The packed tokens that those are, shape [tokens]; None for a slice.
+    """
+
+    index: slice | Tensor
+    kept: Tensor | None = None
+    kept_at: Tensor | None = None
+    tokens: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of each run, repetitions counted."""
+        return self.index.stop - self.index.start if isinstance(self.index, slice) else self.index.shape[1]
+
+    def take(self, packed: Tensor, blank: bool = False) -> Tensor:
+        """[tokens, H, D] -> [R, H, length, D]; with `blank`, zeros in place of the repetitions."""
+        if isinstance(self.index, slice):
+            return packed[self.index].transpose(0, 1)[None]
+        batch = packed[self.index]
+        if blank and self.kept is not None:
+            batch = batch * self.kept[..., None, None]
+        return batch.transpose(1, 2)
+
+    def put(self, batch: Tensor, packed: Tensor) -> None:
+        """The inverse of `take`, into `packed`."""
+        if self.tokens is None:
+            packed[self.index] = batch[0].transpose(0, 1).to(packed.dtype)
+        else:
+            packed.index_copy_(0, self.tokens, self._flat(batch).to(packed.dtype))
+
+    def add(self, batch: Tensor, packed: Tensor) -> None:
+        """As `put`, but adds to what `packed` holds."""
+        if self.tokens is None:
+            packed[self.index] += batch[0].transpose(0, 1)
+        else:
+            packed.index_add_(0, self.tokens, self._flat(batch).to(packed.dtype))
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        """[H, tokens] -> [R, H, length]."""
+        return self.take(lse.t()[..., None])[..., 0].contiguous()
+
+    def put_lse(self, batch: Tensor, lse: Tensor) -> None:
+        """The inverse of `take_lse`, into `lse`."""
+        self.put(batch[..., None], lse.t()[..., None])
+
+    def _flat(self, batch: Tensor) -> Tensor:
+        flat = batch.transpose(1, 2).flatten(0, 1)
+        return flat if self.kept_at is None else flat.index_select(0, self.kept_at)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One dense batch of a call.
+
+    Attributes:
+        queries: The runs of queries.
+        keys: The runs of keys, with as many runs.
+        plain_causal: Whether query i sees the keys up to i and no mask is needed.
+        places: Which of its run's keys each query stands at where a mask is needed, shape [R, N]; else None.
+        window: Most keys that a query sees, its own included, where a mask is needed; None is no limit.
+    """
+
+    queries: Runs
+    keys: Runs
+    plain_causal: bool = False
+    places: Tensor | None = None
+    window: int | None = None
+
+    def hidden(self) -> Tensor | None:
+        """Which keys a query must not see, shape [R, 1, N, M]; None where it sees all.
+
+        No row hides all keys: a repeated query sees what the last of its run sees.
+        """
+        if self.places is None:
+            return None
+        keys_behind = self.places[:, None, :, None] - torch.arange(self.keys.length, device=self.places.device)
+        hidden = keys_behind < 0
+        return hidden if self.window is None else hidden | (keys_behind >= self.window)
+
+    def cut(self, rows: int) -> Iterator[Block]:
+        """This block in pieces of at most so many queries; a padded batch is not cut."""
+        if self.queries.tokens is not None:
+            yield self
+            return
+        run = self.queries.index
+        assert isinstance(run, slice)
+        for start in range(0, self.queries.length, rows):
+            queries = Runs(slice(run.start + start, min(run.start + start + rows, run.stop)))
+            places = None if self.places is None else self.places[:, start : start + rows]
+            yield Block(queries, self.keys, places=places, window=self.window)
+
+
+def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
+    """Plan a call as dense batches; done once per call and device.
+
+    Args:
+        call: The call.
+        device: Where the indices are to be.
+        plain_causal: Whether the kernel runs causal runs of equal lengths without a mask.
+    """
+    return call.memo(("blocks", device, plain_causal), lambda: _plan(call, device, plain_causal))
+
+
+class _Piece(NamedTuple):
+    """A run of queries, or a part of it, with the keys that it sees; the last query stands at the last key."""
+
+    query_start: int
+    num_queries: int
+    key_start: int
+    num_keys: int
+    plain_causal: bool
+
+
+def _plan(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
+    blocks: list[Block] = []
+    batches: dict[tuple[int, int, bool], list[_Piece]] = {}
+    for piece in _pieces(call, plain_causal):
+        if call.causal and piece.num_queries <= SHORT and (piece.plain_causal or piece.num_keys <= MANY_KEYS):
+            size = 1 << (piece.num_queries - 1).bit_length()
+            num_keys = size if piece.plain_causal else _rounded_up(piece.num_keys)
+            batches.setdefault((size, num_keys, piece.plain_causal), []).append(piece)
+        else:
+            blocks.append(_single(piece, call, device))
+    for (num_queries, num_keys, _), pieces in batches.items():
+        most = max(1, BATCH // (num_queries * num_keys))
+        for start in range(0, len(pieces), most):
+            blocks.append(_padded(pieces[start : start + most], num_queries, num_keys, call, device))
+    return blocks
+
+
+def _pieces(call: VarlenCall, plain_causal: bool) -> Iterator[_Piece]:
+    query_starts, key_starts = accumulate(call.query_lens, initial=0), accumulate(call.key_lens, initial=0)
+    for query_start, key_start, n, m in zip(query_starts, key_starts, call.query_lens, call.key_lens, strict=False):
+        window = m if call.window is None else min(call.window, m)
+        if not call.causal or (plain_causal and n == m == window):
+            yield _Piece(query_start, n, key_start, m, call.causal)
+            continue
+        for start in range(0, n, PIECE):
+            stop = min(start + PIECE, n)
+            first = max(0, start + m - n - window + 1)
+            yield _Piece(query_start + start, stop - start, key_start + first, stop + m - n - first, False)
+
+
+def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
+    queries = Runs(slice(piece.query_start, piece.query_start + piece.num_queries))
+    keys = Runs(slice(piece.key_start, piece.key_start + piece.num_keys))
+    if not call.causal or piece.plain_causal:
+        return Block(queries, keys, plain_causal=piece.plain_causal)
+    places = torch.arange(piece.num_keys - piece.num_queries, piece.num_keys, device=device)[None]
+    return Block(queries, keys, places=places, window=call.effective_window)
+
+
+def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenCall, device: torch.device) -> Block:
+    queries = _padded_runs([(p.query_start, p.num_queries) for p in pieces], num_queries, device)
+    keys = _padded_runs([(p.key_start, p.num_keys) for p in pieces], num_keys, device)
+    if pieces[0].plain_causal:
+        return Block(queries, keys, plain_causal=True)
+    query_lens = torch.tensor([p.num_queries for p in pieces])[:, None]
+    key_lens = torch.tensor([p.num_keys for p in pieces])[:, None]
+    places = torch.minimum(torch.arange(num_queries)[None], query_lens - 1) + key_lens - query_lens
+    return Block(queries, keys, places=places.to(device), window=call.effective_window)
+
+
+def _padded_runs(runs: Sequence[tuple[int, int]], size: int, device: torch.device) -> Runs:
+    starts = torch.tensor([start for start, _ in runs])[:, None]
+    lengths = torch.tensor([length for _, length in runs])[:, None]
+    offsets = torch.arange(size)[None, :]
+    # Keys that repeat the last one come behind the real ones, so that no query of a causal run sees them.
+    index = starts + torch.minimum(offsets, lengths - 1)
+    kept = offsets < lengths
+    tokens = index[kept].to(device)
+    if bool(kept.all()):
+        return Runs(index.to(device), tokens=tokens)
+    return Runs(index.to(device), kept.to(device), kept.flatten().nonzero()[:, 0].to(device), tokens)
+
+
+def _rounded_up(num_keys: int) -> int:
+    """Up to a quarter more, so that runs of similar sizes meet in one batch."""
+    step = max(16, (1 << (num_keys - 1).bit_length()) // 4)
+    return -(-num_keys // step) * step
