@@ -1,0 +1,237 @@
+"""Layers that carry a state from token to token (gated delta nets, short convolutions, Mamba2) share a prefix exactly.
+
+Attention lets each token of a packed row choose what it sees; a state cannot be told to forget a sibling. So such a
+mixer is called on segments: each starts from the final state of its parent. The mixer's own forward is run, and handed
+the states the way it takes them from transformers' cache when a prompt comes in pieces; gradients flow through them.
+
+Legend: T packed tokens, D hidden size, R runs of a batch, L length of its rows, C channels, K convolution kernel size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from types import CodeType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pl_grouprl.attention.registration import LayoutCall
+from pl_grouprl.attention.segment_runs import Batch, RunPlan, plan_runs
+
+_NAMES = re.compile(
+    "Mamba|SSM|DeltaNet|DeltaAttention|DeltaRule|ShortConv|Recurrent|Rwkv|RWKV|LinearAttention|LightningAttention|RgLru|"
+    "RetNet|Retention|LSTM|Hyena"
+)
+"""Class names of layers that carry a state, for those that show it in no other way."""
+
+_NOT_IN_SEQUENCE = re.compile("Norm$|Audio|Vision")
+"""Class names of modules that see one token, or what is no text, whatever else their name says."""
+
+_CACHE_METHODS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_FORWARD_BEFORE = "_forward_before_sharing"
+
+_INSTALLED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How many handles each mixer is patched by. A copy of a mixer has none, and keeps its patch to no effect."""
+
+
+class StatefulHandle:
+    """Keeps mixers patched until it is removed; handles of the same mixers may be removed in any order."""
+
+    def __init__(self, mixers: list[nn.Module]) -> None:
+        self._mixers = mixers
+        for mixer in mixers:
+            _INSTALLED[mixer] = _INSTALLED.get(mixer, 0) + 1
+            if not _is_patched(mixer):
+                if "forward" in mixer.__dict__:  # patched by someone else, as for offloading
+                    setattr(mixer, _FORWARD_BEFORE, mixer.__dict__["forward"])
+                mixer.forward = MethodType(forward, mixer)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Undo this installation. To do it twice does nothing."""
+        mixers, self._mixers = self._mixers, []
+        for mixer in mixers:
+            _INSTALLED[mixer] -= 1
+            if not _INSTALLED[mixer] and _is_patched(mixer):
+                del mixer.forward
+                if hasattr(mixer, _FORWARD_BEFORE):
+                    mixer.forward = mixer.__dict__.pop(_FORWARD_BEFORE)
+
+    def __enter__(self) -> StatefulHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def install(decoder: nn.Module) -> StatefulHandle:
+    """Let the decoder's stateful mixers take `prefix_layout`; calls without it stay what they were."""
+    return StatefulHandle(stateful_mixers(decoder))
+
+
+def stateful_mixers(decoder: nn.Module) -> list[nn.Module]:
+    """The modules of a decoder that carry a state and can be run segment by segment."""
+    return [module for module in decoder.modules() if _continues_from_cache(module)]
+
+
+def unsupported_mixers(decoder: nn.Module) -> list[str]:
+    """Class names of the modules that carry a state, or seem to, and cannot be run segment by segment; sorted."""
+    return sorted({type(module).__name__ for module in _outside_mixers(decoder) if _seems_stateful(module)})
+
+
+def _outside_mixers(module: nn.Module) -> Iterator[nn.Module]:
+    if not _continues_from_cache(module) and not _NOT_IN_SEQUENCE.search(type(module).__name__):
+        yield module
+        for child in module.children():
+            yield from _outside_mixers(child)
+
+
+def _continues_from_cache(module: nn.Module) -> bool:
+    """Whether a module's forward takes hidden states alone, and goes on from both kinds of state that it keeps.
+
+    Several mixers (Mamba, for one) keep a recurrent state for single tokens only, and begin anew where more come.
+    """
+    code = _forward_code(module)
+    arguments = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+    if len(arguments.intersection(_CACHE_ARGUMENTS)) != 1 or "update_conv_state" not in code.co_names:
+        return False
+    if arguments - {*_CACHE_ARGUMENTS} != {"hidden_states", "attention_mask"}:
+        return False
+    keywords = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
+    return "update_recurrent_state" not in code.co_names or bool(keywords & {"initial_state", "initial_states"})
+
+
+def _seems_stateful(module: nn.Module) -> bool:
+    code = _forward_code(module)
+    shows_it = (
+        bool(_CACHE_METHODS.intersection(code.co_names))
+        or any(name in module.__dict__ or name in module._parameters for name in ("A_log", "dt_bias"))
+        or any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children())
+    )
+    # Kimi-Linear calls its full attention KimiLinearAttention.
+    if shows_it or "ALL_ATTENTION_FUNCTIONS" in code.co_names or stateful_mixers(module):
+        return shows_it
+    return bool(_NAMES.search(type(module).__name__)) or "cache_params" in code.co_varnames[: code.co_argcount]
+
+
+def _forward_code(module: nn.Module) -> CodeType:
+    function = inspect.unwrap(type(module).forward)
+    return getattr(function, "__code__", _NO_CODE)
+
+
+_NO_CODE = (lambda: None).__code__
+
+
+def _is_patched(mixer: nn.Module) -> bool:
+    return getattr(mixer.__dict__.get("forward"), "__func__", None) is forward
+
+
+def forward(  # of a patched mixer: by this name a pickled mixer finds the forward of its class
+    self: nn.Module, hidden_states: Tensor, *args: Any, prefix_layout: LayoutCall | None = None, **kwargs: Any
+) -> Tensor:
+    """What a patched mixer does: what it did before, or with a layout, run it segment by segment."""
+    own_forward = getattr(self, _FORWARD_BEFORE, None) or MethodType(type(self).forward, self)
+    if prefix_layout is None:
+        return own_forward(hidden_states, *args, **kwargs)
+    return _run_packed(self, own_forward, hidden_states, prefix_layout, *args, **kwargs)
+
+
+@torch.compiler.disable(reason="batches of segments follow the layout; the layers around the mixer compile")
+def _run_packed(
+    mixer: nn.Module, own_forward: Any, hidden_states: Tensor, call: LayoutCall, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a mixer over a packed row, hidden states [1, T, D] to [1, T, D]."""
+    if args:
+        raise TypeError(f"{type(mixer).__name__} was given positional arguments beside prefix_layout; pass keywords.")
+    cache_argument = next(name for name in _CACHE_ARGUMENTS if name in _forward_code(mixer).co_varnames)
+    _refuse_what_is_not_applied(mixer, kwargs, cache_argument)
+    call.reached.add(id(mixer))
+    options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}
+    plan = _plan(call, mixer, hidden_states.device)
+    states = _States()
+    outputs: list[Tensor] = []
+    for batch in plan.batches:
+        rows, length = batch.size
+        tokens = hidden_states[0][batch.tokens]
+        padded = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, batch.places, tokens)
+        cache = states.cache_for(batch)
+        output = own_forward(hidden_states=padded.view(rows, length, -1), **{cache_argument: cache}, **options)
+        if batch.keeps_state:
+            states.keep(cache)
+        outputs.append(output.reshape(rows * length, -1)[batch.places])
+    return torch.cat(outputs)[plan.outputs][None]
+
+
+def _refuse_what_is_not_applied(mixer: nn.Module, kwargs: dict[str, Any], cache_argument: str) -> None:
+    if kwargs.get(cache_argument) is not None:
+        raise ValueError(f"{type(mixer).__name__} was given a cache beside prefix_layout; pass use_cache=False.")
+    present = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name != "attention_mask"]
+    if present:
+        raise NotImplementedError(
+            f"{type(mixer).__name__} is passed {', '.join(present)} for the packed row, which do not fit its segments; "
+            "train this model with sharing='repeated'."
+        )
+
+
+def _plan(call: LayoutCall, mixer: nn.Module, device: torch.device) -> RunPlan:
+    # Without a bias zeros stay zeros on their way into the state, so that a state begins with the first token.
+    pad_roots = not any(isinstance(getattr(part, "bias", None), Tensor) for part in mixer.modules())
+    return call.layout.memo(
+        ("plan_runs", pad_roots, device), lambda: plan_runs(call.layout, pad_roots=pad_roots, device=device)
+    )
+
+
+class _States:
+    """Final states of runs, each kind concatenated in the order of the runs."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Tensor] = {}
+
+    def cache_for(self, batch: Batch) -> _StateCache:
+        if batch.starts is None:
+            return _StateCache({})
+        return _StateCache({kind: states[batch.starts] for kind, states in self._kept.items()})
+
+    def keep(self, cache: _StateCache) -> None:
+        for kind, states in cache.final.items():
+            self._kept[kind] = torch.cat([self._kept[kind], states]) if kind in self._kept else states
+
+
+class _StateCache:
+    """Stands for transformers' cache in one call of a mixer; it writes nothing in place, so that gradients flow.
+
+    Attributes:
+        final: States after the call by kind and number: convolution [R, C, K], recurrent as the mixer keeps it.
+    """
+
+    def __init__(self, initial: dict[tuple[str, int], Tensor]) -> None:
+        self._initial = initial
+        self.final: dict[tuple[str, int], Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: the state is for single tokens, to be changed in place. Others get it from `update_conv_state`."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """Take the inputs of a convolution, [R, C, L]; hand them back behind the last K inputs before them, if any."""
+        before = self._initial.get(("conv", state_idx))
+        inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        missing = max(conv_kernel_size - inputs.shape[-1], 0)
+        self.final["conv", state_idx] = nn.functional.pad(inputs, (missing, 0))[..., -conv_kernel_size:]
+        return inputs
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._initial.get(("recurrent", state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self.final["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Yes: a single token goes the way of many, which changes no state in place."""
+        return True
