@@ -1,117 +1,156 @@
 """Shared-prefix attention from two primitives and a merge: each prefix's keys and values are read once, never copied.
 
-Every segment attends causally to itself; the descendants of a segment attend to it whole, as one long run of queries;
-the partial outputs are merged by their log-sum-exp. In the backward pass each partial kernel is given the final output
-and the final log-sum-exp, so that the partial gradients simply add up. The idea of splitting attention over the keys
-and merging by log-sum-exp is that of FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
+Every piece of the row attends to itself; what lies below a piece attends to it whole, as one long run of queries; the
+partial outputs are merged by their log-sum-exp. In the backward pass each partial kernel is given the final output and
+the final log-sum-exp, so that the partial gradients simply add up. The idea of splitting attention over the keys and
+merging by log-sum-exp is that of FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
 
-Legend: T packed tokens, Q query tokens of a call, H query heads, K key/value heads, D head size.
+Legend: T packed tokens, H query heads, K key/value heads, D head size of keys, V head size of values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, VarlenCall, VarlenKernel
+from pl_grouprl.attention.cascade_plan import CascadePlan, Index, plan_cascade
+from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenKernel
+from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
-_Index = slice | Tensor
-
-
-@dataclass(frozen=True)
-class AncestorCall:
-    """Descendants attending to the segments of one depth: which tokens ask, which are asked, and the call."""
-
-    queries: _Index
-    keys: _Index
-    call: VarlenCall
-
-
-@dataclass(frozen=True)
-class CascadePlan:
-    """The calls that a layout takes: one causal call of all segments, then one for each depth with descendants."""
-
-    own: VarlenCall
-    ancestors: tuple[AncestorCall, ...]
-
-
-def plan_cascade(layout: SharedPrefixLayout, device: torch.device) -> CascadePlan:
-    """Turn a layout into calls; done once per layout and device."""
-    own_lens = tuple(segment.length for segment in layout.segments if segment.length)
-    by_depth: dict[int, list[tuple[slice, slice]]] = {}
-    for segment, depth, stop in zip(layout.segments, layout.depths, layout.subtree_stops, strict=True):
-        if segment.length and stop > segment.stop:
-            by_depth.setdefault(depth, []).append((slice(segment.stop, stop), slice(segment.start, segment.stop)))
-    ancestors = []
-    for _, pairs in sorted(by_depth.items()):
-        query_runs, key_runs = zip(*pairs, strict=True)
-        call = VarlenCall(_lengths(query_runs), _lengths(key_runs), causal=False)
-        ancestors.append(AncestorCall(_index(query_runs, device), _index(key_runs, device), call))
-    return CascadePlan(VarlenCall(own_lens, own_lens, causal=True), tuple(ancestors))
+MAX_CUDA_HEAD_SIZE = 256
+"""Of FlashAttention, in multiples of 8."""
 
 
 def cascade_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, scale: float, kernel: VarlenKernel
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: CascadePlan,
+    scale: float,
+    kernel: VarlenKernel,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Run a plan on packed tensors, differentiably.
 
     Args:
         query: Shape [T, H, D].
         key: Shape [T, K, D].
-        value: Shape [T, K, D].
+        value: Shape [T, K, V].
         plan: The calls of the row's layout.
         scale: Factor of the scores.
-        kernel: The two primitives for the device.
+        kernel: The two primitives.
+        sinks_H: See `AttentionRule`.
 
     Returns:
-        Shape [T, H, D].
+        Shape [T, H, V].
     """
-    return _Cascade.apply(query, key, value, plan, scale, kernel)
+    return _Cascade.apply(query, key, value, sinks_H, plan, scale, kernel)
 
 
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, scale: float, kernel: VarlenKernel
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks_H: Tensor | None,
+        plan: CascadePlan,
+        scale: float,
+        kernel: VarlenKernel,
     ) -> Tensor:
-        out, lse = kernel.forward(query, key, value, plan.own, scale)
-        if plan.ancestors:
+        out, lse = _own_pieces(query, key, value, plan, scale, kernel)
+        if plan.ancestors or sinks_H is not None:
             out = out.to(lse.dtype)  # partial outputs are merged in float32
         for step in plan.ancestors:
             part, part_lse = kernel.forward(
                 _take(query, step.queries), _take(key, step.keys), _take(value, step.keys), step.call, scale
             )
             _merge(out, lse, part, part_lse, step.queries)
+        if sinks_H is not None:  # one more key for everybody, with a value of zero
+            with_sink = torch.logaddexp(lse, sinks_H.to(lse.dtype)[:, None])
+            out = out * (lse - with_sink).exp().t()[..., None]
+            lse = with_sink
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, sinks_H, out, lse)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks_H, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
-        kernel, scale = ctx.kernel, ctx.scale
-        grad_query, grad_key, grad_value = kernel.backward(grad, query, key, value, out, lse, ctx.plan.own, scale)
-        for step in ctx.plan.ancestors:
+        parts = _Gradients(query, key, value)
+        for step in (*ctx.plan.own, *ctx.plan.ancestors):
             asked, asking = step.keys, step.queries
-            part_query, part_key, part_value = kernel.backward(
-                _take(grad, asking), _take(query, asking), _take(key, asked), _take(value, asked),
-                _take(out, asking), _take(lse.t(), asking).t(), step.call, scale,
+            parts.add(
+                asking,
+                asked,
+                ctx.kernel.backward(
+                    _take(grad, asking), _take(query, asking), _take(key, asked), _take(value, asked),
+                    _take(out, asking), _take(lse.t(), asking).t(), step.call, ctx.scale,
+                ),
             )  # fmt: skip
-            _add(grad_query, asking, part_query)
-            _add(grad_key, asked, part_key)
-            _add(grad_value, asked, part_value)
-        return grad_query, grad_key, grad_value, None, None, None
+        grad_sinks = None
+        if sinks_H is not None and ctx.needs_input_grad[3]:
+            # A key with a value of zero: the gradient of its score is -p * sum(grad * out).
+            shares_HT = (sinks_H.to(lse.dtype)[:, None] - lse).exp()
+            inner_HT = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1).t()
+            grad_sinks = -(shares_HT * inner_HT).sum(dim=-1).to(sinks_H.dtype)
+        return (*parts.total(), grad_sinks, None, None, None)
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: _Index) -> None:
-    """Fold a partial softmax over more keys into `out` [T, H, D] and `lse` [H, T] at the tokens `where`."""
+def _own_pieces(
+    query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, scale: float, kernel: VarlenKernel
+) -> tuple[Tensor, Tensor]:
+    if len(plan.own) == 1:  # its queries are the whole row
+        step = plan.own[0]
+        return kernel.forward(query, _take(key, step.keys), _take(value, step.keys), step.call, scale)
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
+    for step in plan.own:
+        out[step.queries], lse[:, step.queries] = kernel.forward(
+            _take(query, step.queries), _take(key, step.keys), _take(value, step.keys), step.call, scale
+        )
+    return out, lse
+
+
+class _Gradients:
+    """Adds up partial gradients of query, key and value."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._totals: list[Tensor | None] = [None] * len(tensors)
+
+    def add(self, queries: Index, keys: Index, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        for number, (index, part) in enumerate(zip((queries, keys, keys), parts, strict=True)):
+            total, tensor = self._totals[number], self._tensors[number]
+            if total is None and isinstance(index, slice) and part.shape[0] == tensor.shape[0]:
+                self._totals[number] = part
+                continue
+            if total is None or total.dtype != torch.promote_types(tensor.dtype, torch.float32):
+                wide = torch.promote_types(tensor.dtype, torch.float32)  # rounded once, at the end
+                total = torch.zeros_like(tensor, dtype=wide) if total is None else total.to(wide)
+                self._totals[number] = total
+            if isinstance(index, slice):
+                total[index] += part
+            else:
+                total.index_add_(0, index, part.to(total.dtype))
+
+    def total(self) -> list[Tensor]:
+        return [
+            torch.zeros_like(tensor) if total is None else total.to(tensor.dtype)
+            for total, tensor in zip(self._totals, self._tensors, strict=True)
+        ]
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
+    """Fold a partial softmax over more keys into `out` [T, H, V] and `lse` [H, T] at the tokens `where`."""
     old_lse = _take(lse.t(), where).t()
     new_lse = torch.logaddexp(old_lse, part_lse)
     old_weight = (old_lse - new_lse).exp_().t()[..., None]
@@ -120,40 +159,44 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: _Ind
     lse[:, where] = new_lse
 
 
-def _take(packed: Tensor, index: _Index) -> Tensor:
+def _take(packed: Tensor, index: Index) -> Tensor:
     return packed[index] if isinstance(index, slice) else packed.index_select(0, index)
 
 
-def _add(packed: Tensor, index: _Index, part: Tensor) -> None:
-    if isinstance(index, slice):
-        packed[index] += part
-    else:
-        packed.index_add_(0, index, part)
+def has_fast_kernel(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> bool:
+    """Whether PyTorch's fused kernels serve a layer; otherwise the cascade runs on plain matrix products."""
+    if rule.softcap is not None:
+        return False
+    if query.is_cuda:
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        return half and max(key.shape[-1], value.shape[-1]) <= MAX_CUDA_HEAD_SIZE
+    return query.device.type == "cpu"
 
 
-def _lengths(runs: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(run.stop - run.start for run in runs)
-
-
-def _index(runs: tuple[slice, ...], device: torch.device) -> _Index:
-    if len(runs) == 1:
-        return runs[0]
-    return torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(device)
-
-
-def _refusal(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    if query.device.type not in ("cpu", "cuda"):
-        return f"it runs on CPU and CUDA, not on {query.device.type!r}; use backend 'reference'."
-    if query.device.type == "cuda" and query.dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention on CUDA takes bfloat16 and float16, not {query.dtype}; use backend 'flex' or bfloat16."
+def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
+    if rule.window is not None and rule.blocks is not None:
+        return "it has no call for images seen both ways under a window; use backend 'flex' or 'reference'."
+    if rule.chunk is not None and (rule.blocks is not None or rule.window is not None):
+        return "it has no call for chunks together with windows or images; use backend 'flex' or 'reference'."
     return None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float) -> Tensor:
-    plan = layout.memo(("cascade", query.device), lambda: plan_cascade(layout, query.device))
-    kernel: VarlenKernel = CUDAKernel() if query.device.type == "cuda" else CPUKernel()
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
+    plan = layout.memo(("cascade", query.device, rule.visibility), lambda: plan_cascade(layout, rule, query.device))
+    values = value.shape[-1]
+    kernel: VarlenKernel = EagerKernel(rule.softcap)
+    if has_fast_kernel(query, key, value, rule):
+        kernel = CUDAKernel() if query.is_cuda else CPUKernel()
+        query, key, value = _same_head_size(query, key, value, multiple_of=8 if query.is_cuda else 1)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return cascade_attention(query, key, value, plan, scale, kernel)[None]
+    return cascade_attention(query, key, value, plan, rule.scale, kernel, rule.sinks_H)[None, ..., :values]
+
+
+def _same_head_size(*tensors: Tensor, multiple_of: int) -> list[Tensor]:
+    """Pad heads with zeros, which change no score and no other component of the output."""
+    size = max(tensor.shape[-1] for tensor in tensors)
+    size += -size % multiple_of
+    return [tensor if tensor.shape[-1] == size else pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
 
 
 CASCADE = Backend("cascade", _attend, _refusal)

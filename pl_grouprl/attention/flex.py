@@ -1,7 +1,11 @@
-"""FlexAttention with the layout's mask. On CPU PyTorch gives it no backward, so there it serves scoring only."""
+"""FlexAttention with the layout's mask. On CPU PyTorch gives it no backward, so there it serves scoring only.
+
+Legend: T packed tokens, H query heads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.attention.backend import Backend, needs_gradient
+from pl_grouprl.attention.rule import AttentionRule, visibility_function
 from pl_grouprl.packing import SharedPrefixLayout
 
 
@@ -19,29 +24,50 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _block_mask(layout: SharedPrefixLayout, device: torch.device) -> Any:
+def _block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    starts, stops = layout.subtree_bounds(device)
+    sees = visibility_function(layout, rule, device)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= starts[key]) & (query < stops[key]) & (key <= query)
+        return sees(query, key)
 
     return create_block_mask(visible, None, None, layout.num_tokens, layout.num_tokens, device=device)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float) -> Tensor:
-    mask = layout.memo(("block_mask", query.device), lambda: _block_mask(layout, query.device))
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    mask = layout.memo(("block_mask", query.device, rule.visibility), lambda: _block_mask(layout, rule, query.device))
     if not needs_gradient(query, key, value):  # the CPU kernel looks at requires_grad even where no graph is recorded
         query, key, value = query.detach(), key.detach(), value.detach()
-    out = _compiled_flex_attention()(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    out, aux = _compiled_flex_attention()(
+        query,
+        key,
+        value,
+        score_mod=None if rule.softcap is None else _soft_cap(rule.softcap),
+        block_mask=mask,
+        scale=rule.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=rule.sinks_H is not None),
     )
+    if rule.sinks_H is not None:
+        # A sink takes its share of the softmax and adds nothing to the output.
+        sinks = rule.sinks_H.to(aux.lse.dtype)[None, :, None]
+        out = out * torch.sigmoid(aux.lse - sinks)[..., None].to(out.dtype)
     return out.transpose(1, 2)
 
 
-def _refusal(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    if query.device.type == "cpu" and needs_gradient(query, key, value):
+def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
+    gradient = needs_gradient(query, key, value) or (rule.sinks_H is not None and needs_gradient(rule.sinks_H))
+    if query.device.type == "cpu" and gradient:
         return "FlexAttention has no backward pass on CPU; use backend 'cascade' for training there."
     return None
 

@@ -1,7 +1,4 @@
-"""Time one decoder call both ways: as the packed row that it was, and as padded rows with the prefixes repeated.
-
-Legend: B sequences, L the longest of them, T packed tokens.
-"""
+"""Time one decoder call both ways: as the packed row that it was, and as padded rows with the prefixes repeated."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from pl_grouprl.attention.patch import sharing_paused
-from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.packing import repeat_rows
 
 if TYPE_CHECKING:
     from pl_grouprl.attention.patch import CallReport, SharedPrefix
@@ -41,13 +37,6 @@ def measure_speedup(patch: SharedPrefix, report: CallReport, *, repeats: int = 2
             for name, inputs in (("repeated", repeated), ("shared", shared)):
                 seconds[name].append(_time_call(patch, inputs))
     return min(seconds["repeated"]) / min(seconds["shared"])
-
-
-def repeat_rows(layout: SharedPrefixLayout, input_ids: Tensor) -> dict[str, Tensor]:
-    """Undo a packed row [1, T]: right-padded `input_ids` and `attention_mask`, shape [B, L], a row per leaf."""
-    rows = [input_ids[0, layout.path(leaf).to(input_ids.device)] for leaf in layout.leaves]
-    mask_BL = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "attention_mask": mask_BL}
 
 
 def _time_call(patch: SharedPrefix, inputs: dict[str, Any]) -> float:

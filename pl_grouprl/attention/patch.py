@@ -18,9 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.rows import SharedRows, share_rows, unsharable
-from pl_grouprl.attention.support import check_supported, find_decoder, positions_are_relative
+from pl_grouprl.attention.stateful import install
+from pl_grouprl.attention.structure import check_structure
+from pl_grouprl.attention.support import check_supported, find_backbone, find_decoder, positions_are_relative
 from pl_grouprl.packing import SharedPrefixLayout
 
 if TYPE_CHECKING:
@@ -58,10 +61,13 @@ class SharedPrefix:
         model: The patched model.
         backend: Name of the attention backend.
         decoder: Its decoder.
+        backbone: The module around it that takes images, where there is one; otherwise the decoder.
         wrapped: The attention implementation that serves calls without a layout.
         last_call: What became of the decoder's last call; None before the first.
         listeners: Called with the `CallReport` of each call of the decoder.
         paused: Set it to let every call through untouched for a while.
+        layers: After a call that shared: by kind of layer what ran it, and how many of them there are.
+        only: Set it to the kind of layer that `backend` is to run; attention of every other kind runs the `reference`.
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "auto", min_saved_tokens: int = 16) -> None:
@@ -70,10 +76,12 @@ class SharedPrefix:
         self.last_call: CallReport | None = None
         self.listeners: list[Callable[[CallReport], None]] = []
         self.paused = False
+        self.layers: dict[str, tuple[str, int]] = {}
+        self.only: str | None = None
         self._handles: list[Any] = []
         self.wrapped = "eager"
         check_supported(model)
-        self.decoder = find_decoder(model)
+        self.decoder, self.backbone = find_decoder(model), find_backbone(model)
         self._parameters = list(inspect.signature(self.decoder.forward).parameters)
         # OPT's default positions count the tokens of the attention mask, not the columns.
         self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
@@ -94,8 +102,20 @@ class SharedPrefix:
             self.model.register_forward_pre_hook(self._look_at_labels, with_kwargs=True),
             self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self.decoder.register_forward_hook(self._after, with_kwargs=True),
+            self.decoder.register_forward_hook(_end_masks, with_kwargs=True, always_call=True),
+            install(self.decoder),
         ]
+        if self.backbone is not self.decoder:
+            self._handles += [
+                self.backbone.register_forward_pre_hook(self._before_backbone, with_kwargs=True),
+                self.backbone.register_forward_hook(_end_masks, with_kwargs=True, always_call=True),
+            ]
         _IN_FORCE.setdefault(self.decoder, []).append(self)
+        try:
+            check_structure(self, self._max_depth)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -149,6 +169,25 @@ class SharedPrefix:
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
         return (), kwargs
 
+    @torch.compiler.disable(reason="looks at the layout in Python; the decoder's layers compile")
+    def _before_backbone(
+        self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Prepare a packed row for a model with a vision tower, which makes the masks itself."""
+        kwargs = dict(zip(inspect.signature(backbone.forward).parameters, args, strict=False)) | kwargs
+        layout = kwargs.get("prefix_layout")
+        if not self._handles or layout is None or isinstance(layout, LayoutCall):
+            return (), kwargs
+        _check_packed_row(kwargs, layout)
+        if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and _media(kwargs):
+            raise ValueError(
+                f"{', '.join(_media(kwargs))} without position_ids: {type(backbone).__name__} would count positions "
+                "along the packed row; pass those of pl_grouprl.models.media, or score with pl_grouprl.models.score."
+            )
+        kwargs |= self._packed_row(kwargs, layout)
+        self._report(kwargs, layout)
+        return (), kwargs
+
     def _look_at_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
         if labels is not None and kwargs.get("prefix_layout") is not None:
@@ -179,12 +218,12 @@ class SharedPrefix:
         positions = kwargs.get("position_ids")
         positions = layout.position_ids if positions is None else positions
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
+        start_packed_masks(layout.num_tokens)
         changed = {
-            "position_ids": positions.to(tokens.device).reshape(1, -1),
-            # A mask with four dimensions is taken as it is by transformers: no [T, T] mask is built for the row. This
-            # one fits no other attention: a layer that runs again after the context is left fails instead of lying.
-            "attention_mask": torch.zeros(1, 1, 1, 1, device=tokens.device).expand(1, 1, layout.num_tokens + 1, 1),
-            "prefix_layout": _OwnCall(layout, owner=self, rows=rows, expects_cache=expects_cache),
+            "position_ids": _row_of_positions(positions.to(tokens.device)),
+            # Of two dimensions and full of ones: the model makes its masks, which is where ours says what they are.
+            "attention_mask": torch.ones(1, layout.num_tokens, dtype=torch.long, device=tokens.device),
+            "prefix_layout": _OwnCall(layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache),
             "past_key_values": None,
             "use_cache": False,
         }
@@ -197,15 +236,20 @@ class SharedPrefix:
         call = kwargs.get("prefix_layout")
         if not isinstance(call, _OwnCall) or call.owner is not self:
             return None
-        layers = decoder.config.num_hidden_layers
-        if len(call.reached) != layers:
-            raise RuntimeError(
-                f"prefix_layout reached {len(call.reached)} attention modules of {layers} layers in "
-                f"{type(decoder).__name__}; the result would be wrong. Train this model with sharing='repeated'."
-            )
+        self._account_for_layers(call)
         if call.expects_cache and isinstance(output, dict):
             output["past_key_values"] = _NoCache()
         return output if call.rows is None else _hand_back(output, call.rows)
+
+    def _account_for_layers(self, call: LayoutCall) -> None:
+        """Every layer must have mixed tokens by the layout, or not at all."""
+        layers = self.decoder.config.num_hidden_layers
+        if len(call.reached) != layers:
+            raise RuntimeError(
+                f"prefix_layout reached {len(call.reached)} attention modules of {layers} layers in "
+                f"{type(self.decoder).__name__}; the result would be wrong. Train this model with sharing='repeated'."
+            )
+        self.layers = call.kinds()
 
     def _report(
         self,
@@ -295,7 +339,9 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> Non
             f"pass one packed row, of shape [1, {layout.num_tokens}]."
         )
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is not None and positions.numel() != layout.num_tokens:
+    if positions is not None and not (
+        positions.shape[-1] == layout.num_tokens and (positions.dim() == 3 or positions.numel() == layout.num_tokens)
+    ):
         raise ValueError(
             f"position_ids has shape {list(positions.shape)} for a prefix_layout of {layout.num_tokens} tokens; pass "
             "prefix_layout.position_ids, or leave it out."
@@ -306,6 +352,20 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> Non
         )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
+
+
+def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if isinstance(kwargs.get("prefix_layout"), LayoutCall):
+        end_packed_masks()
+
+
+def _media(kwargs: dict[str, Any]) -> list[str]:
+    return [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
+
+
+def _row_of_positions(positions: Tensor) -> Tensor:
+    """[T] or [1, T] to [1, T]; several kinds of positions (of images: time, height, width) stay [kinds, 1, T]."""
+    return positions if positions.dim() == 3 else positions.reshape(1, -1)
 
 
 def _hand_back(output: Any, rows: SharedRows) -> Any:

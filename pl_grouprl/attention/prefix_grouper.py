@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.attention.backend import Backend
+from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 
@@ -48,15 +49,23 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: flo
     return out.transpose(1, 2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
     grouper, kept_PL = layout.memo(("prefix_grouper", query.device), lambda: _plan(layout, query.device))
     padded = []
     for tensor in (query, key, value):
         batch = tensor.new_zeros(*kept_PL.shape, tensor.shape[1], tensor.shape[3])
         batch = batch.index_put(kept_PL.nonzero(as_tuple=True), tensor[0].transpose(0, 1))
         padded.append(batch.transpose(1, 2))
-    out_PLHD = grouper.forward(_sdpa, *padded, scale=scale)
+    out_PLHD = grouper.forward(_sdpa, *padded, scale=rule.scale)
     return out_PLHD[kept_PL][None]
 
 
-PREFIX_GROUPER = Backend("prefix_grouper", _attend, max_depth=1)
+def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
+    if rule.features:
+        return f"the package knows nothing of {', '.join(rule.features)}; use backend 'auto'."
+    if key.shape[-1] != value.shape[-1]:
+        return f"keys have head size {key.shape[-1]} and values {value.shape[-1]}; use backend 'auto'."
+    return None
+
+
+PREFIX_GROUPER = Backend("prefix_grouper", _attend, _refusal, max_depth=1)

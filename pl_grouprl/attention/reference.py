@@ -9,36 +9,43 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.attention.backend import Backend
+from pl_grouprl.attention.rule import AttentionRule, visibility_function
 from pl_grouprl.packing import SharedPrefixLayout
 
 
-def dense_mask(layout: SharedPrefixLayout, device: torch.device) -> Tensor:
+def dense_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Tensor:
     """Which token (row) sees which (column), shape [T, T], bool."""
     tokens = torch.arange(layout.num_tokens, device=device)
-    return layout.visible(tokens[:, None], tokens[None, :], device)
+    return visibility_function(layout, rule, device)(tokens[:, None], tokens[None, :])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
     """Softmax attention under the layout's dense mask, in float32 or wider.
 
     Args:
         query: Shape [1, H, T, D].
         key: Shape [1, K, T, D].
-        value: Shape [1, K, T, D].
+        value: Shape [1, K, T, V].
         layout: The forest of the row.
-        scale: Factor of the scores.
+        rule: How the layer attends.
 
     Returns:
-        Shape [1, T, H, D], in the dtype of `query`.
+        Shape [1, T, H, V], in the dtype of `query`.
     """
-    mask = layout.memo(("dense_mask", query.device), lambda: dense_mask(layout, query.device))
+    mask = layout.memo(("dense_mask", query.device, rule.visibility), lambda: dense_mask(layout, rule, query.device))
     wide = torch.promote_types(query.dtype, torch.float32)
     heads_per_key = query.shape[1] // key.shape[1]
     key = key.to(wide).repeat_interleave(heads_per_key, dim=1)
     value = value.to(wide).repeat_interleave(heads_per_key, dim=1)
-    scores_HTT = (query.to(wide) @ key.transpose(2, 3)) * scale
-    weights_HTT = scores_HTT.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    scores_HTT = (query.to(wide) @ key.transpose(2, 3)) * rule.scale
+    if rule.softcap is not None:
+        scores_HTT = rule.softcap * (scores_HTT / rule.softcap).tanh()
+    scores_HTT = scores_HTT.masked_fill(~mask, float("-inf"))
+    if rule.sinks_H is not None:
+        sinks = rule.sinks_H.to(wide)[None, :, None, None].expand(*scores_HTT.shape[:3], 1)
+        scores_HTT = torch.cat([scores_HTT, sinks], dim=-1)
+    weights_HTT = scores_HTT.softmax(dim=-1)[..., : key.shape[2]]
     return (weights_HTT @ value).transpose(1, 2).to(query.dtype)
 
 
-REFERENCE = Backend("reference", attend, value_size_may_differ=True)
+REFERENCE = Backend("reference", attend)

@@ -7,6 +7,7 @@ runs a layer again in the backward pass and must find it there.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.choice import choose, get_backend
+from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
+from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
-_REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "head_mask", "alibi")
+_WITHOUT_EFFECT = {
+    *("position_ids", "cache_position", "position_embeddings", "output_attentions", "output_hidden_states"),
+    *("use_cache", "past_key_values", "return_dict", "is_causal", "output_router_logits", "logits_to_keep"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "num_items_in_batch"),
+}
+"""Keywords that reach attention functions without changing what is computed over a whole row."""
 
 
 @dataclass
@@ -27,15 +35,35 @@ class LayoutCall:
 
     Attributes:
         layout: The forest of the packed row.
-        reached: Identities of the attention modules that received it.
+        reached: Identities of the modules that mixed tokens by it: attention, and layers with a state.
+        ran: Of each of those that are attention the kind of layer and the backend.
+        only: The kind of layer that the chosen backend runs, all others run the `reference`; None runs it everywhere.
     """
 
     layout: SharedPrefixLayout
     reached: set[int] = field(default_factory=set)
+    ran: dict[int, tuple[str, str]] = field(default_factory=dict)
+    only: str | None = None
+    _rules: dict[tuple[int, ...], tuple[Tensor, MaskRule | None]] = field(default_factory=dict, repr=False)
+
+    def mask_rule(self, mask: Any) -> MaskRule | None:
+        """What a layer's mask says; None if it is not ours. Read once for all layers that have the same tensor."""
+        if not isinstance(mask, Tensor):
+            return None
+        key = (mask.data_ptr(), *mask.shape)
+        if key not in self._rules:
+            self._rules[key] = (mask, from_marker(mask))  # kept, so that the address stays taken
+        return self._rules[key][1]
+
+    def kinds(self) -> dict[str, tuple[str, int]]:
+        """What ran each kind of layer, and how many of them there are."""
+        labels = [self.ran.get(module, ("with a state", "segment by segment")) for module in self.reached]
+        counts = Counter(labels)
+        return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
 
 
 def register(backend_name: str, wrapped: str) -> str:
-    """Register our attention function over the implementation `wrapped`, with its mask function.
+    """Register our attention function over the implementation `wrapped`, with a mask function of ours.
 
     Returns:
         The name to set as a config's attention implementation.
@@ -45,8 +73,7 @@ def register(backend_name: str, wrapped: str) -> str:
 
     name = f"shared_prefix_{backend_name}_over_{wrapped}"
     AttentionInterface.register(name, _attention_function(get_backend(backend_name), wrapped))
-    if wrapped in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[wrapped])
+    AttentionMaskInterface.register(name, mask_function(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
     return name
 
 
@@ -61,6 +88,11 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if prefix_layout is None:
+            if from_marker(attention_mask) is not None:
+                raise NotImplementedError(
+                    f"{type(module).__name__} was not given prefix_layout: the layers around it do not hand it on; "
+                    "train this model with sharing='repeated'."
+                )
             return _own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
         return _attend_packed(backend, module, query, key, value, prefix_layout, attention_mask, **kwargs), None
 
@@ -76,9 +108,6 @@ def _attend_packed(
     value: Tensor,
     call: LayoutCall,
     attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> Tensor:
     if not isinstance(call, LayoutCall):
@@ -86,36 +115,62 @@ def _attend_packed(
             "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
             "`with shared_prefix(model):`."
         )
-    _refuse_what_is_not_applied(module, attention_mask, dropout, kwargs)
+    rule = _rule_of_layer(module, query, call, attention_mask, kwargs)
+    kind, rule = rule.kind, rule.narrowed(call.layout)
     call.reached.add(id(module))
     query, key, value = _same_dtype(query, key, value)
-    return backend(query, key, value, call.layout, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if call.only not in (None, kind):
+        backend = get_backend("reference")
+    elif backend.name == "auto":
+        backend = choose(query, key, value, rule)
+    call.ran[id(module)] = (kind, backend.name)
+    return backend(query, key, value, call.layout, rule)
 
 
-def _refuse_what_is_not_applied(
-    module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> None:
-    if attention_mask is not None and attention_mask.shape[-1] > 1:  # the packed row's own has one column
+def _rule_of_layer(
+    module: nn.Module, query: Tensor, call: LayoutCall, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> AttentionRule:
+    """Turn what a layer hands to its attention function into a rule; what is not understood is refused."""
+    name, kwargs = type(module).__name__, {key: value for key, value in kwargs.items() if value is not None}
+    mask = call.mask_rule(attention_mask)
+    if mask is None:
         raise NotImplementedError(
-            f"{type(module).__name__} adds a mask or bias of its own to the scores, which shared-prefix attention does "
-            "not apply; train this model with sharing='repeated'."
+            f"{name} has a mask or bias of its own, which shared-prefix attention does not apply; train this model "
+            "with sharing='repeated'."
         )
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise NotImplementedError(
-            f"{type(module).__name__} is not causal, so what a prefix becomes depends on what follows it; "
-            "train this model with sharing='repeated'."
+            f"{name} is not causal, so what a prefix becomes depends on what follows it; train this model with "
+            "sharing='repeated'."
         )
-    present = [name for name in _REFUSED_ARGUMENTS if kwargs.get(name) is not None]
-    if present:
-        raise NotImplementedError(
-            f"{type(module).__name__} passes {', '.join(present)}, which shared-prefix attention does not apply; "
-            "train this model with sharing='repeated'."
-        )
+    dropout = kwargs.pop("dropout", 0.0)
     if dropout:
         raise ValueError(
-            f"{type(module).__name__} has attention dropout {dropout}, which cannot be the same for a shared and a "
-            "repeated prefix; set the config's attention dropout to 0 or call model.eval()."
+            f"{name} has attention dropout {dropout}, which cannot be the same for a shared and a repeated prefix; "
+            "set the config's attention dropout to 0 or call model.eval()."
         )
+    rule = AttentionRule(
+        scale=kwargs.pop("scaling", query.shape[-1] ** -0.5),
+        window=mask.window,
+        chunk=mask.chunk,
+        softcap=kwargs.pop("softcap", None),
+        sinks_H=kwargs.pop("s_aux", None),
+        blocks=mask.blocks,
+        window_bounds_blocks=mask.window_bounds_blocks,
+    )
+    window = kwargs.pop("sliding_window", None)
+    if window is not None and window != mask.window and max(call.layout.repeated_lengths) > window:
+        raise NotImplementedError(
+            f"{name} passes sliding_window={window} with a mask whose window is {mask.window}, so that its attention "
+            "implementations differ among themselves; train this model with sharing='repeated'."
+        )
+    unknown = sorted(key for key in kwargs if key not in _WITHOUT_EFFECT)
+    if unknown:
+        raise NotImplementedError(
+            f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not apply; train this model "
+            "with sharing='repeated'."
+        )
+    return rule
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,23 +1,17 @@
-"""Which models share a prefix exactly, decided before any forward: the others are refused with the reason."""
+"""What can be said of a model before it runs: where its decoder is, and why it could never share prefixes."""
 
 from __future__ import annotations
 
 import inspect
-import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pl_grouprl.attention.stateful import unsupported_mixers
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_MIXES_WITHOUT_ATTENTION = re.compile(
-    "Mamba|SSM|DeltaNet|DeltaAttention|ShortConv|Recurrent|Rwkv|LinearAttention|LightningAttention|RgLru|xLSTM"
-)
-"""Class names of layers that carry a state from token to token."""
-
-_MOVING_FREQUENCIES = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest sequence of the call."""
 
 
 class UnsupportedModelError(ValueError):
@@ -26,6 +20,7 @@ class UnsupportedModelError(ValueError):
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that turns tokens into hidden states, without the language model head."""
+    model = _without_adapter_wrapper(model)
     decoder = model.get_decoder()
     if not hasattr(decoder, "config"):  # ModernBertDecoder names its head `decoder`
         decoder = model.base_model
@@ -33,14 +28,52 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return getattr(model, "model", decoder) if decoder is model else decoder
 
 
+def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that takes all inputs and returns hidden states: with a vision tower the one that holds it.
+
+    For a model of text alone that is the decoder.
+    """
+    decoder, model = find_decoder(model), _without_adapter_wrapper(model)
+    composite = model.base_model
+    has_parts = getattr(model.config, "vision_config", None) is not None and composite is not decoder
+    return composite if has_parts and decoder in composite.modules() else decoder  # type: ignore[return-value]
+
+
+def _without_adapter_wrapper(model: Any) -> Any:
+    """What a PeftModel wraps; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def positions_are_relative(decoder: PreTrainedModel) -> bool:
     """Whether a row gives the same result at positions moved by a constant: rotary angles see distances only.
 
-    Not so where norms with weights come behind the rotation (HunYuan) or queries are scaled by their position.
+    Not so where norms with weights come behind the rotation (HunYuan), queries are scaled by their position, chunks
+    are counted from position 0, or frequencies depend on the largest position.
     """
     rotary = any("rotary" in type(module).__name__.lower() for module in decoder.modules())
     config = decoder.config
-    return rotary and not (config.model_type.startswith("hunyuan") or _scales_by_position(config))
+    absolute = (
+        config.model_type.startswith("hunyuan")
+        or _scales_by_position(config)
+        or "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        or frequencies_move(decoder)
+    )
+    return rotary and not absolute
+
+
+def frequencies_move(decoder: nn.Module) -> bool:
+    """Whether rotary frequencies depend on the largest position of a call (rope types `dynamic` and `longrope`).
+
+    Such a model gives a sequence other values in a batch with a longer one. A packed row has the largest position of
+    the padded batch of the same sequences, and so the same values.
+    """
+    types = [str(kind) for module in decoder.modules() for kind in _rope_types(module)]
+    return any("dynamic" in kind or kind == "longrope" for kind in types)
+
+
+def _rope_types(module: nn.Module) -> Iterator[Any]:
+    rope_type = getattr(module, "rope_type", None)
+    yield from rope_type.values() if isinstance(rope_type, dict) else [rope_type]
 
 
 def counts_tokens_itself(decoder: nn.Module) -> str | None:
@@ -58,53 +91,37 @@ def _scales_by_position(config: Any) -> bool:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse models that would be silently wrong with a shared prefix.
+    """Refuse models that could never share a prefix exactly, by what they are built of.
+
+    The rest is found out by running: `shared_prefix` compares a few tokens on both paths when it is first entered, and
+    attention refuses masks and arguments that it does not know.
 
     Raises:
         UnsupportedModelError: With the model's name, the reason and what to do instead.
     """
-    decoder = find_decoder(model)
-    reason = _reason(decoder, decoder.config)
+    reason = _reason(find_decoder(model))
     if reason is not None:
-        raise UnsupportedModelError(
-            f"model {type(model).__name__} (model_type={decoder.config.model_type!r}) cannot share prefixes: {reason} "
-            "Train it with sharing='repeated', or choose a decoder with full causal attention."
-        )
+        raise refusal(model, reason)
 
 
-def _reason(decoder: PreTrainedModel, config: Any) -> str | None:
+def refusal(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
+    """The error that names the model, the reason and the remedy."""
+    config = find_decoder(model).config
+    return UnsupportedModelError(
+        f"model {type(model).__name__} (model_type={config.model_type!r}) cannot share prefixes: {reason} "
+        "Train it with sharing='repeated', or choose another decoder; docs/models.md lists those that are exact."
+    )
+
+
+def _reason(decoder: PreTrainedModel) -> str | None:
+    config = decoder.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder."
-    stateful = sorted(
-        {type(m).__name__ for m in decoder.modules() if _MIXES_WITHOUT_ATTENTION.search(type(m).__name__)}
-    )
-    if stateful:
-        return f"its layers {', '.join(stateful)} carry a state, which would run from one rollout into the next."
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if other:
-        return f"config.layer_types has {', '.join(other)}; only full_attention is supported."
+    mixers = unsupported_mixers(decoder)
+    if mixers:
+        return f"its layers {', '.join(mixers)} carry a state, which would run from one rollout into the next."
     if not decoder._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface, so the layout would not arrive."
-    return counts_tokens_itself(decoder) or _config_reason(config)
-
-
-def _config_reason(config: Any) -> str | None:
-    window = getattr(config, "sliding_window", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [rope, *(part for part in rope.values() if isinstance(part, dict))] if isinstance(rope, dict) else []
-    rope_types = sorted({str(part.get("rope_type", part.get("type"))) for part in nested} & {*_MOVING_FREQUENCIES})
-    findings = {
-        f"config.sliding_window={window} limits attention to a window; set it to None if all sequences are shorter.":
-            window is not None and getattr(config, "use_sliding_window", True),
-        "config.attn_logit_softcapping caps the scores.": getattr(config, "attn_logit_softcapping", None) is not None,
-        "its layers do not hand the layout on to their attention.": config.model_type in ("stablelm", "nemotron"),
-        "its attention adds a bias of its own to the scores.": config.model_type == "doge",
-        "its attention has sinks.": config.model_type == "gpt_oss",
-        "its attention is latent (config.kv_lora_rank).": getattr(config, "kv_lora_rank", None) is not None,
-        "it biases scores by distance (config.alibi).": bool(getattr(config, "alibi", False)),
-        f"its rotary frequencies ({', '.join(rope_types)}) depend on the longest sequence of the call.":
-            bool(rope_types),
-        "it scales queries by their place in the row (config.attn_temperature_tuning).":
-            bool(getattr(config, "attn_temperature_tuning", False)) and 0 in (config.no_rope_layers or ()),
-    }  # fmt: skip
-    return next((reason for reason, found in findings.items() if found), None)
+    if bool(getattr(config, "alibi", False)):
+        return "it biases scores by distance (config.alibi)."
+    return counts_tokens_itself(decoder)

@@ -3,6 +3,7 @@
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.cost import ModelCost
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
+from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.shorten import ShortenedGroups, shorten
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "Sharing",
     "ShortenedGroups",
     "pack",
+    "repeat_rows",
     "shorten",
 ]

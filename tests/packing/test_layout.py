@@ -9,7 +9,7 @@ FORESTS = [(seed, depth) for depth in (1, 2, 3, 4) for seed in range(5)]
 
 def visible(layout):
     tokens = torch.arange(layout.num_tokens)
-    return layout.visible(tokens[:, None], tokens[None, :], torch.device("cpu"))
+    return layout.visibility(torch.device("cpu"))(tokens[:, None], tokens[None, :])
 
 
 def test_positions_and_visibility_of_one_group_by_hand():

@@ -1,0 +1,164 @@
+"""What transformers' own mask creation says about a layer, read off its mask function instead of a dense mask.
+
+transformers composes a mask from small functions (causal, window, chunk, blocks) and hands the composition to the mask
+function registered for the attention implementation. In a packed call ours reads the composition and returns a
+*marker*: a small tensor that carries what was read to the attention function, through any layer, checkpointed or not.
+A composition with a part that is not known is refused. So windows and the like come from what the model does, not from
+a list of models.
+
+Legend: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAGIC = 0x5E95
+"""First number of a marker: no mask of a model holds it."""
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """What a mask function says; see `AttentionRule` for the attributes."""
+
+    window: int | None = None
+    chunk: int | None = None
+    blocks: tuple[int, ...] | None = None
+    window_bounds_blocks: bool = True
+
+
+_PACKED_TOKENS: ContextVar[int | None] = ContextVar("packed_tokens", default=None)
+"""Tokens of the packed row whose masks are being made; None in an ordinary call.
+
+A global is enough here: masks are made once, before the layers, never in a recomputation of one.
+"""
+
+
+def start_packed_masks(num_tokens: int) -> None:
+    """From now on masks are those of a packed row."""
+    _PACKED_TOKENS.set(num_tokens)
+
+
+def end_packed_masks() -> None:
+    """From now on masks are what they were."""
+    _PACKED_TOKENS.set(None)
+
+
+def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make our mask function over that of the wrapped attention implementation, where it has one."""
+
+    @torch.compiler.disable(reason="reads the model's mask function in Python")
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        num_tokens = _PACKED_TOKENS.get()
+        if num_tokens is None:
+            return None if wrapped is None else wrapped(*args, **kwargs)
+        return to_marker(read_mask_function(kwargs["mask_function"]), num_tokens)
+
+    return make_mask
+
+
+def to_marker(rule: MaskRule, num_tokens: int) -> Tensor:
+    """Pack a rule into a tensor of int64 on the CPU, so that reading it waits for no device.
+
+    Its shape [1, 1, T + 1, 4 or 5] fits no attention over T tokens: a layer that runs again after the context is left
+    fails instead of lying.
+    """
+    numbers = [_MAGIC, rule.window or 0, rule.chunk or 0, int(rule.window_bounds_blocks)]
+    marker = torch.tensor(numbers).expand(1, 1, num_tokens + 1, 4)
+    if rule.blocks is None:
+        return marker
+    blocks = torch.tensor([*rule.blocks, -1])
+    return torch.cat([marker, blocks[None, None, :, None]], dim=-1)
+
+
+def from_marker(marker: Any) -> MaskRule | None:
+    """The rule that a layer was given as its mask, or None if it is no marker."""
+    if not isinstance(marker, Tensor) or marker.dtype != torch.int64 or marker.dim() != 4:
+        return None
+    if marker.shape[-1] not in (4, 5) or not marker.shape[2]:
+        return None
+    magic, window, chunk, bounds = marker[0, 0, 0, :4].tolist()
+    if magic != _MAGIC:
+        return None
+    blocks = tuple(marker[0, 0, :-1, 4].tolist()) if marker.shape[-1] == 5 else None
+    return MaskRule(window or None, chunk or None, blocks, bool(bounds))
+
+
+def read_mask_function(function: Callable[..., Any]) -> MaskRule:
+    """Read a composition of transformers' mask functions.
+
+    Raises:
+        NotImplementedError: If a part of it is unknown, or the parts are combined in a way that no rule expresses.
+    """
+    kind, parts = _parse(function)
+    if kind == "causal":
+        return MaskRule()
+    if kind == "and":
+        return _all_of(parts)
+    if kind == "or":
+        plain = [part for part in parts if _parse(part)[0] != "blocks"]
+        blocks = [_parse(part)[1] for part in parts if _parse(part)[0] == "blocks"]
+        if len(plain) == 1 and len(blocks) == 1:
+            rule = read_mask_function(plain[0])
+            if rule.blocks is None:
+                return MaskRule(rule.window, rule.chunk, blocks[0], window_bounds_blocks=False)
+    raise _unknown(function)
+
+
+def _all_of(parts: list[Callable[..., Any]]) -> MaskRule:
+    limits: dict[str, int] = {}
+    base: MaskRule | None = None
+    for part in parts:
+        kind, content = _parse(part)
+        if kind in ("window", "chunk") and kind not in limits:
+            limits[kind] = content
+        elif kind in ("causal", "or", "and") and base is None:
+            base = read_mask_function(part)
+        else:
+            raise _unknown(part)
+    if base is None or (base.blocks is not None and "chunk" in limits):
+        raise _unknown(parts[0])
+    window = min((w for w in (base.window, limits.get("window")) if w is not None), default=None)
+    if base.window is not None and base.blocks is not None and "window" in limits:
+        raise _unknown(parts[0])
+    return MaskRule(window, limits.get("chunk", base.chunk), base.blocks, window_bounds_blocks=True)
+
+
+def _parse(function: Callable[..., Any]) -> tuple[str, Any]:
+    """Which of transformers' mask functions this is, and what it closes over."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    closed = _closure(function)
+    if name == "causal_mask_function":
+        return "causal", None
+    if name == "and_masks.<locals>.and_mask":
+        return "and", list(closed["mask_functions"])
+    if name == "or_masks.<locals>.or_mask":
+        return "or", list(closed["mask_functions"])
+    if name == "sliding_window_overlay.<locals>.inner_mask":
+        return "window", int(closed["sliding_window"])
+    if name == "chunked_overlay.<locals>.inner_mask" and not bool(closed["left_padding"].any()):
+        return "chunk", int(closed["chunk_size"])
+    if name == "blockwise_overlay.<locals>.inner_mask" and len(closed["block_sequence_ids"]) == 1:
+        return "blocks", tuple(closed["block_sequence_ids"][0].tolist())
+    raise _unknown(function)
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None:
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+def _unknown(function: Callable[..., Any]) -> NotImplementedError:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return NotImplementedError(
+        f"the model composes its attention mask with {name}, which shared-prefix attention does not know; train this "
+        "model with sharing='repeated'."
+    )
