@@ -176,7 +176,7 @@ class PolicyGradientModule(RolloutModule):
     def needs_old_scores(self) -> bool:
         """Whether the policy scores the rollouts before the updates, which costs a forward."""
         several_updates = bool(self.trainer.accumulate_grad_batches % self.updates_per_rollout)
-        return several_updates or (self.reference is not None and (self.kl_in == "reward" or self._kl_adapts))
+        return several_updates or (self.uses_reference and (self.kl_in == "reward" or self._kl_adapts))
 
     def old_score_options(self) -> dict[str, Any]:
         """What to compute beside old log-probabilities, in the same pass: keywords of `score`."""
@@ -194,9 +194,9 @@ class PolicyGradientModule(RolloutModule):
             with self._timed("old_logprobs"):
                 scores = self.score_rollouts(self.policy, buffer, **self.old_score_options())
             buffer.put("old_logprobs", scores.logprobs_N)
-        if self.reference is not None:
-            with self._timed("ref_logprobs"):
-                buffer.put("ref_logprobs", self.score_rollouts(self.reference, buffer).logprobs_N)
+        if self.uses_reference:
+            with self._timed("ref_logprobs"), self.reference_policy() as reference:
+                buffer.put("ref_logprobs", self.score_rollouts(reference, buffer).logprobs_N)
         buffer.put("kl_penalty", self._kl_penalty(buffer))
         buffer.put("token_rewards", self._outcomes(buffer) - buffer.joined("kl_penalty"))
         self.estimate_advantages(buffer, scores)
@@ -208,7 +208,7 @@ class PolicyGradientModule(RolloutModule):
         """
         mask_N = buffer.joined("loss_mask")
         penalty_N = torch.zeros(len(mask_N))
-        if self.reference is None:
+        if not self.uses_reference:
             return penalty_N
         if self.kl_in == "reward" or self._kl_adapts:
             difference = buffer.joined("old_logprobs"), buffer.joined("ref_logprobs")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
@@ -55,8 +56,9 @@ class PolicyModule(pl.LightningModule):
 
     Attributes:
         policy: The model, once `configure_model` has run.
-        reference: The frozen initial policy, where a subclass sets `uses_reference`. It is made again from the source
-            on every start and never part of a checkpoint.
+        reference: A frozen copy of the initial policy, where a subclass sets `uses_reference`. It is made again from
+            the source on every start and never part of a checkpoint. A policy with an adapter needs none, see
+            `reference_policy`; its frozen weights are no part of a checkpoint either.
 
     Raises:
         ValueError: If an option is out of range.
@@ -107,7 +109,12 @@ class PolicyModule(pl.LightningModule):
         if self.policy is not None:
             return
         self.policy = self.policy_source.load().train()
-        if self.uses_reference:
+        if has_adapters(self.policy):
+            own = self.policy.named_parameters(remove_duplicate=False)
+            frozen = [f"policy.{name}" for name, parameter in own if not parameter.requires_grad]
+            leave_parameters_out_of_checkpoints(self, frozen)
+            self._reference_fingerprint = fingerprint(self.policy, frozen_only=True)
+        elif self.uses_reference:
             self.reference = frozen_copy(self.policy)
             self._reference_fingerprint = fingerprint(self.reference)
 
@@ -155,6 +162,18 @@ class PolicyModule(pl.LightningModule):
     def scored_models(self) -> list[Any]:
         """Transformers models that read rollouts in training, each with shared prefixes. A subclass adds its own."""
         return [model for model in (self.policy, self.reference) if model is not None]
+
+    @contextlib.contextmanager
+    def reference_policy(self) -> Iterator[Any]:
+        """The model to score with as the reference, without gradient: the copy, or the policy with its adapters off.
+
+        The latter is the base, whatever adapter the run began with.
+        """
+        if self.reference is not None:
+            yield self.reference
+            return
+        with adapters_off(self.policy):
+            yield self.policy
 
     def _refuse_compiled(self) -> None:
         parts = {f"module.{name}": part for name, (part, _) in self.optimized_parts().items()}
@@ -290,7 +309,8 @@ class PolicyModule(pl.LightningModule):
         """Restore it.
 
         Raises:
-            ValueError: If the source no longer gives the reference policy that the checkpoint was trained with.
+            ValueError: If the source no longer gives the weights that are no part of the checkpoint: the reference's,
+                or those under an adapter.
         """
         state = checkpoint.get("pl_grouprl", {})
         self.nonfinite_steps = state.get("nonfinite_steps", 0)
@@ -298,7 +318,8 @@ class PolicyModule(pl.LightningModule):
         if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
             raise ValueError(
                 f"policy={self.policy_source!r} gives another model (sum of absolute weights {now}) than the "
-                f"checkpoint was trained with ({then}), so the reference would differ; restore it or start a new run."
+                f"checkpoint was trained with ({then}), so the reference, or the base of its adapter, would differ; "
+                "restore it or start a new run."
             )
 
 

@@ -1,17 +1,18 @@
-"""The trained policy as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+"""The trained policy as a folder that `AutoModelForCausalLM.from_pretrained` loads, or its adapter as one of PEFT's."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.callbacks.run_folder import run_folder
+from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 
 
 class ExportPolicy(Callback):
@@ -24,14 +25,26 @@ class ExportPolicy(Callback):
         attribute: Name of the model in the module.
         tokenizer_attribute: Name of the tokenizer; None saves none.
         folder: Name of the folder inside the run folder, or an absolute path.
+        adapter: Of a model that has one, what is saved: `merged` into the weights, a whole model that needs no PEFT,
+            or `separate`, the adapter alone, in PEFT's format. The model that was trained stays as it is.
+
+    Raises:
+        ValueError: If `adapter` is neither.
     """
 
     def __init__(
-        self, attribute: str = "policy", tokenizer_attribute: str | None = "tokenizer", folder: str = "policy"
+        self,
+        attribute: str = "policy",
+        tokenizer_attribute: str | None = "tokenizer",
+        folder: str = "policy",
+        adapter: Literal["merged", "separate"] = "merged",
     ) -> None:
+        if adapter not in ("merged", "separate"):
+            raise ValueError(f"ExportPolicy.adapter is {adapter!r}; pass 'merged' (a whole model) or 'separate'.")
         self.attribute = attribute
         self.tokenizer_attribute = tokenizer_attribute
         self.folder = folder
+        self.adapter = adapter
         self._target: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -57,6 +70,7 @@ class ExportPolicy(Callback):
 
         Raises:
             TypeError: If it has no `save_pretrained`.
+            ValueError: If its adapter is to be saved and it has none.
         """
         model = getattr(pl_module, self.attribute)
         if not hasattr(model, "save_pretrained"):
@@ -64,13 +78,20 @@ class ExportPolicy(Callback):
                 f"ExportPolicy(attribute={self.attribute!r}) is to save a {type(model).__name__}, which has no "
                 "save_pretrained; name an attribute that holds a transformers model."
             )
+        if self.adapter == "separate" and not has_adapters(model):
+            raise ValueError(
+                f"ExportPolicy(adapter='separate') is to save an adapter, and the {type(model).__name__} has none; "
+                "leave adapter out, or train one (policy.init_args.adapter)."
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the model."""
         if self._target is None or not trainer.is_global_zero:
             return
         tokenizer = None if self.tokenizer_attribute is None else getattr(pl_module, self.tokenizer_attribute)
-        export(getattr(pl_module, self.attribute), tokenizer, self._target)
+        model = getattr(pl_module, self.attribute)
+        merging = self.adapter == "merged" and has_adapters(model)
+        export(merged_copy(model) if merging else model, tokenizer, self._target)
         rank_zero_info(f"Policy saved in Hugging Face format: {self._target}")
 
 

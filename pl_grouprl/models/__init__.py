@@ -1,5 +1,6 @@
 """Policies, critics: where they come from, and how rollouts are scored with them."""
 
+from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.critic import Critic, ValueHead, check_critic_parity
 from pl_grouprl.models.critic_sources import CriticSource, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
@@ -10,6 +11,7 @@ from pl_grouprl.models.warm_start import WarmStartedPolicy
 __all__ = [
     "Critic",
     "CriticSource",
+    "LoRAAdapter",
     "LoRACritic",
     "PolicyCopyCritic",
     "PolicySource",

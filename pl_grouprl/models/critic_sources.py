@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from pl_grouprl.attention import find_decoder, in_force
+from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.probe import check_causal, check_score_head, hidden_size
@@ -31,7 +32,9 @@ class CriticSource(Protocol):
 
 @dataclass(frozen=True)
 class PolicyCopyCritic:
-    """A critic with weights of its own, which begin as a copy of the initial policy's decoder.
+    """A critic with weights of its own, all trained, which begin as a copy of the initial policy's decoder.
+
+    Where the policy has an adapter, it is merged into the copy. `LoRACritic` then needs far less memory.
 
     Attributes:
         head_std: Standard deviation of the new value head's weights; its bias is 0. With 0 all values begin at exactly
@@ -47,7 +50,10 @@ class PolicyCopyCritic:
 
     def load(self, policy: nn.Module) -> Critic:
         """Copy the policy's decoder and put a new head on it."""
-        trunk = copy.deepcopy(unpatched_decoder(policy))
+        decoder = unpatched_decoder(policy)
+        trunk = copy.deepcopy(merged_copy(decoder) if has_adapters(decoder) else decoder)
+        if has_adapters(decoder):
+            trunk.requires_grad_(True)
         zero_dropout_rates(trunk)
         return Critic(trunk, ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)).train()
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
+from pl_grouprl.models.adapter_layers import has_adapters
+from pl_grouprl.models.adapters import LoRAAdapter, check_folder
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -41,6 +44,8 @@ class PretrainedPolicy:
         disable_dropout: Set every dropout rate of the config to 0, as old and new log-probabilities are compared.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
+        adapter: Train low-rank layers on the frozen weights instead of the weights. The reference is then the policy
+            with the adapter off, and checkpoints hold the adapter alone.
     """
 
     path: str
@@ -50,20 +55,20 @@ class PretrainedPolicy:
     disable_dropout: bool = True
     revision: str | None = None
     trust_remote_code: bool = False
+    adapter: LoRAAdapter | None = None
 
     def __post_init__(self) -> None:
-        if self.path.startswith((".", "/", "~")) and not Path(self.path).expanduser().is_dir():
-            raise FileNotFoundError(
-                f"model path {self.path!r} is not a folder; pass a folder written by save_pretrained or a hub name."
-            )
+        check_folder(self.path, "model path")
 
     def load(self) -> nn.Module:
-        """Load the weights.
+        """Load the weights, and put the adapter on them.
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
+            ValueError: If `path` is that of an adapter, or `adapter` does not fit the model.
         """
-        return self.load_as("AutoModelForCausalLM")
+        model = self.load_as("AutoModelForCausalLM")
+        return model if self.adapter is None else self.adapter.add_to(model)
 
     def load_config(self) -> PretrainedConfig:
         """Load the model's config, dropout disabled where that is asked for."""
@@ -79,6 +84,9 @@ class PretrainedPolicy:
 
         Args:
             auto_class: Its name in transformers: `AutoModel`, `AutoModelForSequenceClassification`.
+
+        Raises:
+            ValueError: If `path` is that of an adapter.
         """
         import transformers
 
@@ -87,6 +95,11 @@ class PretrainedPolicy:
         model = getattr(transformers, auto_class).from_pretrained(
             self._location, config=config, dtype=self.dtype, **options, **self._hub_options
         )
+        if has_adapters(model):  # transformers has loaded its base too, and frozen both
+            raise ValueError(
+                f"model path {self.path!r} holds an adapter; pass the path of its base, and this one as the adapter's "
+                "(adapter: {path: ...}) to go on training it."
+            )
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model

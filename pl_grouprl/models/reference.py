@@ -1,4 +1,7 @@
-"""The reference policy: a frozen copy of the initial policy that KL penalties compare with."""
+"""The reference policy that KL penalties compare with: a frozen copy of the initial policy.
+
+A policy with an adapter needs none: its base is frozen, and is the policy with the adapter off.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> float:
-    """Sum of all absolute weights: enough to notice that a source now gives another model."""
-    return float(sum(parameter.abs().sum(dtype=torch.float64) for parameter in model.parameters()))
+def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> float:
+    """Sum of all absolute weights, or of the frozen ones: enough to notice that a source now gives another model."""
+    parameters = (p for p in model.parameters() if not (frozen_only and p.requires_grad))
+    return float(sum(parameter.abs().sum(dtype=torch.float64) for parameter in parameters))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.utilities.distributed import derive_seed
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class WarmStartedPolicy:
         seed: Of the initial weights and of the demonstrations.
         cache_dir: Folder of finished policies, one folder for each set of options.
         progress_bar: Show the bar of the supervised training.
+        adapter: As in `PretrainedPolicy`: train low-rank layers on the warm-started weights, which stay frozen. The
+            warm start itself trains all weights.
     """
 
     demonstrations: Demonstrations
@@ -78,6 +81,7 @@ class WarmStartedPolicy:
     seed: int = 0
     cache_dir: str = ".cache/warm_start"
     progress_bar: bool = True
+    adapter: LoRAAdapter | None = None
 
     def __post_init__(self) -> None:
         if "model_type" not in self.architecture:
@@ -108,7 +112,8 @@ class WarmStartedPolicy:
         with _rank_zero_first():
             if not folder.is_dir():
                 self._make(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model if self.adapter is None else self.adapter.add_to(model)
 
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of the demonstrations."""
@@ -117,7 +122,7 @@ class WarmStartedPolicy:
     def _key(self) -> str:
         """Hash of all that determines the weights: options, the task's too, vocabulary, the first demonstrations."""
         options = asdict(self)
-        for name in ("demonstrations", "cache_dir", "progress_bar"):
+        for name in ("demonstrations", "cache_dir", "progress_bar", "adapter"):
             del options[name]
         parts = {
             "format": FORMAT_VERSION,

@@ -11,6 +11,7 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.models import CriticSource, LoRACritic, PolicyCopyCritic
+from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.packing import pack
 from pl_grouprl.utilities import optional
 
@@ -227,16 +228,34 @@ def test_assigned_weights_need_a_retie():
     torch.testing.assert_close(values_of(critic), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_a_policy_with_adapters_is_refused():
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_the_adapter_of_a_policy_is_no_part_of_the_critic(use_dora):
+    """Both stand on one base: the critic of an adapted policy is that of the policy without its adapter."""
+    policy = LoRAAdapter(r=3).add_to(tiny_model("llama")).train()
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    source = LoRACritic(r=4, head_std=0.3, use_dora=use_dora)
+    critic, plain = source.load(policy), source.load(tiny_model("llama"))
+    torch.testing.assert_close(values_of(critic), values_of(plain), atol=1e-6, rtol=1e-6)
+    assert not any("default" in name for name, _ in critic.named_modules())
+    theirs = {p.data_ptr() for p in find_decoder(policy).parameters() if not p.requires_grad}
+    assert {p.data_ptr() for p in critic.parameters() if not p.requires_grad} == theirs
+    for parameter in policy.parameters():  # a move: new storage
+        parameter.data = 0.5 * parameter.data
+    critic.retie(policy)
+    assert {p.data_ptr() for p in critic.parameters() if not p.requires_grad} <= {
+        p.data_ptr() for p in policy.parameters()
+    }
+    values_of(critic).square().sum().backward()
+    assert not gradients(policy)
+    assert gradients(critic).keys() == own_parameters(critic).keys()
+
+
+def test_a_policy_of_peft_itself():
     import peft
 
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
-    policy = peft.inject_adapter_in_model(config, tiny_model("llama"))
-    with pytest.raises(ValueError, match=r"'layers.0.self_attn.q_proj' is one already, .*merge_and_unload"):
-        SOURCE.load(policy)
     wrapped = peft.get_peft_model(tiny_model("llama"), config)
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        SOURCE.load(wrapped)
-    merged = wrapped.merge_and_unload()
-    expected = values_of(PolicyCopyCritic(head_std=0.3).load(merged))
-    torch.testing.assert_close(values_of(SOURCE.load(merged)), expected, atol=1e-6, rtol=1e-6)
+    critic, plain = SOURCE.load(wrapped), SOURCE.load(tiny_model("llama"))
+    torch.testing.assert_close(values_of(critic), values_of(plain), atol=1e-6, rtol=1e-6)

@@ -1,0 +1,261 @@
+"""Low-rank adapters on a frozen model, LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353), by PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pl_grouprl.attention import find_decoder
+from pl_grouprl.models.adapter_layers import has_adapters
+from pl_grouprl.utilities import optional
+from pl_grouprl.utilities.distributed import derive_seed
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ALL_LINEAR = "all-linear"
+
+_KEY_PREFIX = "base_model.model."
+"""What PEFT's files put in front of the names of a model's modules."""
+
+
+@dataclass(frozen=True)
+class LoRAOptions:
+    """Which layers get a low-rank adapter, and what kind.
+
+    Attributes:
+        r: Rank of the layers.
+        alpha: Their output is multiplied by alpha / r.
+        dropout: Rate of dropout in front of them, in training mode. With prefixes shared, a prompt's tokens are dropped
+            once for all rollouts of a group.
+        target_modules: `all-linear` for every linear layer of the language model's decoder; or ends of the names of
+            layers, which are looked up in the decoder, and elsewhere where it has none of that name; or a regular
+            expression for whole names, as in PEFT. Experts that a model keeps in one parameter are no linear layers.
+        use_dora: Learn the norms of the weights' columns beside (DoRA).
+        use_rslora: Multiply by alpha / sqrt(r) instead (rank-stabilized LoRA, arXiv:2312.03732).
+        seed: Of the new layers.
+
+    Raises:
+        ModuleNotFoundError: If PEFT is not installed.
+        ValueError: If an option is out of range.
+    """
+
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: str | list[str] = ALL_LINEAR
+    use_dora: bool = False
+    use_rslora: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        optional.require(optional.PEFT_AVAILABLE, owner, "lora")
+        checks = {
+            "r": (self.r >= 1, "at least 1"),
+            "alpha": (self.alpha > 0, "larger than 0"),
+            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
+            "target_modules": (bool(self.target_modules), "'all-linear' or names of layers"),
+        }
+        for name, (valid, range_) in checks.items():
+            if not valid:
+                raise ValueError(f"{owner}.{name} is {getattr(self, name)!r}; it must be {range_}.")
+
+    def peft_config(self, model: Any) -> LoraConfig:
+        """Build PEFT's options for a model.
+
+        Raises:
+            ValueError: If no layer has one of the names in `target_modules`.
+        """
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=_targets(model, self.target_modules, type(self).__name__),
+            use_dora=self.use_dora,
+            use_rslora=self.use_rslora,
+        )
+
+
+@dataclass(frozen=True)
+class LoRAAdapter(LoRAOptions):
+    """The adapter of a policy: what is trained in the place of its weights.
+
+    Attributes:
+        r: As in `LoRAOptions`, like all that follow down to `seed`.
+        alpha: The adapter's output is multiplied by alpha / r.
+        dropout: Rate of dropout in front of it, in training mode.
+        target_modules: `all-linear`, names of layers, or a regular expression.
+        use_dora: Learn the norms of the weights' columns beside (DoRA).
+        use_rslora: Multiply by alpha / sqrt(r) instead.
+        seed: Of the new layers.
+        path: Folder or hub name of an adapter in PEFT's format to start from. Its own options then hold, and those
+            above are left out, or the same.
+    """
+
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is not None:
+            check_folder(self.path, "adapter path")
+
+    def add_to(self, model: Any) -> Any:
+        """Put the adapter into a transformers model, in place, and freeze all else.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: If the model has adapters already, no layer has one of the names in `target_modules`, or the
+                adapter of `path` is another one than the options say or does not fit the model.
+        """
+        config = self.peft_config(model) if self.path is None else self._saved_config(self.path)
+        config.task_type = config.task_type or "CAUSAL_LM"
+        inject(config, model, "default", seed=self.seed)
+        if self.path is not None:
+            _load_weights(model, self.path, "default")
+        return model
+
+    def _saved_config(self, path: str) -> LoraConfig:
+        from peft import LoraConfig, PeftConfig
+
+        config = PeftConfig.from_pretrained(str(Path(path).expanduser()) if path.startswith("~") else path)
+        if not isinstance(config, LoraConfig):
+            raise ValueError(f"adapter path {path!r} holds a {config.peft_type} adapter; pass one of LoRA or DoRA.")
+        config.inference_mode = False
+        names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
+        for field in fields(LoRAOptions):
+            own, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)
+            own, saved = (set(value) if isinstance(value, list) else value for value in (own, saved))
+            if field.name != "seed" and own not in (field.default, saved):
+                raise ValueError(
+                    f"{type(self).__name__}.{field.name} is {own!r}, but the adapter of path {path!r} was made with "
+                    f"{saved!r}; leave it out."
+                )
+        return config
+
+
+def inject(config: LoraConfig, model: Any, name: str, *, seed: int) -> None:
+    """Put new adapter layers into a transformers model, in place, and freeze all else.
+
+    The new weights are float32 (or wider) whatever the model's dtype, the same on every rank, and draw nothing from
+    the global random numbers.
+
+    Args:
+        config: PEFT's options.
+        model: A transformers model, with or without a head.
+        name: Of the adapter.
+        seed: Of its weights.
+
+    Raises:
+        ValueError: If the model has adapters already, or one would be on weights that another module has too: merged,
+            it would change both.
+    """
+    if has_adapters(model):
+        raise ValueError(
+            f"{type(model).__name__} has adapters already; merge them into its weights (merge_and_unload of PEFT, or "
+            "ExportPolicy), or pass the path of the saved adapter to go on with it."
+        )
+    owners = _owners(model)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT2's transposed layers, which PEFT handles
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # refused below, where it matters
+        torch.manual_seed(derive_seed(f"{name} adapters", seed))
+        model.add_adapter(config, name)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # PEFT makes them in the base weights' dtype, too coarse to be trained
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        elif len(owners.get(parameter, ())) > 1:
+            _refuse_tied(model, parameter, owners[parameter])
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Names of the modules that have each parameter."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name.rpartition(".")[0])
+    return owners
+
+
+def _refuse_tied(model: nn.Module, parameter: nn.Parameter, owners: list[str]) -> None:
+    for name in owners:
+        layer = model.get_submodule(name)
+        if has_adapters(layer):
+            raise ValueError(
+                f"target_modules names {name!r}, whose weights are also those of "
+                f"{[other for other in owners if other != name]} (tie_word_embeddings); leave it out."
+            )
+
+
+def _targets(model: Any, asked: str | list[str], owner: str) -> str | list[str]:
+    """Names of the layers that get an adapter, as PEFT matches them: by the end of a name.
+
+    A vision tower has layers of the same names as the language model, so whole names are given where ends would match
+    more than is meant.
+    """
+    if isinstance(asked, str) and asked != ALL_LINEAR:
+        return asked
+    inside = set(find_decoder(model).modules())
+    names = {name: module in inside for name, module in model.named_modules() if name}
+    if asked == ALL_LINEAR:
+        chosen = {name for name, module in model.named_modules() if module in inside and _is_linear(module)}
+    else:
+        chosen = {found for target in asked for found in _find(names, target, owner)}
+    if not chosen:
+        raise ValueError(f"{type(find_decoder(model)).__name__} has no linear layers, so {owner} finds no place.")
+    ends = {name.rpartition(".")[2] for name in chosen}
+    matched = {name for name in names if name.rpartition(".")[2] in ends}
+    return sorted(ends if matched == chosen else chosen)
+
+
+def _find(names: dict[str, bool], target: str, owner: str) -> list[str]:
+    """Modules whose names end in a target: those of the decoder, and where there are none those elsewhere."""
+    found = [name for name in names if name == target or name.endswith(f".{target}")]
+    if not found:
+        raise ValueError(f"{owner}.target_modules has {target!r}, but no layer of the model has that name.")
+    return [name for name in found if names[name]] or found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _load_weights(model: Any, path: str, name: str) -> None:
+    """Load an adapter's weights.
+
+    Raises:
+        ValueError: If its layers are not those of the model's adapter.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    saved = load_peft_weights(str(Path(path).expanduser()) if path.startswith("~") else path, device="cpu")
+    state = {key.removeprefix(_KEY_PREFIX): value for key, value in saved.items()}
+    differing = sorted(state.keys() ^ get_peft_model_state_dict(model, adapter_name=name).keys())
+    if differing:
+        raise ValueError(
+            f"the adapter of path {path!r} does not fit {type(model).__name__}: {len(differing)} weights are on one "
+            f"side alone, such as {differing[0]!r}; pass the base model that it was trained on."
+        )
+    set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def check_folder(path: str, what: str) -> None:
+    """Refuse a path that can be no hub name and is no folder.
+
+    Raises:
+        FileNotFoundError: With what the path is for.
+    """
+    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        raise FileNotFoundError(
+            f"{what} {path!r} is not a folder; pass a folder written by save_pretrained or a hub name."
+        )
