@@ -1,6 +1,6 @@
 """A variable-length call as a few dense batches, for kernels that know no variable lengths.
 
-Short causal runs of similar sizes are padded into one batch; long ones that need a mask are cut into pieces of queries
+Short runs of similar sizes are padded into one batch; long ones that need a mask are cut into pieces of queries
 with the keys that these see, so that the work grows with queries times window.
 
 Legend: R runs of a batch, N queries of each, M keys of each, H heads of a packed tensor, D their size.
@@ -19,7 +19,7 @@ from torch import Tensor
 from pl_grouprl.attention.kernels.call import VarlenCall
 
 SHORT = 128
-"""Causal runs of up to this many queries are padded and run as one batch per size."""
+"""Runs of up to this many queries are padded and run as one batch per size."""
 MANY_KEYS = 2048
 """Runs with more keys than this are not padded: a batch of one is large enough."""
 BATCH = 2**18
@@ -116,6 +116,7 @@ class Block:
 
     def cut(self, rows: int) -> Iterator[Block]:
         """This block in pieces of at most so many queries; a padded batch is not cut."""
+        assert not self.plain_causal
         if self.queries.tokens is not None:
             yield self
             return
@@ -152,7 +153,7 @@ def _plan(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Bl
     blocks: list[Block] = []
     batches: dict[tuple[int, int, bool], list[_Piece]] = {}
     for piece in _pieces(call, plain_causal):
-        if call.causal and piece.num_queries <= SHORT and (piece.plain_causal or piece.num_keys <= MANY_KEYS):
+        if piece.num_queries <= SHORT and piece.num_keys <= MANY_KEYS:
             size = 1 << (piece.num_queries - 1).bit_length()
             num_keys = size if piece.plain_causal else _rounded_up(piece.num_keys)
             batches.setdefault((size, num_keys, piece.plain_causal), []).append(piece)
@@ -161,7 +162,9 @@ def _plan(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Bl
     for (num_queries, num_keys, _), pieces in batches.items():
         most = max(1, BATCH // (num_queries * num_keys))
         for start in range(0, len(pieces), most):
-            blocks.append(_padded(pieces[start : start + most], num_queries, num_keys, call, device))
+            few = pieces[start : start + most]
+            alone = len(few) == 1
+            blocks.append(_single(few[0], call, device) if alone else _padded(few, num_queries, num_keys, call, device))
     return blocks
 
 
@@ -195,6 +198,8 @@ def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenC
     query_lens = torch.tensor([p.num_queries for p in pieces])[:, None]
     key_lens = torch.tensor([p.num_keys for p in pieces])[:, None]
     places = torch.minimum(torch.arange(num_queries)[None], query_lens - 1) + key_lens - query_lens
+    if not call.causal:
+        places = (key_lens - 1).expand_as(places)  # only the repeated keys are hidden
     return Block(queries, keys, places=places.to(device), window=call.effective_window)
 
 
@@ -202,7 +207,7 @@ def _padded_runs(runs: Sequence[tuple[int, int]], size: int, device: torch.devic
     starts = torch.tensor([start for start, _ in runs])[:, None]
     lengths = torch.tensor([length for _, length in runs])[:, None]
     offsets = torch.arange(size)[None, :]
-    # Keys that repeat the last one come behind the real ones, so that no query of a causal run sees them.
+    # Keys that repeat the last one come behind the real ones, where a causal run or the mask hides them.
     index = starts + torch.minimum(offsets, lengths - 1)
     kept = offsets < lengths
     tokens = index[kept].to(device)
