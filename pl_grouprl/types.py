@@ -39,6 +39,10 @@ class Prompt:
     data_source: str = "default"
     media: Media = field(default_factory=dict)
 
+    def open(self) -> Prompt:
+        """The prompt as the model reads it: itself, unless its images and videos have still to be processed."""
+        return self
+
 
 @dataclass
 class Rollout:

@@ -72,16 +72,26 @@ class SamplingModule(PolicyModule):
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: int
     ) -> list[RolloutGroup]:
-        """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt to evaluate."""
+        """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt to evaluate.
+
+        The images and videos of the prompts are processed here.
+        """
         if not prompts:
             return []
         self.engine.bind(self.policy, self.tokenizer)
+        prompts = [prompt.open() for prompt in prompts]
+        media = [prompt.media for prompt in prompts]
+        options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
         with evaluating(self.policy):
             rollouts = self.engine.generate(
-                [prompt.token_ids for prompt in prompts], sampling, num_generations=num_generations, seed=seed
+                [prompt.token_ids for prompt in prompts],
+                sampling,
+                num_generations=num_generations,
+                seed=seed,
+                **options,
             )
         return [
-            RolloutGroup(prompt.token_ids, own, index, prompt.columns, prompt.prompt, prompt.data_source)
+            RolloutGroup(prompt.token_ids, own, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
             for index, (prompt, own) in enumerate(zip(prompts, rollouts, strict=True))
         ]
 

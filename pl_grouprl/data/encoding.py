@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pl_grouprl.data.media_prompts import MediaPrompt, check_media, count_media, has_places, place_media
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.types import Messages, Prompt
 
@@ -24,6 +25,14 @@ class EncodingOptions:
     overlong_prompts: OverlongPrompts = "drop"
     add_special_tokens: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    image_column: str = "images"
+    video_column: str = "videos"
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def media_columns(self) -> dict[str, str]:
+        """The column of each kind of media."""
+        return {"image": self.image_column, "video": self.video_column}
 
     def __post_init__(self) -> None:
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
@@ -36,7 +45,13 @@ class EncodingOptions:
             )
 
 
-def encode_rows(rows: Sequence[SourceRow], tokenizer: Any, options: EncodingOptions, split: str) -> list[Prompt]:
+def encode_rows(
+    rows: Sequence[SourceRow],
+    tokenizer: Any,
+    options: EncodingOptions,
+    split: str,
+    load_processor: Callable[[], Any] | None = None,
+) -> list[Prompt]:
     """Turn rows with TRL's or verl's columns into prompts.
 
     Args:
@@ -45,35 +60,103 @@ def encode_rows(rows: Sequence[SourceRow], tokenizer: Any, options: EncodingOpti
         tokenizer: A transformers tokenizer.
         options: Column name, length limit, tokenizer and template options.
         split: Names the data in messages.
+        load_processor: Returns a transformers processor; called if a row has images or videos.
 
     Returns:
-        The prompts in the order of the rows, without those dropped for their length.
+        The prompts in the order of the rows, without those dropped for their length. Images and videos are processed
+        when a prompt is opened; to know its length under a limit they are processed once here, and not kept.
 
     Raises:
         ValueError: If a row lacks the prompt, the prompt is malformed or has no tokens, or is too long and the policy
-            says `error`; if none is left. The row is named.
+            says `error`; if images or videos cannot be read or placed; if none is left. The row is named.
     """
-    prompts = [_read_prompt(row, options.prompt_column) for row in rows]
-    wheres = [row.where for row in rows]
-    token_ids = _tokenize(prompts, wheres, tokenizer, options)
-    for where, ids in zip(wheres, token_ids, strict=True):
-        if not ids:
+    read = [_read_prompt(row, options) for row in rows]
+    made: dict[int, Prompt] = {}
+    made |= _media_prompts(rows, read, tokenizer, options, load_processor)
+    made |= _text_prompts(rows, read, [index for index in range(len(rows)) if index not in made], tokenizer, options)
+    prompts = [made[index] for index in range(len(rows))]
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not prompt.token_ids:
             raise ValueError(
-                f"{where}: the prompt has no tokens; remove the row or fill its {options.prompt_column!r}."
+                f"{row.where}: the prompt has no tokens; remove the row or fill its {options.prompt_column!r}."
             )
-    token_ids, kept = _limit_length(token_ids, wheres, options, split)
-    return [_make_prompt(prompts[index], token_ids[index], rows[index], options.prompt_column) for index in kept]
+    return _limit_length(prompts, [row.where for row in rows], options, split)
 
 
-def _read_prompt(row: SourceRow, column: str) -> str | Messages:
-    where, values = row
+def _text_prompts(
+    rows: Sequence[SourceRow],
+    read: Sequence[str | Messages],
+    indices: Sequence[int],
+    tokenizer: Any,
+    options: EncodingOptions,
+) -> dict[int, Prompt]:
+    """The prompts of some rows, by their index."""
+    token_ids = _tokenize(
+        [read[index] for index in indices], [rows[index].where for index in indices], tokenizer, options
+    )
+    return {
+        index: Prompt(ids, read[index], **_other_columns(rows[index], options))
+        for index, ids in zip(indices, token_ids, strict=True)
+    }
+
+
+def _media_prompts(
+    rows: Sequence[SourceRow],
+    read: Sequence[str | Messages],
+    tokenizer: Any,
+    options: EncodingOptions,
+    load_processor: Callable[[], Any] | None,
+) -> dict[int, MediaPrompt]:
+    """The prompts with images or videos, by the index of their row."""
+    made: dict[int, MediaPrompt] = {}
+    processor: Any = None
+    for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
+        counts = count_media(row.values, options.media_columns)
+        if not any(counts.values()):
+            continue
+        if processor is None:
+            processor = _load(load_processor, row.where, options)
+        special_tokens = isinstance(prompt, str) and options.add_special_tokens
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            template = processor if getattr(processor, "chat_template", None) else tokenizer
+            text = _render(place_media(prompt, counts, row.where), row.where, template, options)
+        processor_options = {"add_special_tokens": special_tokens, **options.processor_kwargs}
+        made[index] = MediaPrompt(
+            list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"]),
+            prompt,
+            **_other_columns(row, options),
+            encode=check_media(row, text, processor, options.media_columns, processor_options),
+        )
+    return made
+
+
+def _other_columns(row: SourceRow, options: EncodingOptions) -> dict[str, Any]:
+    columns = {name: value for name, value in row.values.items() if name != options.prompt_column}
+    return {"columns": columns, "data_source": str(row.values.get("data_source") or "default")}
+
+
+def _load(load_processor: Callable[[], Any] | None, where: str, options: EncodingOptions) -> Any:
+    problem = "there is no processor"
+    try:
+        if load_processor is not None:
+            return load_processor()
+    except ValueError as error:
+        problem = str(error)
+    names = f"{options.image_column!r} or {options.video_column!r}"
+    raise ValueError(
+        f"{where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=... to "
+        "PromptDataModule, train a model that reads images, or remove the column."
+    )
+
+
+def _read_prompt(row: SourceRow, options: EncodingOptions) -> str | Messages:
+    (where, values), column = row, options.prompt_column
     if values.get(column) is None:
         raise ValueError(
             f"{where}: no column {column!r}; the row has {sorted(values)}. Name the right one with prompt_column."
         )
-    for media in ("images", "videos"):
-        if values.get(media):
-            raise ValueError(f"{where}: column {media!r} is not empty, and only text is supported; remove the column.")
     prompt = values[column]
     if isinstance(prompt, str):
         return prompt
@@ -81,6 +164,12 @@ def _read_prompt(row: SourceRow, column: str) -> str | Messages:
         raise ValueError(
             f"{where}: column {column!r} is {_shorten(prompt)}; it must be a string or a list of messages, each with "
             "'role' and 'content'."
+        )
+    if has_places(prompt) and not any(count_media(values, options.media_columns).values()):
+        raise ValueError(
+            f"{where}: the messages have places for images or videos, and the columns {options.image_column!r} and "
+            f"{options.video_column!r} are empty; put the images there, or name the columns with image_column and "
+            "video_column."
         )
     return [dict(message) for message in prompt]
 
@@ -112,11 +201,11 @@ def _tokenize(
     return token_ids
 
 
-def _render(messages: Any, where: str, tokenizer: Any, options: EncodingOptions) -> str:
+def _render(messages: Any, where: str, template: Any, options: EncodingOptions) -> str:
     """Write messages as the model reads them; a last message of the assistant is left open to be continued."""
     open_ended = messages[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(
+        return template.apply_chat_template(
             messages,
             tokenize=False,
             add_generation_prompt=not open_ended,
@@ -127,46 +216,38 @@ def _render(messages: Any, where: str, tokenizer: Any, options: EncodingOptions)
         raise ValueError(f"{where}: the chat template refused the messages ({error}); correct the row.") from error
 
 
-def _limit_length(
-    token_ids: list[list[int]], wheres: Sequence[str], options: EncodingOptions, split: str
-) -> tuple[list[list[int]], list[int]]:
-    """Apply the length policy.
-
-    Returns:
-        Token ids of all prompts, and the indices of the prompts that are kept.
-    """
+def _limit_length(prompts: list[Prompt], wheres: Sequence[str], options: EncodingOptions, split: str) -> list[Prompt]:
+    """Apply the length policy; the prompts that are kept."""
     limit = options.max_prompt_length
-    everything = list(range(len(token_ids)))
-    overlong = [index for index in everything if limit is not None and len(token_ids[index]) > limit]
-    if not overlong or limit is None:
-        return token_ids, everything
-    first, count = overlong[0], f"{len(overlong)} of {len(token_ids)} prompts"
-    if options.overlong_prompts == "error":
+    if limit is None:
+        return prompts
+    lengths = [len(prompt.open().token_ids) for prompt in prompts]
+    overlong = [index for index, length in enumerate(lengths) if length > limit]
+    if not overlong:
+        return prompts
+    count = f"{len(overlong)} of {len(prompts)} prompts"
+    uncut = [index for index in overlong if isinstance(prompts[index], MediaPrompt)]
+    if options.overlong_prompts == "error" or (options.overlong_prompts == "truncate" and uncut):
+        first = overlong[0] if options.overlong_prompts == "error" else uncut[0]
+        remedy = "set overlong_prompts to 'drop'" + (" (images are not cut)" if uncut else " or 'truncate'")
         raise ValueError(
-            f"{wheres[first]}: the prompt has {len(token_ids[first])} tokens, more than max_prompt_length={limit} "
-            f"({count} have); raise the limit, or set overlong_prompts to 'drop' or 'truncate'."
+            f"{wheres[first]}: the prompt has {lengths[first]} tokens, more than max_prompt_length={limit} "
+            f"({count} have); raise the limit, or {remedy}."
         )
     if options.overlong_prompts == "truncate":
         log.info("%s: %s are longer than %d tokens; only their last %d are kept.", split, count, limit, limit)
-        return [ids[-limit:] for ids in token_ids], everything
-    if len(overlong) == len(token_ids):
+        for index in overlong:
+            prompts[index].token_ids = prompts[index].token_ids[-limit:]
+        return prompts
+    if len(overlong) == len(prompts):
         raise ValueError(
-            f"PromptDataModule(`{split}`): all {len(token_ids)} prompts are longer than max_prompt_length={limit} (the "
-            f"shortest has {min(map(len, token_ids))} tokens) and would be dropped; raise the limit or set "
+            f"PromptDataModule(`{split}`): all {len(prompts)} prompts are longer than max_prompt_length={limit} (the "
+            f"shortest has {min(lengths)} tokens) and would be dropped; raise the limit or set "
             "overlong_prompts='truncate'."
         )
     log.info("%s: %s are longer than %d tokens and are dropped.", split, count, limit)
     dropped = set(overlong)
-    return token_ids, [index for index in everything if index not in dropped]
-
-
-def _make_prompt(prompt: str | Messages, token_ids: list[int], row: SourceRow, column: str) -> Prompt:
-    return Prompt(
-        token_ids=token_ids,
-        prompt=prompt,
-        columns={name: value for name, value in row.values.items() if name != column},
-        data_source=str(row.values.get("data_source") or "default"),
-    )
+    return [prompt for index, prompt in enumerate(prompts) if index not in dropped]
 
 
 def _shorten(value: Any, length: int = 80) -> str:

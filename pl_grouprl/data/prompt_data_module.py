@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from pl_grouprl.data.encoding import EncodingOptions, OverlongPrompts, encode_rows
 from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
+from pl_grouprl.models.media import load_processor
 from pl_grouprl.types import Prompt
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}
@@ -23,6 +24,12 @@ class PromptDataModule(LightningDataModule):
     `reward_model` with `ground_truth`, `extra_info`. Prompts are tokenized once, when the run is set up, so a bad row
     ends it before any training step.
 
+    Images and videos are in the columns `images` and `videos`: lists of PIL images, paths, or dictionaries with `bytes`
+    or `path`; a video may be a list of frames. Their places in messages are parts `{"type": "image"}`, or tags
+    `<image>` and `<video>` in the text; without any they come first. At setup files are opened and places counted;
+    images are decoded and processed when their prompt is sampled, and not kept. (Only `max_prompt_length` takes one
+    processing of every row at setup, to count tokens.)
+
     In training each batch of prompts comes `updates_per_rollout` times in a row, an attribute of the LightningModule
     (1 if it has none). Batches are `PromptBatch` objects.
 
@@ -35,9 +42,12 @@ class PromptDataModule(LightningDataModule):
             the number of ranks.
         val_batch_size: Largest number of prompts in one batch of validation or test, over all ranks.
         prompt_column: Column that holds the prompt.
-        max_prompt_length: Longest prompt in tokens, template included; None for no limit.
+        image_column: Column that holds a prompt's images, or its image.
+        video_column: Column that holds a prompt's videos, or its video.
+        max_prompt_length: Longest prompt in tokens, template, images and videos included; None for no limit.
         overlong_prompts: What happens to longer ones: `drop` leaves them out, `truncate` keeps their last
-            `max_prompt_length` tokens, `error` refuses the data. The number of prompts concerned is logged.
+            `max_prompt_length` tokens (of text; with images it is an error), `error` refuses the data. The number of
+            prompts concerned is logged.
         add_special_tokens: Let the tokenizer add its special tokens to string prompts. (For messages the chat template
             writes them.)
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
@@ -46,6 +56,9 @@ class PromptDataModule(LightningDataModule):
         drop_last: Leave out the training prompts of an epoch that do not fill a batch; other ones in each epoch if
             `shuffle` is on.
         tokenizer: A transformers tokenizer, or the path or name of one; by default the LightningModule's `tokenizer`.
+        processor: A transformers processor, or the path or name of one, for images and videos; by default that of the
+            LightningModule's policy, loaded if a row has any.
+        processor_kwargs: Passed to the processor, for example `images_kwargs: {size: {longest_edge: 802816}}`.
     """
 
     def __init__(
@@ -57,6 +70,8 @@ class PromptDataModule(LightningDataModule):
         batch_size: int = 8,
         val_batch_size: int = 64,
         prompt_column: str = "prompt",
+        image_column: str = "images",
+        video_column: str = "videos",
         max_prompt_length: int | None = None,
         overlong_prompts: OverlongPrompts = "drop",
         add_special_tokens: bool = True,
@@ -65,6 +80,8 @@ class PromptDataModule(LightningDataModule):
         seed: int = 0,
         drop_last: bool = True,
         tokenizer: Any = None,
+        processor: Any = None,
+        processor_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         for name, size in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
@@ -77,12 +94,16 @@ class PromptDataModule(LightningDataModule):
         self.seed = seed
         self.drop_last = drop_last
         self.tokenizer = tokenizer
+        self.processor = processor
         self.encoding = EncodingOptions(
             prompt_column=prompt_column,
             max_prompt_length=max_prompt_length,
             overlong_prompts=overlong_prompts,
             add_special_tokens=add_special_tokens,
             chat_template_kwargs=chat_template_kwargs or {},
+            image_column=image_column,
+            video_column=video_column,
+            processor_kwargs=processor_kwargs or {},
         )
         self.prompts: dict[str, list[Prompt]] = {}
 
@@ -148,7 +169,7 @@ class PromptDataModule(LightningDataModule):
 
     def _load(self, split: str) -> list[Prompt]:
         rows = read_source(self.sources[split], split)
-        return encode_rows(rows, self._tokenizer(), self.encoding, split)
+        return encode_rows(rows, self._tokenizer(), self.encoding, split, self._processor)
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer that was passed, or the LightningModule's."""
@@ -163,6 +184,19 @@ class PromptDataModule(LightningDataModule):
                 "pass tokenizer=... or attach the data module to a Trainer whose module has one."
             )
         return tokenizer
+
+    def _processor(self) -> Any:
+        """Return the processor that was passed, or that of the LightningModule's policy.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.processor is None or isinstance(self.processor, str):
+            source = self.processor or getattr(self._module(), "policy_source", None)
+            if source is None:
+                raise ValueError("PromptDataModule.processor is None and there is no LightningModule with a policy")
+            self.processor = load_processor(source)
+        return self.processor
 
     def _module(self) -> Any:
         return getattr(self.trainer, "lightning_module", None)

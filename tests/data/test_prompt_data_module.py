@@ -136,7 +136,10 @@ def test_overlong_prompts_refused(tokenizer):
         ({"prompt": 3}, r"val, row 1: column 'prompt' is 3; it must be a string or a list of messages"),
         ({"prompt": []}, r"val, row 1: column 'prompt' is \[\]; it must be"),
         ({"prompt": [{"role": "user"}]}, r"val, row 1: column 'prompt' is .*'role' and 'content'"),
-        ({"prompt": "1", "images": ["x.png"]}, r"val, row 1: column 'images' is not empty, and only text"),
+        (
+            {"prompt": "1", "images": ["x.png"]},
+            r"val, row 1: column 'images' or 'videos' is not empty, and .* Pass processor=",
+        ),
         ({"prompt": [{"role": "user", "content": "1"}]}, r"val, row 1: .* the tokenizer has no chat template"),
     ],
 )

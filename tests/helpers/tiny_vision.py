@@ -69,10 +69,8 @@ def tiny_vision_model(family: str, *, dtype: torch.dtype = torch.float32, seed: 
     """A model with a vision tower in eval mode; `text` goes to the config of its language model."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    ids = {
-        token: tiny_tokenizer(family).convert_tokens_to_ids(token) for token in (*_QWEN_TOKENS, *_GEMMA_TOKENS.values())
-    }
-    options = {**_TEXT, "vocab_size": len(tiny_tokenizer(family)), **_FAMILY_TEXT[family], **text}
+    vocabulary = tiny_tokenizer(family).get_vocab()
+    options = {**_TEXT, "vocab_size": len(vocabulary), **_FAMILY_TEXT[family], **text}
     config = AutoConfig.for_model(
         family, text_config=options, vision_config=_VISION[family], initializer_range=0.2, tie_word_embeddings=False,
         **_token_ids(family, vocabulary),
