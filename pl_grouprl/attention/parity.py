@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.patch import shared_prefix
+from pl_grouprl.attention.parity_report import TOLERANCES, LayerParity, ParityReport
+from pl_grouprl.attention.patch import SharedPrefix, shared_prefix
+from pl_grouprl.attention.support import find_decoder, frequencies_move
 from pl_grouprl.packing import ScoringBatch, pack
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -24,88 +25,8 @@ MAX_COMPARED_WEIGHTS = 200_000_000
 """Gradients of larger models are compared on the first and the last decoder layer only."""
 
 
-class ParityError(RuntimeError):
-    """The shared and the repeated path differ by more than the dtype explains."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What rounding explains in one dtype.
-
-    Attributes:
-        logprob: Difference of a log-probability, in nats: the largest in float32 and float64, the mean below. A
-            critic's quantity, of about 1 as well, has the same.
-        gradient: Norm of the difference of all gradients over the norm of the gradients.
-    """
-
-    logprob: float
-    gradient: float
-
-
-TOLERANCES = {
-    torch.float64: Tolerance(1e-4, 1e-3),  # transformers takes norms and rotary angles in float32 all the same
-    torch.float32: Tolerance(1e-4, 1e-3),
-    torch.bfloat16: Tolerance(5e-2, 1e-1),
-    torch.float16: Tolerance(1e-2, 5e-2),
-}
-
-
-@dataclass(frozen=True)
-class ParityReport:
-    """Differences between the shared and the repeated path.
-
-    Attributes:
-        model: Class of the model.
-        backend: Attention backend of the shared path.
-        dtype: In which it computes: that of the weights, or of autocast where it is on.
-        device: Where it ran.
-        max_logprob_difference: Largest difference of a response token's log-probability, in nats.
-        mean_logprob_difference: Mean of the same.
-        gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
-        compared_weights: Weights whose gradients were compared.
-        token_ratio: Tokens of the repeated path over tokens of the shared one.
-        tolerance: What was allowed.
-        quantity: What was compared where it was not log-probabilities.
-    """
-
-    model: str
-    backend: str
-    dtype: torch.dtype
-    device: torch.device
-    max_logprob_difference: float
-    mean_logprob_difference: float
-    gradient_difference: float
-    compared_weights: int
-    token_ratio: float
-    tolerance: Tolerance
-    quantity: str = "log-probabilities"
-
-    @property
-    def passed(self) -> bool:
-        """Whether both differences are what rounding explains (a NaN is not)."""
-        exact = self.dtype in (torch.float32, torch.float64)
-        logprob = self.max_logprob_difference if exact else self.mean_logprob_difference
-        return logprob <= self.tolerance.logprob and self.gradient_difference <= self.tolerance.gradient
-
-    def __str__(self) -> str:
-        """Everything a person needs to judge, in three lines."""
-        return (
-            f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} "
-            f"({self.model}, backend {self.backend}, {self.dtype}, {self.device}, token ratio {self.token_ratio:.2f})\n"
-            f"  {self.quantity}: largest difference {self.max_logprob_difference:.2e}, mean "
-            f"{self.mean_logprob_difference:.2e} (allowed {self.tolerance.logprob:.0e})\n"
-            f"  gradients: relative difference {self.gradient_difference:.2e} over {self.compared_weights:,} weights "
-            f"(allowed {self.tolerance.gradient:.0e})"
-        )
-
-    def raise_if_failed(self) -> None:
-        """Stop a run whose shared path differs.
-
-        Raises:
-            ParityError: With the numbers.
-        """
-        if not self.passed:
-            raise ParityError(f"{self}\nTrain this model with sharing='repeated', or choose another attention backend.")
+MAX_SPANNED = 4096
+"""The default groups are longer than the model's windows and chunks, where those are not longer than this."""
 
 
 def check_parity(
@@ -158,50 +79,102 @@ def compare_paths(
         backend: Attention backend of the shared path.
         quantity: Its name in the report.
     """
-    groups = random_groups(model.config.get_text_config().vocab_size) if groups is None else groups
+    decoder = find_decoder(model)
+    groups = random_groups(decoder.config.vocab_size, spanned=_spans(decoder.config)) if groups is None else groups
     batch = pack(groups, device=model.device)
     weights = _compared_weights(model)
     autocast = torch.is_autocast_enabled(model.device.type)
     dtype = torch.get_autocast_dtype(model.device.type) if autocast else model.dtype
     patch = shared_prefix(model, backend)
+    # Frequencies that depend on the longest sequence of a call are those of the longest for all.
+    width = max(batch.layout.repeated_lengths) if frequencies_move(decoder) else 0
     with _comparable_mode(model), torch.enable_grad():
         repeated_N = torch.cat(
-            [
-                from_sequence(
-                    torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device), len(group.prompt_ids)
-                )
-                for group in groups
-                for rollout in group.rollouts
-            ]
+            [_repeated(from_sequence, tokens, start, width) for tokens, start in _sequences(groups, model)]
         )
-        repeated_gradients = torch.autograd.grad(_probe(repeated_N), weights, allow_unused=True)
+        repeated = repeated_N.detach(), torch.autograd.grad(_probe(repeated_N), weights, allow_unused=True)
+        del repeated_N
         with patch:
-            shared_N = from_batch(batch)
-            shared_gradients = torch.autograd.grad(_probe(shared_N), weights, allow_unused=True)
-    difference_N = (repeated_N - shared_N).detach().abs()
+            whole = _shared_run(patch, from_batch, batch, weights, repeated, None)
+            layers = patch.layers
+            alone = (
+                [whole]
+                if len(layers) == 1
+                else [_shared_run(patch, from_batch, batch, weights, repeated, kind) for kind in layers]
+            )
     return ParityReport(
         model=type(model).__name__,
         backend=backend,
         dtype=dtype,
         device=model.device,
-        max_logprob_difference=difference_N.max().item() if len(difference_N) else 0.0,
-        mean_logprob_difference=difference_N.mean().item() if len(difference_N) else 0.0,
-        gradient_difference=_relative_difference(repeated_gradients, shared_gradients),
+        max_logprob_difference=whole[0],
+        mean_logprob_difference=whole[1],
+        gradient_difference=whole[2],
         compared_weights=sum(weight.numel() for weight in weights),
         token_ratio=batch.layout.token_ratio,
         tolerance=TOLERANCES[dtype],
         quantity=quantity,
+        longest_sequence=max(batch.layout.repeated_lengths),
+        layers=tuple(
+            LayerParity(kind, count, ran, *differences)
+            for (kind, (ran, count)), differences in zip(layers.items(), alone, strict=True)
+        ),
     )
 
 
-def random_groups(vocabulary: int, seed: int = 0) -> list[RolloutGroup]:
-    """Two groups of random tokens: four rollouts of uneven length, one of them empty, and one rollout alone."""
+def _sequences(groups: Sequence[RolloutGroup], model: PreTrainedModel) -> Iterator[tuple[Tensor, int]]:
+    """The tokens [1, L] of each sequence, and where its rollout begins."""
+    for group in groups:
+        for rollout in group.rollouts:
+            tokens = torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device)
+            yield tokens, len(group.prompt_ids)
+
+
+def _repeated(from_sequence: Callable[[Tensor, int], Tensor], tokens: Tensor, start: int, width: int) -> Tensor:
+    padding = max(width - tokens.shape[1], 0)
+    return from_sequence(torch.nn.functional.pad(tokens, (0, padding)), start)[: tokens.shape[1] - start]
+
+
+def _shared_run(
+    patch: SharedPrefix,
+    from_batch: Callable[[ScoringBatch], Tensor],
+    batch: ScoringBatch,
+    weights: list[nn.Parameter],
+    repeated: tuple[Tensor, Sequence[Tensor | None]],
+    kind: str | None,
+) -> tuple[float, float, float]:
+    """Largest and mean difference of the quantity, and the relative one of the gradients.
+
+    With a kind of layer given, all attention of other kinds runs the oracle; None is the model as it trains.
+    """
+    patch.only = kind
+    try:
+        shared_N = from_batch(batch)
+        gradients = torch.autograd.grad(_probe(shared_N), weights, allow_unused=True)
+    finally:
+        patch.only = None
+    difference_N = (repeated[0] - shared_N).detach().abs()
+    largest, mean = (difference_N.max().item(), difference_N.mean().item()) if len(difference_N) else (0.0, 0.0)
+    return largest, mean, _relative_difference(repeated[1], gradients)
+
+
+def _spans(config: object) -> int:
+    """The longest of the model's windows and chunks that the default groups are to be longer than."""
+    lengths = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return max([length for length in lengths if isinstance(length, int) and length <= MAX_SPANNED], default=0)
+
+
+def random_groups(vocabulary: int, seed: int = 0, *, spanned: int = 0) -> list[RolloutGroup]:
+    """Two groups of random tokens: four rollouts of uneven length, one of them empty, and one rollout alone.
+
+    The first prompt alone is longer than `spanned` tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
         return torch.randint(vocabulary, (count,), generator=generator).tolist()
 
-    shapes = [(24, (7, 1, 12, 0)), (9, (5,))]
+    shapes = [(max(24, spanned + 8), (7, 1, 12, 0)), (9, (5,))]
     return [RolloutGroup(tokens(prefix), [Rollout(tokens(n)) for n in suffixes]) for prefix, suffixes in shapes]
 
 

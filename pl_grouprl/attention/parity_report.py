@@ -1,0 +1,140 @@
+"""What a parity check found, and whether rounding explains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+class ParityError(RuntimeError):
+    """The shared and the repeated path differ by more than the dtype explains."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding explains in one dtype.
+
+    Attributes:
+        logprob: Difference of a log-probability, in nats: the largest in float32 and float64, the mean below. A
+            critic's quantity, of about 1 as well, has the same.
+        gradient: Norm of the difference of all gradients over the norm of the gradients.
+    """
+
+    logprob: float
+    gradient: float
+
+
+TOLERANCES = {
+    torch.float64: Tolerance(1e-4, 1e-3),  # transformers takes norms and rotary angles in float32 all the same
+    torch.float32: Tolerance(1e-4, 1e-3),
+    torch.bfloat16: Tolerance(5e-2, 1e-1),
+    torch.float16: Tolerance(1e-2, 5e-2),
+}
+
+
+@dataclass(frozen=True)
+class LayerParity:
+    """Differences with layers of one kind on the chosen backend, and all other attention on the `reference`.
+
+    Attributes:
+        kind: What the layers' attention is: `full`, `window 512, sinks`, `with a state` and the like.
+        count: How many layers are of that kind.
+        backend: What ran them.
+        max_logprob_difference: As in `ParityReport`, like the others.
+        mean_logprob_difference: Mean of the same.
+        gradient_difference: Of all gradients of the model.
+    """
+
+    kind: str
+    count: int
+    backend: str
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    gradient_difference: float
+
+    @property
+    def differences(self) -> tuple[float, float, float]:
+        """The three differences."""
+        return self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Differences between the shared and the repeated path.
+
+    Attributes:
+        model: Class of the model.
+        backend: Attention backend of the shared path.
+        dtype: In which it computes: that of the weights, or of autocast where it is on.
+        device: Where it ran.
+        max_logprob_difference: Largest difference of a response token's log-probability, in nats.
+        mean_logprob_difference: Mean of the same.
+        gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
+        compared_weights: Weights whose gradients were compared.
+        token_ratio: Tokens of the repeated path over tokens of the shared one.
+        tolerance: What was allowed.
+        quantity: What was compared where it was not log-probabilities.
+        longest_sequence: Tokens of the longest sequence that was compared.
+        layers: The same by kind of layer.
+    """
+
+    model: str
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    gradient_difference: float
+    compared_weights: int
+    token_ratio: float
+    tolerance: Tolerance
+    quantity: str = "log-probabilities"
+    longest_sequence: int = 0
+    layers: tuple[LayerParity, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether all differences are what rounding explains (a NaN is not)."""
+        own = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
+        return all(self._within(*differences) for differences in (own, *(layer.differences for layer in self.layers)))
+
+    def _within(self, largest: float, mean: float, gradient: float) -> bool:
+        exact = self.dtype in (torch.float32, torch.float64)
+        return (largest if exact else mean) <= self.tolerance.logprob and gradient <= self.tolerance.gradient
+
+    def __str__(self) -> str:
+        """Everything a person needs to judge: a line for each kind of layer, then the whole model."""
+        whole = LayerParity(
+            "whole model",
+            sum(layer.count for layer in self.layers),
+            self.backend,
+            self.max_logprob_difference,
+            self.mean_logprob_difference,
+            self.gradient_difference,
+        )
+        kinds = max(len(layer.kind) for layer in (whole, *self.layers))
+        lines = [
+            f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} ({self.model}, "
+            f"{self.dtype}, {self.device}, sequences of up to {self.longest_sequence} tokens)",
+            f"  differences of {self.quantity}, and relative ones of the gradients of {self.compared_weights:,} weights; "
+            f"allowed {self.tolerance.logprob:.0e} and {self.tolerance.gradient:.0e}",
+            f"  {'kind of layer':<{kinds}}  layers  {'backend':<18}  max      mean     gradient  token ratio",
+        ]
+        for layer in (*self.layers, whole):
+            verdict = "" if self._within(*layer.differences) else "  FAILED"
+            largest, mean, gradient = (f"{difference:.1e}" for difference in layer.differences)
+            lines.append(
+                f"  {layer.kind:<{kinds}}  {layer.count:>6}  {layer.backend:<18}  {largest}  {mean}  {gradient}   "
+                f"{self.token_ratio:>11.2f}{verdict}"
+            )
+        return "\n".join(lines)
+
+    def raise_if_failed(self) -> None:
+        """Stop a run whose shared path differs.
+
+        Raises:
+            ParityError: With the numbers.
+        """
+        if not self.passed:
+            raise ParityError(f"{self}\nTrain this model with sharing='repeated', or choose another attention backend.")
