@@ -5,12 +5,12 @@ keys, E head size of values.
 """
 
 import random
-from contextlib import contextmanager
 from functools import cache
 from math import sqrt
 
 import pytest
 import torch
+from helpers.flash_attention import flash_attention_on_cpu
 
 from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall, eager, runs
 
@@ -60,65 +60,6 @@ def relative_error(actual, expected):
     """Norm of the difference over that of what is expected, which counts as at least 0.1 for each element."""
     expected = expected.double()
     return ((actual.double() - expected).norm() / max(expected.norm(), 0.1 * sqrt(expected.numel()))).item()
-
-
-# FlashAttention's calling convention, run on CPU --------------------------------------------------------------------
-
-
-def flash_seen(cu_query, cu_key, causal, left, right):
-    """FlashAttention: the last query stands at the last key, `left` and `right` count keys beside a query's own."""
-    left, right = -1 if left is None else left, -1 if right is None else right
-    seen = torch.zeros(int(cu_query[-1]), int(cu_key[-1]), dtype=torch.bool)
-    for run in range(len(cu_query) - 1):
-        n, m = int(cu_query[run + 1] - cu_query[run]), int(cu_key[run + 1] - cu_key[run])
-        behind = (torch.arange(n) + m - n)[:, None] - torch.arange(m)
-        block = torch.ones(n, m, dtype=torch.bool)
-        if left >= 0:
-            block &= behind <= left
-        if causal or right >= 0:
-            block &= -behind <= (0 if causal else right)
-        seen[cu_query[run] : cu_query[run + 1], cu_key[run] : cu_key[run + 1]] = block
-    return seen
-
-
-def flash_forward(
-    query, key, value, cu_query, cu_key, max_q, max_k, dropout, causal, debug, *, scale, window_size_left=None,
-    window_size_right=None, **others,
-):  # fmt: skip
-    assert cu_query.dtype == cu_key.dtype == torch.int32
-    assert max_q == cu_query.diff().max()
-    assert max_k == cu_key.diff().max()
-    assert dropout == 0.0
-    assert scale == SCALE
-    out, lse = dense(query, key, value, flash_seen(cu_query, cu_key, causal, window_size_left, window_size_right))
-    return out, lse, query.new_empty(0), query.new_empty(0), query.new_empty(0)
-
-
-def flash_backward(
-    grad, query, key, value, out, lse, cu_query, cu_key, max_q, max_k, dropout, causal, state, unused, *, scale,
-    window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    seen = flash_seen(cu_query, cu_key, causal, window_size_left, window_size_right)
-    heads = query.shape[1] // key.shape[1]
-    wide_key, wide_value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, wide_key) * scale
-    weights = (scores.masked_fill(~seen, float("-inf")) - lse[..., None]).exp()
-    delta = (grad * out).sum(-1).t()[..., None]
-    grad_scores = weights * (torch.einsum("qhd,khd->hqk", grad, wide_value) - delta) * scale
-    grads = torch.einsum("hqk,qhd->khd", grad_scores, query), torch.einsum("hqk,qhd->khd", weights, grad)
-    grad_key, grad_value = (tensor.unflatten(1, (-1, heads)).sum(2) for tensor in grads)
-    return torch.einsum("hqk,khd->qhd", grad_scores, wide_key), grad_key, grad_value
-
-
-@contextmanager
-def flash_attention_on_cpu():
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        library.impl("_flash_attention_forward", flash_forward, "CPU")
-        library.impl("_flash_attention_backward", flash_backward, "CPU")
-        yield
-    finally:
-        library._destroy()
 
 
 @pytest.fixture
