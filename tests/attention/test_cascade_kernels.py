@@ -1,65 +1,42 @@
-"""The cascade as CUDA runs it: a kernel that knows only cumulative lengths; and, on a GPU, FlashAttention itself.
+"""The cascade with each kernel: its plan, and the calls it takes; and, on a GPU, FlashAttention itself.
 
-Legend: Q query tokens of a call, M key tokens of a call, H query heads, K key/value heads, D head size.
+Legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
 
 import pytest
 import torch
-from helpers.forests import Forest, attention_by_sequence, random_forest, relative_error
+from helpers.flash_attention import flash_attention_on_cpu
+from helpers.forests import attention_by_sequence, random_forest, relative_error, sequences
 
-from pl_grouprl.attention.cascade import cascade_attention, plan_cascade
+from pl_grouprl.attention.cascade import cascade_attention
+from pl_grouprl.attention.cascade_plan import plan_cascade
 from pl_grouprl.attention.choice import get_backend
-from pl_grouprl.attention.kernels import CPUKernel, VarlenCall
+from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall
+from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 SCALE = 0.25
+RULE = AttentionRule(SCALE)
 CPU = torch.device("cpu")
 
+KERNELS = {"cpu": CPUKernel(), "eager": EagerKernel(), "flash": CUDAKernel()}
 
-class CumulativeKernel:
-    """Attention in closed form, from the offsets alone, as FlashAttention gets them."""
 
-    def __init__(self):
-        self.calls = []
+class Recorder:
+    """A kernel that keeps the calls it was given."""
 
-    def _scores(self, query, key, call, scale):
-        cu_query, cu_key = call.cumulative(query.device)
-        assert cu_query.dtype == cu_key.dtype == torch.int32
-        assert cu_query[-1] == len(query)
-        assert cu_key[-1] == len(key)
-        assert (cu_query.diff() > 0).all()
-        assert (cu_key.diff() > 0).all()
-        assert query.stride(-1) == key.stride(-1) == 1
-        at_query = torch.searchsorted(cu_query[1:], torch.arange(len(query)), right=True)
-        at_key = torch.searchsorted(cu_key[1:], torch.arange(len(key)), right=True)
-        seen = at_query[:, None] == at_key[None, :]
-        if call.causal:
-            place_query = torch.arange(len(query)) - cu_query[at_query]
-            place_key = torch.arange(len(key)) - cu_key[at_key]
-            seen &= place_key[None, :] <= place_query[:, None]
-        repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query.double(), repeated.double()) * scale
-        return scores.masked_fill(~seen, float("-inf"))
+    def __init__(self, kernel):
+        self.kernel, self.calls = kernel, []
 
     def forward(self, query, key, value, call, scale):
         self.calls.append(call)
-        scores = self._scores(query, key, call, scale)
-        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        lse = scores.logsumexp(-1)
-        out = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), value.double())
-        return out.to(query.dtype), lse.to(torch.promote_types(query.dtype, torch.float32))
+        return self.kernel.forward(query, key, value, call, scale)
 
-    def backward(self, grad, query, key, value, out, lse, call, scale):
-        heads = query.shape[1] // key.shape[1]
-        wide_key, wide_value = (tensor.double().repeat_interleave(heads, dim=1) for tensor in (key, value))
-        weights = (self._scores(query, key, call, scale) - lse.double()[..., None]).exp()
-        delta = (grad.double() * out.double()).sum(-1).t()
-        grad_scores = weights * (torch.einsum("qhd,khd->hqk", grad.double(), wide_value) - delta[..., None]) * scale
-        grad_query = torch.einsum("hqk,khd->qhd", grad_scores, wide_key)
-        grad_key = torch.einsum("hqk,qhd->khd", grad_scores, query.double())
-        grad_value = torch.einsum("hqk,qhd->khd", weights, grad.double())
-        folded = [g.unflatten(1, (key.shape[1], heads)).sum(2) for g in (grad_key, grad_value)]
-        return grad_query.to(query.dtype), folded[0].to(key.dtype), folded[1].to(value.dtype)
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    with flash_attention_on_cpu():
+        yield KERNELS[request.param]
 
 
 def packed_inputs(tokens, heads, dtype=torch.float64, size=8):
@@ -75,53 +52,112 @@ def by_sequence(query, key, value, forest):
     return attention_by_sequence(query, key, value, forest, SCALE)[0]
 
 
-@pytest.mark.parametrize("kernel", [CumulativeKernel(), CPUKernel()], ids=["cumulative", "cpu"])
+def by_definition(query, key, value, forest, window=None, chunk=None, softcap=None, sinks_H=None):
+    """Attention under a rule, from the tokens that each token sees in the sequences that hold it."""
+    tokens, heads = len(query), query.shape[1] // key.shape[1]
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for sequence in sequences(forest):
+        for place, token in enumerate(sequence):
+            first = 0 if window is None else max(0, place + 1 - window)
+            if chunk is not None:
+                first = max(first, place // chunk * chunk)
+            seen[token, sequence[first : place + 1]] = True
+    key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
+    scores = torch.einsum("thd,uhd->htu", query, key) * SCALE
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks_H is None:
+        return torch.einsum("htu,uhd->thd", scores.softmax(-1), value)
+    with_sink = torch.cat([scores, sinks_H[:, None, None].expand(-1, tokens, 1)], dim=-1)
+    return torch.einsum("htu,uhd->thd", with_sink.softmax(-1)[..., :-1], value)
+
+
+def compare(out, expected, tensors, tolerance):
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    actual_grads = torch.autograd.grad(out, tensors, weights)
+    expected_grads = torch.autograd.grad(expected, tensors, weights)
+    for one, other in zip((out, *actual_grads), (expected, *expected_grads), strict=True):
+        assert relative_error(one, other) < tolerance
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
-def test_plan_with_either_kernel(kernel, depth):
+def test_plan_with_each_kernel(kernel, depth):
     for seed, heads in enumerate([(4, 4), (4, 2), (3, 1)]):
         forest = random_forest(seed, depth, roots=1 + seed)
         tensors = packed_inputs(sum(forest.lengths), heads)
-        plan = plan_cascade(SharedPrefixLayout(*forest), CPU)
+        plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
         out = cascade_attention(*tensors, plan, SCALE, kernel)
-        expected = by_sequence(*tensors, forest)
-        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-        actual_grads = torch.autograd.grad(out, tensors, weights)
-        expected_grads = torch.autograd.grad(expected, tensors, weights)
-        for one, other in zip((out, *actual_grads), (expected, *expected_grads), strict=True):
-            assert relative_error(one, other) < 1e-12
+        compare(out, by_sequence(*tensors, forest), tensors, 1e-12)
 
 
-def test_bfloat16_with_the_cumulative_kernel():
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("limit", [{"window": 1}, {"window": 4}, {"window": 9}, {"chunk": 3}, {"chunk": 8}], ids=str)
+def test_windows_and_chunks_with_each_kernel(kernel, limit, depth):
+    for seed, heads in enumerate([(4, 4), (4, 2), (3, 1)]):
+        forest = random_forest(seed, depth, roots=1 + seed)
+        tensors = packed_inputs(sum(forest.lengths), heads)
+        sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_()
+        plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, **limit), CPU)
+        out = cascade_attention(*tensors, plan, SCALE, kernel, sinks)
+        compare(out, by_definition(*tensors, forest, **limit, sinks_H=sinks), (*tensors, sinks), 1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_soft_caps_in_the_cascade(depth, window):
+    forest = random_forest(1, depth)
+    tensors = packed_inputs(sum(forest.lengths), (4, 2))
+    plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, window=window, softcap=0.7), CPU)
+    out = cascade_attention(*tensors, plan, SCALE, EagerKernel(softcap=0.7))
+    compare(out, by_definition(*tensors, forest, window=window, softcap=0.7), tensors, 1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_bfloat16_with_each_kernel(kernel, window):
     forest = random_forest(0, 3)
     tensors = packed_inputs(sum(forest.lengths), (4, 2), torch.bfloat16)
     wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    out = cascade_attention(*tensors, plan_cascade(SharedPrefixLayout(*forest), CPU), SCALE, CumulativeKernel())
-    expected = by_sequence(*wide, forest)
+    plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, window=window), CPU)
+    out = cascade_attention(*tensors, plan, SCALE, kernel)
+    expected = by_definition(*wide, forest, window=window)
     grads = torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(expected.sum(), wide)
     for one, other in zip((out, *grads[0]), (expected, *grads[1]), strict=True):
         assert one.dtype == torch.bfloat16
         assert relative_error(one, other) < 2e-2
 
 
+def calls_of(plan):
+    return [step.call for step in plan.own], [step.call for step in plan.ancestors]
+
+
 def test_one_call_for_all_segments_and_one_for_each_depth_with_descendants():
     # Two prompts under one system prompt, each with two rollouts; and a group of its own.
     layout = SharedPrefixLayout([9, 4, 2, 3, 5, 1, 1, 6, 2], [None, 0, 1, 1, 0, 4, 4, None, 7])
-    plan = plan_cascade(layout, CPU)
-    assert plan.own == VarlenCall((9, 4, 2, 3, 5, 1, 1, 6, 2), (9, 4, 2, 3, 5, 1, 1, 6, 2), causal=True)
-    assert [step.call for step in plan.ancestors] == [
+    plan = plan_cascade(layout, RULE, CPU)
+    own, ancestors = calls_of(plan)
+    assert own == [VarlenCall((9, 4, 2, 3, 5, 1, 1, 6, 2), (9, 4, 2, 3, 5, 1, 1, 6, 2), causal=True)]
+    assert ancestors == [
         VarlenCall((16, 2), (9, 6), causal=False),  # all below a root are one run of queries
         VarlenCall((5, 2), (4, 5), causal=False),
     ]
-    kernel = CumulativeKernel()
+    kernel = Recorder(CPUKernel())
     cascade_attention(*packed_inputs(layout.num_tokens, (2, 2)), plan, SCALE, kernel)
-    assert len(kernel.calls) == 3
+    assert kernel.calls == own + ancestors
+
+
+def test_a_window_takes_one_call_with_the_tails_it_reaches():
+    layout = SharedPrefixLayout([9, 4, 2, 3, 5], [None, 0, 1, 1, None])
+    own, ancestors = calls_of(plan_cascade(layout, AttentionRule(SCALE, window=4), CPU))
+    assert own == [VarlenCall((9, 4, 2, 3, 5), (9, 7, 5, 6, 5), causal=True, window=4)]
+    assert ancestors == []
 
 
 def test_segments_without_tokens_take_no_call():
     layout = SharedPrefixLayout.from_groups([(4, [0, 0]), (3, [])])
-    plan = plan_cascade(layout, CPU)
-    assert plan.own.query_lens == (4, 3)
-    assert plan.ancestors == ()
+    own, ancestors = calls_of(plan_cascade(layout, RULE, CPU))
+    assert [call.query_lens for call in own] == [(4, 3)]
+    assert ancestors == []
 
 
 def test_cumulative_lengths_by_hand():
@@ -133,13 +169,13 @@ def test_cumulative_lengths_by_hand():
 # On a GPU -----------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(forest, heads, dtype, backend, size=64):
+def on_gpu(forest, heads, dtype, backend, size=64, rule=RULE):
     layout = SharedPrefixLayout(*forest)
     tensors = [
         tensor.detach().to("cuda", dtype).transpose(0, 1)[None].requires_grad_()
         for tensor in packed_inputs(layout.num_tokens, heads, size=size)
     ]
-    out = get_backend(backend)(*tensors, layout, SCALE)
+    out = get_backend(backend)(*tensors, layout, rule)
     weights = torch.linspace(-1, 1, out.numel(), device="cuda").reshape(out.shape).to(dtype)
     return [out.detach(), *torch.autograd.grad(out, tensors, weights)]
 
@@ -162,6 +198,15 @@ def test_flash_attention_on_gpu(depth, heads, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("limit", [{"window": 40}, {"window": 100}, {"chunk": 50}], ids=str)
+def test_windows_and_chunks_on_gpu(limit):
+    forest, rule = random_forest(0, 2, roots=2, lengths=(7, 64, 130)), AttentionRule(SCALE, **limit)
+    expected = on_gpu(forest, (8, 2), torch.float32, "reference", rule=rule)
+    for one, other in zip(on_gpu(forest, (8, 2), torch.bfloat16, "cascade", rule=rule), expected, strict=True):
+        assert relative_error(one.float(), other) < 2e-2
+
+
+@pytest.mark.gpu
 def test_flex_trains_on_gpu():
     forest = random_forest(0, 2, roots=2, lengths=(7, 64, 130))
     for one, other in zip(
@@ -171,12 +216,11 @@ def test_flex_trains_on_gpu():
 
 
 @pytest.mark.gpu
-def test_auto_takes_flex_for_float32_on_gpu_and_cascade_refuses():
-    forest = Forest([20, 4, 6], [None, 0, 0])
-    with pytest.raises(RuntimeError, match=r"takes bfloat16 and float16.*use backend 'flex' or bfloat16"):
-        on_gpu(forest, (4, 2), torch.float32, "cascade")
+@pytest.mark.parametrize("backend", ["auto", "cascade"])
+def test_float32_on_gpu(backend):
+    forest = random_forest(0, 2, roots=2, lengths=(7, 64, 130))
     for one, other in zip(
-        on_gpu(forest, (4, 2), torch.float32, "auto"), on_gpu(forest, (4, 2), torch.float32, "reference"), strict=True
+        on_gpu(forest, (4, 2), torch.float32, backend), on_gpu(forest, (4, 2), torch.float32, "reference"), strict=True
     ):
         assert relative_error(one, other) < 1e-2
 
@@ -190,7 +234,7 @@ def test_no_host_synchronisation_once_a_layout_is_planned():
     ]
 
     def step():
-        get_backend("cascade")(*tensors, layout, SCALE).sum().backward()
+        get_backend("cascade")(*tensors, layout, RULE).sum().backward()
 
     step()
     torch.cuda.set_sync_debug_mode("error")
