@@ -27,6 +27,10 @@ _LINEAR = {
 _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+_KIMI = {
+    **{"linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "kv_lora_rank": 8},
+    **{"num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 8},
@@ -35,12 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": _CONV,
     "lfm2_moe": {**_CONV, **_EXPERTS, "num_dense_layers": 2},
     "lfm2_with_bias": {**_CONV, "conv_bias": True},
-    "kimi_linear": {
-        "linear_num_heads": 2,
-        "linear_head_dim": 8,
-        "layer_types": _LINEAR["layer_types"],
-        "kv_lora_rank": 8,
-    },
+    "lfm3": _CONV,
+    "kimi_linear": _KIMI,
+    "bailing_hybrid": {**_KIMI, **_EXPERTS, "q_lora_rank": 8},
     "bamba": {**_MAMBA, "mamba_expand": 2, "attn_layer_indices": [1]},
     "granitemoehybrid": {**_MAMBA, "mamba_expand": 2, "layer_types": ["mamba", "attention"]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 32, "mamba_expand": 2},
@@ -52,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def tiny(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of two layers, the first of which carries a state."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,11 +67,11 @@ def tiny(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-def mixer_of(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def mixer_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return stateful_mixers(tiny(family, dtype))[0]
 
 
-def each_sequence_alone(mixer: nn.Module, hidden: Tensor, forest: Forest) -> Tensor:
+def each_sequence_alone(mixer: Any, hidden: Tensor, forest: Forest) -> Tensor:
     """Each sequence from the root, without a cache; a token of several sequences takes its output from the first."""
     rows: dict[int, Tensor] = {}
     for sequence in sequences(forest):
@@ -161,7 +162,7 @@ def test_activation_checkpointing(family: str, reentrant: bool) -> None:
 
         return checkpoint(layer, hidden, use_reentrant=reentrant)
 
-    def gradients(run: Any) -> list[Tensor]:
+    def gradients(run: Any) -> list[Any]:
         hidden = torch.linspace(-1, 1, sum(UNEVEN.lengths) * HIDDEN).reshape(1, -1, HIDDEN).requires_grad_()
         mixer.zero_grad()
         run(mixer, hidden, UNEVEN).square().sum().backward()
@@ -181,16 +182,42 @@ def test_the_decoder_layer_hands_the_layout_on(family: str) -> None:
     layer = next(part for part in model.modules() if hasattr(part, "layers")).layers[0]
     hidden = torch.randn(1, sum(UNEVEN.lengths), HIDDEN, generator=torch.Generator().manual_seed(3))
 
-    def alone(part: nn.Module, hidden: Tensor, forest: Forest) -> Tensor:
-        return each_sequence_alone(
-            lambda hidden_states: _tensor(part(hidden_states, position_embeddings=None)), hidden, forest
-        )
+    def alone(hidden_states: Tensor) -> Tensor:
+        return _tensor(layer(hidden_states, position_embeddings=None))
 
     call = LayoutCall(SharedPrefixLayout(*UNEVEN))
     with install(model):
         actual = _tensor(layer(hidden, position_embeddings=None, prefix_layout=call, use_cache=False))
-    assert relative_error(actual, alone(layer, hidden, UNEVEN)) < 5e-5
+    assert relative_error(actual, each_sequence_alone(alone, hidden, UNEVEN)) < 5e-5
     assert call.reached == {id(mixer) for mixer in stateful_mixers(layer)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_whole_model_gives_each_sequence_its_logits_and_gradients(family: str, checkpointing: bool) -> None:
+    """Attention and stateful layers in one decoder, through the public context."""
+    from pl_grouprl.attention import shared_prefix
+
+    model = tiny(family)
+    tokens = torch.randint(1, 31, (1, sum(UNEVEN.lengths)), generator=torch.Generator().manual_seed(5))
+    weights = torch.randn(1, tokens.shape[1], 31, generator=torch.Generator().manual_seed(6))
+
+    def gradients(logits: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        (logits * weights).sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected = each_sequence_alone(lambda hidden_states: model(hidden_states).logits, tokens, UNEVEN)
+    expected_gradients = gradients(expected)
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable()
+    with shared_prefix(model, "reference"):
+        actual = model(tokens, prefix_layout=SharedPrefixLayout(*UNEVEN)).logits
+        actual_gradients = gradients(actual)
+    assert relative_error(actual, expected) < 5e-5
+    for name, value in expected_gradients.items():
+        assert relative_error(actual_gradients[name], value) < 2e-4, name
 
 
 def _tensor(output: Any) -> Tensor:
