@@ -77,7 +77,10 @@ def tiny_vision_model(family: str, *, dtype: torch.dtype = torch.float32, seed: 
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+        if family == "gemma3":  # transformers starts it at zero, which would hide the images
+            torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+    return model
 
 
 _FAMILY_TEXT: dict[str, dict[str, Any]] = {

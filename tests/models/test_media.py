@@ -1,0 +1,135 @@
+"""Models that read images: their backbone, their positions, what they are not given."""
+
+import pytest
+import torch
+from helpers.tiny_models import random_groups, tiny_model
+from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
+
+from pl_grouprl.models.media import find_backbone, load_processor, media_position_ids, placeholder_ids
+from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
+from pl_grouprl.packing import pack
+from pl_grouprl.types import Rollout, RolloutGroup
+
+
+def mixed_groups(family):
+    """Two images, none, and one of another size."""
+    processor = tiny_processor(family)
+    return [
+        vision_group(processor, "what?", [tiny_image(0, 24, 16), tiny_image(1)], [3, 5]),
+        vision_group(processor, "how many?", [], [4, 2], seed=1),
+        vision_group(processor, "b", [tiny_image(2, 16, 32)], [4, 0], seed=2),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_backbone_is_what_takes_images(family):
+    model = tiny_vision_model(family)
+    assert find_backbone(model) is model.model
+    assert set(placeholder_ids(model)) >= {"image_token_id"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_the_backbone_of_a_text_model_is_its_decoder(family):
+    model = tiny_model(family)
+    assert find_backbone(model) is model.base_model
+    assert placeholder_ids(model) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_a_plain_call_for_each_sequence(family):
+    """The oracle is the whole model on prompt and rollout with all that the processor returned."""
+    model = tiny_vision_model(family)
+    groups = mixed_groups(family)
+    actual = rollout_logprobs(model, groups, sharing="repeated")
+    rollouts = [(group, rollout.token_ids) for group in groups for rollout in group.rollouts]
+    for (group, tokens), logprobs in zip(rollouts, actual, strict=True):
+        media = dict(group.media)
+        for name in [name for name in media if name.endswith("token_type_ids")]:
+            media[name] = torch.cat([media[name], torch.zeros(len(tokens), dtype=torch.long)])[None]
+        logits = model(input_ids=torch.tensor([group.prompt_ids + tokens]), **media).logits[0]
+        expected = (
+            logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None].long())
+        )
+        torch.testing.assert_close(logprobs, expected.flatten(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_go_on_behind_the_largest_of_the_prompt(family):
+    """An image of 2 x 3 tokens at place 2 takes the positions 2 to 4; the text behind it begins at 5."""
+    model = tiny_vision_model(family)
+    image = model.config.image_token_id
+    grid = torch.tensor([[1, 4, 6]])
+    types = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 0])
+    media = {"pixel_values": torch.zeros(24, 96), "image_grid_thw": grid, "mm_token_type_ids": types}
+    prompt = [5, 6, *[image] * 6, 7]
+    groups = [RolloutGroup(prompt, [Rollout([8, 9]), Rollout([4])], media=media), RolloutGroup([5, 6], [Rollout([7])])]
+    time = [0, 1, 2, 2, 2, 2, 2, 2, 5]
+    height = [0, 1, 2, 2, 2, 3, 3, 3, 5]
+    width = [0, 1, 2, 3, 4, 2, 3, 4, 5]
+    packed = media_position_ids(model, pack(groups))
+    assert packed.shape == (3, 1, 15)
+    assert packed[:, 0].tolist() == [[*axis, 6, 7, 6, 0, 1, 2] for axis in (time, height, width)]
+    rows = media_position_ids(model, pack(groups, "repeated"))
+    assert rows.shape == (3, 3, 11)
+    assert rows[:, 0].tolist() == [[*axis, 6, 7] for axis in (time, height, width)]
+    assert rows[:, 1, :10].tolist() == [[*axis, 6] for axis in (time, height, width)]
+    assert rows[:, 2, :3].tolist() == [[0, 1, 2]] * 3
+
+
+def test_rollouts_behind_a_long_video_are_placed_as_in_generation():
+    """Ten seconds of video reach further in time than the one token behind it: generation goes on from there."""
+    model = tiny_vision_model("qwen2_5_vl")
+    media = {
+        "pixel_values_videos": torch.zeros(5 * 16, 96),
+        "video_grid_thw": torch.tensor([[5, 4, 4]]),
+        "second_per_grid_ts": torch.tensor([2.0]),
+        "mm_token_type_ids": torch.tensor([0] + [2] * 20 + [0]),
+    }
+    prompt = [5, *[model.config.video_token_id] * 20, 6]
+    group = RolloutGroup(prompt, [Rollout([7, 8]), Rollout([9])], media=media)
+    # The last of the five frames is at 1 + 4 * (2 tokens per second) * (2 seconds) = 17; the text behind it at 1 + 2.
+    tokens = torch.tensor([prompt])
+    inputs = {**media, "input_ids": tokens, "mm_token_type_ids": media["mm_token_type_ids"][None]}
+    expected = model._prepare_position_ids_for_generation(tokens, inputs)
+    packed = media_position_ids(model, pack([group]))
+    assert packed[:, 0, :22].tolist() == expected[1:, 0].tolist()
+    assert packed[:, 0, 20:].tolist() == [[17, 3, 18, 19, 18], [2, 3, 18, 19, 18], [2, 3, 18, 19, 18]]
+    assert model.model.rope_deltas.item() + len(prompt) == 18
+
+
+def test_text_and_gemma_have_positions_of_text():
+    assert media_position_ids(tiny_vision_model("qwen3_vl"), pack(mixed_groups("qwen3_vl")[1:2])) is None
+    assert media_position_ids(tiny_vision_model("gemma3"), pack(mixed_groups("gemma3"))) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollout_with_a_placeholder_is_refused_by_its_number(family):
+    model = tiny_vision_model(family)
+    groups = mixed_groups(family)
+    groups[1].rollouts[1].token_ids[0] = placeholder_ids(model)["image_token_id"]
+    with pytest.raises(ValueError, match=r"rollout 3 of the batch .* image_token_id.*forbid the sampler"):
+        score(model, pack(groups, "repeated"))
+    assert score(model, pack(groups[1:2], "repeated")).logprobs_N.isfinite().all()  # text alone: a token like any other
+
+
+def test_a_text_model_is_given_no_images():
+    groups = random_groups(0, [(4, [2])])
+    groups[0].media = {"pixel_values": torch.zeros(1, 3)}
+    with pytest.raises(ValueError, match=r"media \['pixel_values'\], which LlamaModel does not take"):
+        hidden_states(tiny_model("llama"), pack(groups, "repeated"))
+
+
+def test_processors_are_loaded_where_a_policy_is_from(tmp_path):
+    class Source:
+        def load_processor(self):
+            return "mine"
+
+    assert load_processor(Source()) == "mine"
+    processor = tiny_processor("gemma3")
+    processor.save_pretrained(tmp_path / "gemma")
+    assert type(load_processor(str(tmp_path / "gemma"))) is type(processor)
+    processor.tokenizer.save_pretrained(tmp_path / "text")
+    with pytest.raises(ValueError, match=r"(has no processor of images|cannot be loaded)"):
+        load_processor(str(tmp_path / "text"))
+    with pytest.raises(ValueError, match="does not say where a processor is from"):
+        load_processor(object())
