@@ -59,7 +59,9 @@ def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
         return args, kwargs | {"output_router_logits": True}
 
     def keep(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
-        recorded[:] = output.router_logits
+        # The head's calls pass through the decoder too, which stands aside then and has none.
+        if output.get("router_logits") is not None:
+            recorded[:] = output.router_logits
 
     decoder = find_decoder(model)
     handles = [decoder.register_forward_pre_hook(ask, with_kwargs=True), decoder.register_forward_hook(keep)]
