@@ -215,6 +215,19 @@ def test_keys_that_nobody_sees_get_a_gradient_of_zero(kernel):
         assert (gradient[unseen] == 0).all()
 
 
+@pytest.mark.parametrize(
+    "kernel", [CPUKernel(), EagerKernel(), EagerKernel(softcap=CAP)], ids=["cpu", "eager", "softcap"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_nothing(kernel, dtype):
+    call = random_call(0)
+    tensors, grad = tensors_of(call, (4, 2), dtype)
+    expected = run(kernel, tensors, grad, call)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(kernel, tensors, grad, call)
+    assert all(map(torch.equal, actual, expected))
+
+
 def test_no_more_scores_at_once_than_allowed(monkeypatch):
     call = VarlenCall((3, 300, 200), (3, 300, 600), causal=True, window=257)
     tensors, grad = tensors_of(call, (4, 2))

@@ -36,14 +36,15 @@ class EagerKernel:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
-        for block in _blocks(query, call):
-            keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
-            queries = _fold(block.queries.take(query).to(wide), keys.shape[1])
-            scores, _ = self._scores(queries, keys, block, query.shape[1], scale)
-            part_lse = scores.logsumexp(-1, keepdim=True)
-            part = scores.sub_(part_lse).exp_() @ values
-            block.queries.put(_unfold(part, query.shape[1]), out)
-            block.queries.put_lse(_unfold(part_lse, query.shape[1])[..., 0], lse)
+        with _wide_products(query):
+            for block in _blocks(query, call):
+                keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
+                queries = _fold(block.queries.take(query).to(wide), keys.shape[1])
+                scores, _ = self._scores(queries, keys, block, query.shape[1], scale)
+                part_lse = scores.logsumexp(-1, keepdim=True)
+                part = scores.sub_(part_lse).exp_() @ values
+                block.queries.put(_unfold(part, query.shape[1]), out)
+                block.queries.put_lse(_unfold(part_lse, query.shape[1])[..., 0], lse)
         return out, lse
 
     def backward(
@@ -62,20 +63,21 @@ class EagerKernel:
         heads, kv_heads = query.shape[1], key.shape[1]
         grad_query = torch.empty_like(query)
         grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-        for block in _blocks(query, call):
-            keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
-            queries = _fold(block.queries.take(query).to(wide), kv_heads)
-            grads = block.queries.take(grad, blank=True).to(wide)
-            delta = _fold((grads * block.queries.take(out)).sum(-1, keepdim=True), kv_heads)
-            grads = _fold(grads, kv_heads)
-            scores, slope = self._scores(queries, keys, block, heads, scale)
-            weights = scores.sub_(_fold(block.queries.take_lse(lse)[..., None], kv_heads)).exp_()
-            grad_scores = (grads @ values.mT).sub_(delta).mul_(weights)
-            if slope is not None:
-                grad_scores.mul_(slope)
-            block.queries.put(_unfold((grad_scores @ keys).mul_(scale), heads), grad_query)
-            block.keys.add((grad_scores.mT @ queries).mul_(scale), grad_key)
-            block.keys.add(weights.mT @ grads, grad_value)
+        with _wide_products(query):
+            for block in _blocks(query, call):
+                keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
+                queries = _fold(block.queries.take(query).to(wide), kv_heads)
+                grads = block.queries.take(grad, blank=True).to(wide)
+                delta = _fold((grads * block.queries.take(out)).sum(-1, keepdim=True), kv_heads)
+                grads = _fold(grads, kv_heads)
+                scores, slope = self._scores(queries, keys, block, heads, scale)
+                weights = scores.sub_(_fold(block.queries.take_lse(lse)[..., None], kv_heads)).exp_()
+                grad_scores = (grads @ values.mT).sub_(delta).mul_(weights)
+                if slope is not None:
+                    grad_scores.mul_(slope)
+                block.queries.put(_unfold((grad_scores @ keys).mul_(scale), heads), grad_query)
+                block.keys.add((grad_scores.mT @ queries).mul_(scale), grad_key)
+                block.keys.add(weights.mT @ grads, grad_value)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
     def _scores(
@@ -93,6 +95,11 @@ class EagerKernel:
             # A head's queries stand together in the fold, and the mask is the same for each head.
             scores.unflatten(2, (heads // keys.shape[1], -1)).masked_fill_(hidden[:, None], float("-inf"))
         return scores, slope
+
+
+def _wide_products(query: Tensor) -> torch.autocast:
+    """Autocast would round the factors of matrix products to its own dtype, also in a forward pass that is a kernel."""
+    return torch.autocast(query.device.type, enabled=False)
 
 
 def _blocks(query: Tensor, call: VarlenCall) -> Iterator[Block]:

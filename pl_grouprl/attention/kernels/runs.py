@@ -93,14 +93,14 @@ class Block:
         queries: The runs of queries.
         keys: The runs of keys, with as many runs.
         plain_causal: Whether query i sees the keys up to i and no mask is needed.
-        places: Which of its run's keys each query stands at where a mask is needed, shape [R, N]; else None.
+        last_keys: Index of the last key that each query sees, where a mask is needed, shape [R, N]; else None.
         window: Most keys that a query sees, its own included, where a mask is needed; None is no limit.
     """
 
     queries: Runs
     keys: Runs
     plain_causal: bool = False
-    places: Tensor | None = None
+    last_keys: Tensor | None = None
     window: int | None = None
 
     def hidden(self) -> Tensor | None:
@@ -108,11 +108,11 @@ class Block:
 
         No row hides all keys: a repeated query sees what the last of its run sees.
         """
-        if self.places is None:
+        if self.last_keys is None:
             return None
-        keys_behind = self.places[:, None, :, None] - torch.arange(self.keys.length, device=self.places.device)
-        hidden = keys_behind < 0
-        return hidden if self.window is None else hidden | (keys_behind >= self.window)
+        behind = self.last_keys[:, None, :, None] - torch.arange(self.keys.length, device=self.last_keys.device)
+        hidden = behind < 0
+        return hidden if self.window is None else hidden | (behind >= self.window)
 
     def cut(self, rows: int) -> Iterator[Block]:
         """This block in pieces of at most so many queries; a padded batch is not cut."""
@@ -124,8 +124,8 @@ class Block:
         assert isinstance(run, slice)
         for start in range(0, self.queries.length, rows):
             queries = Runs(slice(run.start + start, min(run.start + start + rows, run.stop)))
-            places = None if self.places is None else self.places[:, start : start + rows]
-            yield Block(queries, self.keys, places=places, window=self.window)
+            last_keys = None if self.last_keys is None else self.last_keys[:, start : start + rows]
+            yield Block(queries, self.keys, last_keys=last_keys, window=self.window)
 
 
 def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
@@ -162,9 +162,11 @@ def _plan(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Bl
     for (num_queries, num_keys, _), pieces in batches.items():
         most = max(1, BATCH // (num_queries * num_keys))
         for start in range(0, len(pieces), most):
-            few = pieces[start : start + most]
-            alone = len(few) == 1
-            blocks.append(_single(few[0], call, device) if alone else _padded(few, num_queries, num_keys, call, device))
+            batch = pieces[start : start + most]
+            alone = len(batch) == 1
+            blocks.append(
+                _single(batch[0], call, device) if alone else _padded(batch, num_queries, num_keys, call, device)
+            )
     return blocks
 
 
@@ -186,8 +188,8 @@ def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
     keys = Runs(slice(piece.key_start, piece.key_start + piece.num_keys))
     if not call.causal or piece.plain_causal:
         return Block(queries, keys, plain_causal=piece.plain_causal)
-    places = torch.arange(piece.num_keys - piece.num_queries, piece.num_keys, device=device)[None]
-    return Block(queries, keys, places=places, window=call.effective_window)
+    last_keys = torch.arange(piece.num_keys - piece.num_queries, piece.num_keys, device=device)[None]
+    return Block(queries, keys, last_keys=last_keys, window=call.effective_window)
 
 
 def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenCall, device: torch.device) -> Block:
@@ -197,10 +199,10 @@ def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenC
         return Block(queries, keys, plain_causal=True)
     query_lens = torch.tensor([p.num_queries for p in pieces])[:, None]
     key_lens = torch.tensor([p.num_keys for p in pieces])[:, None]
-    places = torch.minimum(torch.arange(num_queries)[None], query_lens - 1) + key_lens - query_lens
+    last_keys = torch.minimum(torch.arange(num_queries)[None], query_lens - 1) + key_lens - query_lens
     if not call.causal:
-        places = (key_lens - 1).expand_as(places)  # only the repeated keys are hidden
-    return Block(queries, keys, places=places.to(device), window=call.effective_window)
+        last_keys = (key_lens - 1).expand_as(last_keys)  # only the repeated keys are hidden
+    return Block(queries, keys, last_keys=last_keys.to(device), window=call.effective_window)
 
 
 def _padded_runs(runs: Sequence[tuple[int, int]], size: int, device: torch.device) -> Runs:
