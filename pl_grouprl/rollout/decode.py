@@ -50,6 +50,7 @@ class DecodeBatch:
         device = parts[0][0].logits_PV.device
         indexed = [(prefix, torch.tensor(rows, device=device)) for prefix, rows in parts]
         lengths = [prefix.lengths[row] for prefix, rows in parts for row in rows]
+        positions = [prefix.positions[row] for prefix, rows in parts for row in rows]
         self.sequences, self.sampling, self.stop, self.seed = sequences, sampling, stop, seed
         self.end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
         self.width = max(prefix.width for prefix, _ in parts)
@@ -58,7 +59,7 @@ class DecodeBatch:
         self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
         # What follows has one row per live sequence and is reordered when sequences leave.
         self.row_B = torch.arange(len(sequences), device=device)
-        self.prompt_length_B = torch.tensor(lengths, device=device)
+        self.position_B = torch.tensor(positions, device=device)
         self.prompt_mask_BS = left_padding_mask(lengths, self.width, device)
         self.uniforms_BT: Tensor | None = None
         self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
@@ -82,7 +83,7 @@ class DecodeBatch:
             if bool(finished_B.any()):
                 tokens_B = tokens_B[self._drop(finished_B)]
             self.logits_BV = logits(
-                tokens_B.unsqueeze(-1), self.cache, (self.prompt_length_B + step).unsqueeze(-1), self._mask(step + 1)
+                tokens_B.unsqueeze(-1), self.cache, (self.position_B + step).unsqueeze(-1), self._mask(step + 1)
             )
         return self._collect()
 
@@ -116,7 +117,7 @@ class DecodeBatch:
         """Take finished sequences out; returns for each remaining row which one it was."""
         order = drop_rows(self.cache, finished_B)
         self.row_B = self.row_B[order]
-        self.prompt_length_B = self.prompt_length_B[order]
+        self.position_B = self.position_B[order]
         if self.prompt_mask_BS is not None:
             self.prompt_mask_BS = self.prompt_mask_BS[order]
         if self.uniforms_BT is not None:

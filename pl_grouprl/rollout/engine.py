@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.types import Media, Rollout, SamplingConfig
 
 
 @runtime_checkable
@@ -28,6 +28,7 @@ class RolloutEngine(Protocol):
         *,
         num_generations: int,
         seed: int,
+        media: Sequence[Media] | None = None,
     ) -> list[list[Rollout]]:
         """Sample `num_generations` completions of every prompt.
 
@@ -36,6 +37,8 @@ class RolloutEngine(Protocol):
             sampling: How to sample.
             num_generations: Rollouts per prompt, at least 1.
             seed: The same (weights, prompts, sampling, seed) give the same rollouts.
+            media: Images and videos of each prompt, empty where it has none; None where no prompt has any. An engine
+                that cannot serve them raises a ValueError.
 
         Returns:
             For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.
@@ -48,7 +51,7 @@ def check_request(
     sampling: SamplingConfig,
     num_generations: int,
     *,
-    max_positions: int | None,
+    limits: Mapping[str, int],
     vocab_size: int | None,
 ) -> None:
     """Refuse a request that no model could serve, before any work is done.
@@ -57,7 +60,7 @@ def check_request(
         prompts: Tokens of each prompt.
         sampling: How to sample; `max_new_tokens` is read.
         num_generations: Rollouts per prompt.
-        max_positions: Positions that the model has; None where there is no limit.
+        limits: Longest sequences that the model can serve, and what sets each limit.
         vocab_size: Number of tokens the model knows; None where that is not known.
 
     Raises:
@@ -71,12 +74,13 @@ def check_request(
                 f"prompts[{index}] is empty; the first token is predicted from the last token of the prompt, so pass "
                 "at least one (a beginning-of-sequence token will do)."
             )
-        if max_positions is not None and len(prompt) + sampling.max_new_tokens > max_positions:
-            raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
-                f"exceeds the model's max_position_embeddings={max_positions}; shorten the prompt (max_prompt_length) "
-                "or lower max_new_tokens."
-            )
+        for name, limit in limits.items():
+            if len(prompt) + sampling.max_new_tokens > limit:
+                raise ValueError(
+                    f"prompts[{index}] has {len(prompt)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
+                    f"exceeds the model's {name}={limit}; shorten the prompt (max_prompt_length) or lower "
+                    "max_new_tokens."
+                )
         if vocab_size is not None and (min(prompt) < 0 or max(prompt) >= vocab_size):
             raise ValueError(
                 f"prompts[{index}] holds token ids from {min(prompt)} to {max(prompt)}, but the model has vocab_size="

@@ -10,16 +10,22 @@ import torch
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
 from pl_grouprl.rollout.engine import check_request
+from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.rollout.media import check_media, media_key
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
-from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 
 
 class HFRolloutEngine:
     """Samples from a transformers decoder; every distinct prompt is encoded once.
 
     The cache of a prompt is copied to its rollouts, which are decoded in a batch that sequences leave as soon as they
-    end. Prompts of different lengths go together, padded on the left. Models with full or sliding-window attention
-    are supported.
+    end. Prompts of different lengths go together, padded on the left. Layers with full, sliding-window or chunked
+    attention are supported, and layers with a state of fixed size (linear attention, short convolutions). Images and
+    videos are encoded once with their prompt.
+
+    Tokens that stand for images or videos are never sampled, whether or not a prompt has any: the model would look for
+    images that are not there. Log-probabilities are those of the distribution without them.
 
     Reproducible: each sequence draws from its own random stream, named by (seed, index of the prompt in the call, index
     of the rollout). Results do not depend on `max_sequences` or on the other prompts, except where rounding, which
@@ -85,6 +91,7 @@ class HFRolloutEngine:
         *,
         num_generations: int,
         seed: int,
+        media: Sequence[Media] | None = None,
     ) -> list[list[Rollout]]:
         """Sample completions; see `RolloutEngine.generate`.
 
@@ -96,23 +103,24 @@ class HFRolloutEngine:
             there is a tokenizer.
 
         Raises:
-            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`), or stop strings
-                are given without a tokenizer, or a layer of the model has a state other than keys and values.
+            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`,
+                `media.check_media`), or stop strings are given without a tokenizer, or a layer of the model keeps a
+                state that cannot be copied (`kv_cache.gather_cache`).
             FloatingPointError: If the model's logits are not finite.
         """
         if self.model is None:
             raise ValueError(
                 "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
             )
-        config = self.model.config.get_text_config(decoder=True)
-        limits = {
-            "max_positions": getattr(config, "max_position_embeddings", None),
-            "vocab_size": getattr(config, "vocab_size", None),
-        }
-        check_request(prompts, sampling, num_generations, **limits)
+        check_request(
+            prompts, sampling, num_generations, limits=length_limits(self.model), vocab_size=vocabulary(self.model)
+        )
+        media = [{} for _ in prompts] if media is None else media
+        check_media(self.model, prompts, media)
+        asked = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
         stop = StopStrings(self.tokenizer, sampling.stop)
         with _evaluating(self.model):
-            groups = self._generate(prompts, sampling, stop, num_generations, seed)
+            groups = self._generate(asked, sampling, stop, num_generations, seed)
         if self.tokenizer is not None:
             for rollout in (rollout for group in groups for rollout in group):
                 rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
@@ -120,7 +128,7 @@ class HFRolloutEngine:
 
     def _generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingConfig,
         stop: StopStrings,
         num_generations: int,
@@ -146,25 +154,23 @@ class HFRolloutEngine:
         return groups
 
 
-def _arrange(
-    prompts: Sequence[Sequence[int]], num_generations: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, int, int]]]:
+def _arrange(prompts: Sequence[Prompt], num_generations: int) -> tuple[list[Prompt], list[tuple[int, int, int]]]:
     """List the distinct prompts by length, and the sequences to decode in that order.
 
     Returns:
         Distinct prompts, and (index of its distinct prompt, index of its prompt, index of its rollout) per sequence.
     """
-    owners: dict[tuple[int, ...], list[int]] = {}
+    owners: dict[tuple[Any, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
-        owners.setdefault(tuple(prompt), []).append(index)
-    distinct = sorted(owners, key=len)
+        owners.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
+    together = sorted(owners.values(), key=lambda indices: len(prompts[indices[0]].token_ids))
     sequences = [
         (key, index, generation)
-        for key, prompt in enumerate(distinct)
-        for index in owners[prompt]
+        for key, indices in enumerate(together)
+        for index in indices
         for generation in range(num_generations)
     ]
-    return distinct, sequences
+    return [prompts[indices[0]] for indices in together], sequences
 
 
 @contextmanager

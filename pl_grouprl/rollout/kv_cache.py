@@ -1,4 +1,4 @@
-"""The key/value cache of a decode batch: rows copied from prefilled prompts, room ahead, rows that can leave.
+"""The cache of a decode batch: rows copied from prefilled prompts, room ahead, rows that can leave.
 
 Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head size.
 
@@ -6,6 +6,9 @@ transformers' own dynamic layer concatenates at every step, which copies the who
 keeps a buffer with room to spare, writes new entries into it and hands out a view, so a step costs what it adds.
 A row that leaves is replaced by the last one: dropping k rows copies k rows at most, and is done whenever something
 finishes.
+
+Layers that stay small keep transformers' own class and are copied row by row: sliding windows and chunks, which hold
+the last positions only, and the states of convolutions and linear attention, which have no positions at all.
 """
 
 from __future__ import annotations
@@ -16,10 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 Part = tuple[Cache, Tensor]
 """A prefilled cache, right-aligned, and the rows of it to take; a row may be taken several times."""
+
+_KEYS = {
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+_STATES = {
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+"""transformers' layers that are copied as they are, by what they hold. Names, as not every release has all of them."""
 
 
 class GrowingLayer(DynamicLayer):
@@ -107,27 +122,57 @@ def gather_cache(parts: Sequence[Part], width: int, limit: int) -> Cache:
         limit: Positions that decoding will need at most.
 
     Raises:
-        ValueError: If the model has layers whose state is not keys and values (state space, linear attention).
+        ValueError: If a layer keeps what it has seen in another form than keys, values and states of fixed size, or
+            keeps it outside of the cache.
     """
-    layers: list[Any] = []
     first: list[Any] = parts[0][0].layers
-    for index, layer in enumerate(first):
-        same: list[tuple[Any, Tensor]] = [(cache.layers[index], rows) for cache, rows in parts]
-        if type(layer) is DynamicLayer:
-            capacity = GrowingLayer.capacity(width, limit)
-            keys = _gather([(part.keys, rows) for part, rows in same], width, capacity)
-            values = _gather([(part.values, rows) for part, rows in same], width, capacity)
-            layers.append(GrowingLayer(keys, values, width, limit))
-        elif type(layer) is DynamicSlidingWindowLayer:
-            layers.append(_gather_sliding(same, width))
-        elif type(layer).__name__ == "DummyLayer":  # stores nothing: reads the cache of another layer, or needs none
-            layers.append(layer)
-        else:
-            raise ValueError(
-                f"layer {index} of the model caches its state as {type(layer).__name__}; HFRolloutEngine supports full "
-                "and sliding-window attention only. Choose another rollout engine for this model."
-            )
+    layers = [
+        _gather_layer(index, [(cache.layers[index], rows) for cache, rows in parts], width, limit)
+        for index in range(len(first))
+    ]
     return Cache(layers=layers)
+
+
+def has_states(cache: Cache) -> bool:
+    """Whether a layer sums up what it has seen, so that padding, once seen, cannot be masked any more."""
+    return any(type(layer).__name__ in _STATES for layer in cache.layers)
+
+
+def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, limit: int) -> Any:
+    first = parts[0][0]
+    name = type(first).__name__
+    if name == "DummyLayer":  # stores nothing: reads the cache of another layer, or needs none
+        return first
+    if type(first) is DynamicLayer and first.is_initialized:
+        capacity = GrowingLayer.capacity(width, limit)
+        keys = _gather([(part.keys, rows) for part, rows in parts], width, capacity)
+        values = _gather([(part.values, rows) for part, rows in parts], width, capacity)
+        return GrowingLayer(keys, values, width, limit)
+    layer = copy.copy(first)
+    if name in _KEYS and first.keys is not None:
+        _gather_keys(layer, parts, width)
+    if name in _STATES:
+        _gather_states(layer, parts)
+    if not _holds_something(layer):
+        raise ValueError(
+            f"layer {index} of the model {_why_not(first)}; HFRolloutEngine copies keys, values and states of fixed "
+            "size that are in the cache. Choose another rollout engine for this model."
+        )
+    return layer
+
+
+def _holds_something(layer: Any) -> bool:
+    name = type(layer).__name__
+    states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    has_keys = name in _KEYS and layer.keys is not None
+    return has_keys or (name in _STATES and any(state is not None for state in states))
+
+
+def _why_not(layer: Any) -> str:
+    name = type(layer).__name__
+    if type(layer) is DynamicLayer or name in _KEYS | _STATES:
+        return f"leaves its {name} empty, so that it keeps its state elsewhere"
+    return f"caches its state as {name}"
 
 
 def _gather(parts: Sequence[tuple[Tensor, Tensor]], width: int, capacity: int) -> Tensor:
@@ -143,14 +188,24 @@ def _gather(parts: Sequence[tuple[Tensor, Tensor]], width: int, capacity: int) -
     return buffer
 
 
-def _gather_sliding(parts: Sequence[tuple[Any, Tensor]], width: int) -> DynamicSlidingWindowLayer:
-    """Merge sliding-window layers, which hold the last positions only; they stay small and keep transformers' class."""
-    layer = copy.copy(parts[0][0])
+def _gather_keys(layer: Any, parts: Sequence[tuple[Any, Tensor]], width: int) -> None:
+    """Give a layer copies of the keys and values of all parts; a sliding one has the last positions only."""
     kept = max(part.keys.shape[2] for part, _ in parts)
     layer.keys = _gather([(part.keys, rows) for part, rows in parts], kept, kept)
     layer.values = _gather([(part.values, rows) for part, rows in parts], kept, kept)
-    layer.cumulative_length = width
-    return layer
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = width
+
+
+def _gather_states(layer: Any, parts: Sequence[tuple[Any, Tensor]]) -> None:
+    """Give a layer copies of the states of all parts: decoding writes into them."""
+    for name in ("conv_states", "recurrent_states"):
+        states: dict[int, Tensor | None] = getattr(layer, name)
+        copies = {
+            number: None if state is None else torch.cat([getattr(part, name)[number][rows] for part, rows in parts])
+            for number, state in states.items()
+        }
+        setattr(layer, name, copies)
 
 
 def drop_rows(cache: Cache, finished_B: Tensor) -> Tensor:
@@ -173,5 +228,5 @@ def drop_rows(cache: Cache, finished_B: Tensor) -> Tensor:
         if isinstance(layer, GrowingLayer):
             layer.move_rows(targets, sources, remaining)
         else:
-            layer.batch_select_indices(order)
+            layer.reorder_cache(order)
     return order

@@ -3,18 +3,25 @@
 Shapes: P prompts of a batch, S positions, V vocabulary.
 
 Prompts come sorted by length. Prompts of about the same length share a batch and are padded on the left, so that all
-end in the same column; where the lengths are equal there is neither padding nor a mask.
+end in the same column; where the lengths are equal there is neither padding nor a mask. Models with layers that sum up
+what they have seen get prompts of one length only, as padding would go into the sum. Prompts with images or videos are
+encoded one by one.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.rollout.media import media_inputs
+from pl_grouprl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -29,6 +36,9 @@ MAX_PADDING = 1 / 8
 class NextTokenLogits:
     """Calls a decoder with a cache for the logits of the next token, leaving out arguments that it does not take.
 
+    Tokens that stand for images or videos get the logit -inf: in a completion they would be read as images that are
+    not there.
+
     Args:
         model: A transformers decoder with a language-model head.
     """
@@ -39,15 +49,26 @@ class NextTokenLogits:
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._optional = {name for name in ("position_ids", "logits_to_keep") if takes_any or name in parameters}
+        self._placeholders = torch.tensor(
+            sorted(placeholder_ids(model).values()), dtype=torch.int64, device=self.device
+        )
 
-    def __call__(self, input_ids_BS: Tensor, cache: Cache, position_ids_BS: Tensor, mask_BS: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        input_ids_BS: Tensor,
+        cache: Cache,
+        position_ids_BS: Tensor,
+        mask_BS: Tensor | None,
+        media: dict[str, Tensor] | None = None,
+    ) -> Tensor:
         """Append tokens to the cache.
 
         Args:
             input_ids_BS: Tokens that the cache does not hold yet.
             cache: Grows by these tokens.
-            position_ids_BS: Position of each token in its own sequence.
+            position_ids_BS: Position of each token in its own sequence; [3, B, S] where it has three of them.
             mask_BS: 1 for real tokens and 0 for padding, over the cache and the new tokens; None without padding.
+            media: What the tokens' placeholders stand for, by the model's keywords.
 
         Returns:
             Logits after the last token, shape [B, V], in the model's dtype.
@@ -59,8 +80,11 @@ class NextTokenLogits:
             past_key_values=cache,
             use_cache=True,
             **{name: value for name, value in optional.items() if name in self._optional},
+            **(media or {}),
         )
-        return output.logits[:, -1]
+        logits_BV = output.logits[:, -1]
+        placeholders = self._placeholders[self._placeholders < logits_BV.shape[-1]]
+        return logits_BV.index_fill(-1, placeholders, -math.inf) if len(placeholders) else logits_BV
 
 
 @dataclass
@@ -68,14 +92,17 @@ class Prefix:
     """Prompts that have been encoded together.
 
     Attributes:
-        cache: Keys and values, prompts right-aligned.
+        cache: What the layers remember, prompts right-aligned.
         logits_PV: Logits of the first token of the completions.
         lengths: Tokens of each prompt.
+        positions: Where each prompt's completions begin: behind the largest position of the prompt, which is less than
+            its length where the patches of an image share positions.
     """
 
     cache: Cache
     logits_PV: Tensor
     lengths: list[int]
+    positions: list[int]
 
     @property
     def width(self) -> int:
@@ -91,42 +118,60 @@ def left_padding_mask(lengths: Sequence[int], width: int, device: torch.device) 
     return (columns >= width - torch.tensor(lengths, device=device).unsqueeze(-1)).long()
 
 
-def prefill(logits: NextTokenLogits, prompts: Sequence[Sequence[int]]) -> Prefix:
-    """Encode prompts in one forward pass; only the last position reaches the language-model head."""
-    from transformers.cache_utils import DynamicCache
+def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
+    """Encode prompts in one forward pass; only the last position reaches the language-model head.
 
-    lengths = [len(prompt) for prompt in prompts]
+    Args:
+        logits: The model.
+        prompts: Of any length; one alone if it has media.
+    """
+    lengths = [len(prompt.token_ids) for prompt in prompts]
     width, device = max(lengths), logits.device
-    input_ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    rows = [[PAD] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]
+    input_ids = torch.tensor(rows, device=device)
     mask = left_padding_mask(lengths, width, device)
     if mask is None:
         position_ids = torch.arange(width, device=device).expand(len(prompts), -1)
     else:
         position_ids = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=logits.model.config)
-    return Prefix(cache, logits(input_ids, cache, position_ids, mask), lengths)
+    cache, media, following = new_cache(logits.model), None, lengths
+    if prompts[0].media:
+        media, positions = media_inputs(logits.model, prompts[0].token_ids, prompts[0].media)
+        if positions is not None:
+            position_ids, following = positions.position_ids.to(device), positions.next_position_S.tolist()
+    return Prefix(cache, logits(input_ids, cache, position_ids, mask, media), lengths, following)
 
 
-def plan_prefill(lengths: Sequence[int], max_tokens: int) -> list[range]:
+def new_cache(model: Any) -> Cache:
+    """An empty cache with the layers that the model needs."""
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:
     """Cut prompts, sorted by length, into batches.
 
     Args:
-        lengths: Tokens of each prompt, ascending.
+        prompts: Their lengths ascend. One with media gets a batch of its own.
         max_tokens: Most tokens of a batch, padding included. A longer prompt gets a batch of its own.
+        max_padding: How much longer than its shortest prompt the longest of a batch may be, as a share.
 
     Returns:
         The indices of each batch, consecutive.
     """
     batches = []
     start = 0
-    for index, length in enumerate(lengths):
+    for index, prompt in enumerate(prompts):
+        length, first = len(prompt.token_ids), prompts[start]
         too_many = (index + 1 - start) * length > max_tokens
-        too_uneven = length > lengths[start] * (1 + MAX_PADDING)
-        if index > start and (too_many or too_uneven):
+        too_uneven = length > len(first.token_ids) * (1 + max_padding)
+        alone = bool(prompt.media or first.media)
+        if index > start and (too_many or too_uneven or alone):
             batches.append(range(start, index))
             start = index
-    if lengths:
-        batches.append(range(start, len(lengths)))
+    if prompts:
+        batches.append(range(start, len(prompts)))
     return batches
 
 
@@ -139,10 +184,13 @@ class PrefixStore:
         max_tokens: Most tokens of a forward pass.
     """
 
-    def __init__(self, logits: NextTokenLogits, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def __init__(self, logits: NextTokenLogits, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        from pl_grouprl.rollout.kv_cache import has_states  # imports transformers
+
         self._logits = logits
         self._prompts = prompts
-        self._batches = plan_prefill([len(prompt) for prompt in prompts], max_tokens)
+        max_padding = 0.0 if has_states(new_cache(logits.model)) else MAX_PADDING
+        self._batches = plan_prefill(prompts, max_tokens, max_padding=max_padding)
         self._ready: dict[int, Prefix] = {}
 
     def select(self, wanted: Sequence[int], needed_later: int) -> list[tuple[Prefix, list[int]]]:

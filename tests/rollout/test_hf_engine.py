@@ -243,14 +243,17 @@ def test_shared_prefix_context_changes_nothing(make_model, family):
 def test_training_goes_on_afterwards(make_model, inference_mode):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}  # renews its buffer in the forward pass
     model = make_model("llama", max_position_embeddings=16, rope_parameters=rope)
-    model.config.max_position_embeddings = 64
+    model(torch.zeros(1, 20, dtype=torch.long))  # too long to sample; what follows goes back to shorter ones
+    model.lm_head.register_forward_hook(lambda *args: inference.append(torch.is_inference_mode_enabled()))
+    inference = []
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.config.use_cache = False
     with torch.inference_mode(inference_mode):
         groups = HFRolloutEngine(model).generate(
-            [list(range(14))], SamplingConfig(max_new_tokens=8), num_generations=2, seed=0
+            [list(range(8))], SamplingConfig(max_new_tokens=8), num_generations=2, seed=0
         )
+    assert inference == 8 * [False]
     assert model.config.use_cache is False
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert torch.is_grad_enabled()
@@ -313,6 +316,27 @@ def test_requests_that_cannot_be_served(qwen3, prompts, num_generations, options
         HFRolloutEngine(qwen3).generate(prompts, SamplingConfig(**options), num_generations=num_generations, seed=0)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_moving_frequencies_end_where_they_begin_to_move(make_model, kind):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    options = {"factor": 2.0} if kind == "dynamic" else factors
+    model = make_model(
+        "llama",
+        max_position_embeddings=16 if kind == "dynamic" else 64,
+        rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **options},
+    )
+    engine, prompts, sampling = HFRolloutEngine(model), [list(range(12)), [1, 2, 3]], SamplingConfig(max_new_tokens=4)
+    groups = engine.generate(prompts, sampling, num_generations=2, seed=0)
+    model(torch.zeros(1, 40, dtype=torch.long))  # leaves other frequencies behind
+    assert_same(groups, engine.generate(prompts, sampling, num_generations=2, seed=0))
+    for prompt, group in zip(prompts, groups, strict=True):
+        for rollout in group:
+            expected = reference_logprobs(model, prompt, rollout, sampling)
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match=rf"original_max_position_embeddings \(its {kind} rotary .*\)=16; shorten"):
+        engine.generate([*prompts, list(range(13))], sampling, num_generations=2, seed=0)
+
+
 def test_the_longest_request_is_served(qwen3):
     sampling = SamplingConfig(max_new_tokens=6)
     ((rollout,),) = HFRolloutEngine(qwen3).generate([[1] * 250], sampling, num_generations=1, seed=0)
@@ -328,15 +352,17 @@ def test_constructor_refuses():
         HFRolloutEngine(SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True)))
 
 
-def test_models_with_a_recurrent_state_are_refused():
+def test_models_with_a_state_outside_of_the_cache_are_refused():
     import transformers as tf
 
-    config = tf.Lfm2Config(
-        vocab_size=24, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    config = tf.RecurrentGemmaConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, lru_width=16, attention_window_size=8,
     )  # fmt: skip
     model = tf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="caches its state as LinearAttentionLayer"):
+    with pytest.raises(
+        ValueError, match="layer 0 of the model leaves its LinearAttentionLayer empty, so that it keeps"
+    ):
         HFRolloutEngine(model).generate([[1, 2]], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0)
 
 

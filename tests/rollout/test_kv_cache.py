@@ -100,8 +100,37 @@ def test_public_row_operations():
     assert torch.equal(layer.keys[:, :, :4], states[[2, 0]])
 
 
-def test_layers_with_another_state_are_refused():
-    from transformers.cache_utils import Cache, LinearAttentionLayer
+@pytest.mark.parametrize("finished", [[0], [2], [0, 1]])
+def test_states_are_copied_and_rows_leave(finished):
+    from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-    with pytest.raises(ValueError, match="layer 0 of the model caches its state as LinearAttentionLayer"):
-        gather_cache([(Cache(layers=[LinearAttentionLayer()]), torch.tensor([0]))], width=4, limit=8)
+    keys, recurrent = numbered(2, 4, 1), torch.arange(2.0)[:, None, None].expand(2, 3, 5)
+    layers = [LinearAttentionLayer(), LinearAttentionAndFullAttentionLayer(number_of_states=2)]
+    for layer in layers:
+        for state in range(layer.number_of_states):
+            layer.update_conv_state(keys[:, 0, :, :].mT + 10 * state, state)
+        layer.update_recurrent_state(recurrent)
+    layers[1].update(keys, -keys)
+    cache = gather_cache([(Cache(layers=layers), torch.tensor([1, 0, 1]))], width=4, limit=8)
+    before = [layer.conv_states[0].clone() for layer in layers]
+    mask = torch.zeros(3, dtype=torch.bool)
+    mask[finished] = True
+    rows = torch.tensor([1, 0, 1])[drop_rows(cache, mask)]
+    for layer, source, states in zip(cache.layers, layers, before, strict=True):
+        for state in range(source.number_of_states):
+            assert torch.equal(layer.conv_states[state], source.conv_states[state][rows])
+        assert torch.equal(layer.recurrent_states[0], recurrent[rows])
+        layer.conv_states[0].zero_()  # decoding writes into its own
+        assert torch.equal(source.conv_states[0], states)
+    assert torch.equal(cache.layers[1].keys, keys[rows])
+
+
+def test_layers_with_another_state_are_refused():
+    from transformers.cache_utils import Cache, DynamicIndexedLayer, LinearAttentionLayer
+
+    for layer, reason in (
+        (DynamicIndexedLayer(), "layer 0 of the model caches its state as DynamicIndexedLayer"),
+        (LinearAttentionLayer(), "layer 0 of the model leaves its LinearAttentionLayer empty"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            gather_cache([(Cache(layers=[layer]), torch.tensor([0]))], width=4, limit=8)

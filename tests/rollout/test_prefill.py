@@ -2,15 +2,24 @@ import pytest
 import torch
 
 from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore, left_padding_mask, plan_prefill, prefill
+from pl_grouprl.types import Prompt
 
 
 def test_plan_cuts_at_the_token_budget_and_at_uneven_lengths():
-    cut = lambda lengths, budget: [list(batch) for batch in plan_prefill(lengths, budget)]  # noqa: E731
+    def cut(lengths, budget, **options):
+        return [list(batch) for batch in plan_prefill([Prompt([1] * n) for n in lengths], budget, **options)]
+
     assert cut([], 10) == []
     assert cut([4, 4, 4, 4, 4], 8) == [[0, 1], [2, 3], [4]]
     assert cut([8, 9, 9, 10], 100) == [[0, 1, 2], [3]]  # 10 exceeds 8 by more than an eighth
     assert cut([50, 60], 10) == [[0], [1]]
     assert cut([16, 18], 35) == [[0], [1]]  # 36 tokens with padding
+    assert cut([8, 8, 9, 9], 100, max_padding=0.0) == [[0, 1], [2, 3]]
+
+
+def test_plan_leaves_prompts_with_media_alone():
+    prompts = [Prompt([1, 2], media=media) for media in ({}, {}, {"pixel_values": torch.zeros(1)}, {}, {})]
+    assert [list(batch) for batch in plan_prefill(prompts, 100)] == [[0, 1], [2], [3, 4]]
 
 
 def test_padding_mask():
@@ -26,7 +35,7 @@ def test_padded_prompts_equal_single_prompts(make_model, family, attention):
     model = make_model(family, attn_implementation=attention)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
     logits = NextTokenLogits(model)
-    together = prefill(logits, prompts)
+    together = prefill(logits, [Prompt(prompt) for prompt in prompts])
     assert together.width == 9
     for row, prompt in enumerate(prompts):
         alone = model(torch.tensor([prompt])).logits[0, -1]
@@ -41,7 +50,7 @@ def test_store_prefills_once_and_forgets(qwen3):
             calls.append(input_ids_BS.tolist())
             return super().__call__(input_ids_BS, *rest)
 
-    store = PrefixStore(Recorder(qwen3), [[1], [2], [3, 4]], max_tokens=2)
+    store = PrefixStore(Recorder(qwen3), [Prompt([1]), Prompt([2]), Prompt([3, 4])], max_tokens=2)
     (first, rows), (second, more) = store.select([0, 1, 1, 2], needed_later=2)
     assert (rows, more) == ([0, 1, 1], [0])
     assert (first.lengths, second.lengths) == ([1, 1], [2])
