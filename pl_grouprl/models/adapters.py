@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.attention import find_decoder
-from pl_grouprl.models.adapter_layers import has_adapters
+from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -66,22 +66,40 @@ class LoRAOptions:
             if not valid:
                 raise ValueError(f"{owner}.{name} is {getattr(self, name)!r}; it must be {range_}.")
 
-    def peft_config(self, model: Any) -> LoraConfig:
-        """Build PEFT's options for a model.
+    def put_on(self, model: Any, name: str, **options: Any) -> None:
+        """Put new layers into a transformers model, in place, and freeze all else; see `inject`.
+
+        Args:
+            model: With or without a head.
+            name: Of the adapter.
+            **options: Further ones of PEFT's `LoraConfig`.
 
         Raises:
-            ValueError: If no layer has one of the names in `target_modules`.
+            ValueError: If no layer has one of the names in `target_modules`, or PEFT takes others than those; and as
+                `inject` does.
         """
         from peft import LoraConfig
 
-        return LoraConfig(
+        chosen = _chosen_layers(model, self.target_modules, type(self).__name__)
+        config = LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=_targets(model, self.target_modules, type(self).__name__),
+            target_modules=self.target_modules if chosen is None else _shortest_names(model, chosen),
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
+            **options,
         )
+        inject(config, model, name, seed=self.seed)
+        layers = set(adapter_layers(model))
+        taken = {own for own, module in model.named_modules() if module in layers}
+        if chosen is not None and taken != chosen:
+            raise ValueError(
+                f"{type(self).__name__}.target_modules={self.target_modules!r} stands for {len(chosen)} layers of "
+                f"{type(model).__name__}, but PEFT takes other places for some, such as {min(taken ^ chosen)!r}: it "
+                "reads the names of an expert's layers as the parameters that all experts are in. Leave those names "
+                "out, or pass a regular expression to mean the experts."
+            )
 
 
 @dataclass(frozen=True)
@@ -117,10 +135,10 @@ class LoRAAdapter(LoRAOptions):
             ValueError: If the model has adapters already, no layer has one of the names in `target_modules`, or the
                 adapter of `path` is another one than the options say or does not fit the model.
         """
-        config = self.peft_config(model) if self.path is None else self._saved_config(self.path)
-        config.task_type = config.task_type or "CAUSAL_LM"
-        inject(config, model, "default", seed=self.seed)
-        if self.path is not None:
+        if self.path is None:
+            self.put_on(model, "default", task_type="CAUSAL_LM")
+        else:
+            inject(self._saved_config(self.path), model, "default", seed=self.seed)
             _load_weights(model, self.path, "default")
         return model
 
@@ -195,24 +213,28 @@ def _refuse_tied(model: nn.Module, parameter: nn.Parameter, owners: list[str]) -
             )
 
 
-def _targets(model: Any, asked: str | list[str], owner: str) -> str | list[str]:
-    """Names of the layers that get an adapter, as PEFT matches them: by the end of a name.
-
-    A vision tower has layers of the same names as the language model, so whole names are given where ends would match
-    more than is meant.
-    """
+def _chosen_layers(model: Any, asked: str | list[str], owner: str) -> set[str] | None:
+    """Names of the layers that are to get an adapter; None for a regular expression, which PEFT reads itself."""
     if isinstance(asked, str) and asked != ALL_LINEAR:
-        return asked
+        return None
     inside = set(find_decoder(model).modules())
-    names = {name: module in inside for name, module in model.named_modules() if name}
     if asked == ALL_LINEAR:
         chosen = {name for name, module in model.named_modules() if module in inside and _is_linear(module)}
     else:
+        names = {name: module in inside for name, module in model.named_modules() if name}
         chosen = {found for target in asked for found in _find(names, target, owner)}
     if not chosen:
         raise ValueError(f"{type(find_decoder(model)).__name__} has no linear layers, so {owner} finds no place.")
+    return chosen
+
+
+def _shortest_names(model: nn.Module, chosen: set[str]) -> list[str]:
+    """The last parts of names, as PEFT's users know them, or whole names where those would stand for other layers too.
+
+    A vision tower has layers of the same names as the language model.
+    """
     ends = {name.rpartition(".")[2] for name in chosen}
-    matched = {name for name in names if name.rpartition(".")[2] in ends}
+    matched = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends if matched == chosen else chosen)
 
 

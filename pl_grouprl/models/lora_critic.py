@@ -14,7 +14,7 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import aliased_copy, leave_parameters_out_of_checkpoints, remove_adapters
-from pl_grouprl.models.adapters import LoRAOptions, inject
+from pl_grouprl.models.adapters import LoRAOptions
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.critic_sources import check_head_std, unpatched_decoder, zero_dropout_rates
 from pl_grouprl.models.probe import hidden_size
@@ -55,7 +55,7 @@ class LoRACritic(LoRAOptions):
         trunk, names = aliased_copy(unpatched_decoder(policy))
         remove_adapters(trunk)
         zero_dropout_rates(trunk)
-        inject(self.peft_config(trunk), trunk, "critic", seed=self.seed)
+        self.put_on(trunk, "critic")
         tied = {name: names[parameter] for name, parameter in trunk.named_parameters() if parameter in names}
         head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
         return TiedCritic(trunk, head, tied).train()

@@ -59,6 +59,8 @@ class PretrainedPolicy:
 
     def __post_init__(self) -> None:
         check_folder(self.path, "model path")
+        if Path(self.path).expanduser().joinpath("adapter_config.json").is_file():
+            self._refuse_adapter()
 
     def load(self) -> nn.Module:
         """Load the weights, and put the adapter on them.
@@ -96,10 +98,7 @@ class PretrainedPolicy:
             self._location, config=config, dtype=self.dtype, **options, **self._hub_options
         )
         if has_adapters(model):  # transformers has loaded its base too, and frozen both
-            raise ValueError(
-                f"model path {self.path!r} holds an adapter; pass the path of its base, and this one as the adapter's "
-                "(adapter: {path: ...}) to go on training it."
-            )
+            self._refuse_adapter()
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
@@ -109,6 +108,12 @@ class PretrainedPolicy:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._location, **self._hub_options)
+
+    def _refuse_adapter(self) -> None:
+        raise ValueError(
+            f"model path {self.path!r} holds an adapter; pass the path of its base, and this one as the adapter's "
+            "(adapter: {path: ...}) to go on training it."
+        )
 
     @property
     def _location(self) -> str:

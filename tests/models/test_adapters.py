@@ -1,0 +1,203 @@
+"""The adapter option: where the layers go, what is trained, the same on every rank; saved adapters to start from."""
+
+import pytest
+import torch
+from helpers.tiny_models import FAMILIES, random_groups, tiny_model
+from torch import nn
+
+from pl_grouprl.attention import check_parity
+from pl_grouprl.data import MostFrequentDigit
+from pl_grouprl.models import LoRAAdapter, PolicySource, PretrainedPolicy, WarmStartedPolicy, rollout_logprobs
+from pl_grouprl.utilities import optional
+
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adapted(family="llama", **options):
+    """A model whose adapter does something, in training mode."""
+    model = LoRAAdapter(r=4, **options).add_to(tiny_model(family)).train()
+    torch.manual_seed(5)
+    for parameter in trained(model).values():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def places(model):
+    """Names of the layers that got an adapter."""
+    return {name.split(".lora_A")[0] for name in trained(model) if "lora_A" in name}
+
+
+def llava():
+    """Vision tower and language model with layers of the same names."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "projection_dim": 32, **sizes}
+    text = {"model_type": "llama", "vocab_size": 61, "num_key_value_heads": 1, **sizes}
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_begins_as_nothing_and_is_all_that_is_trained(family, use_dora):
+    from transformers import PreTrainedModel
+
+    base = tiny_model(family)
+    model = LoRAAdapter(r=4, use_dora=use_dora).add_to(tiny_model(family))
+    torch.testing.assert_close(model(IDS).logits, base(IDS).logits, atol=1e-5, rtol=1e-5)
+    assert isinstance(model, PreTrainedModel)
+    assert trained(model)
+    assert all("lora_" in name for name in trained(model))
+    assert any("magnitude" in name for name in trained(model)) == use_dora
+    assert not any("lm_head" in name or "experts" in name for name in trained(model))
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_and_repeated_prefixes_agree(family, use_dora):
+    model = adapted(family, use_dora=use_dora)
+    report = check_parity(model)
+    assert report.passed, str(report)
+    groups = random_groups(0, [(9, [4, 0, 7]), (3, [1])])
+    pairs = zip(rollout_logprobs(model, groups), rollout_logprobs(model, groups, sharing="repeated"), strict=True)
+    for shared, repeated in pairs:
+        torch.testing.assert_close(shared, repeated, atol=1e-5, rtol=1e-5)
+
+
+def test_options():
+    model = LoRAAdapter(r=2, alpha=6, target_modules=["q_proj", "up_proj"], dropout=0.5).add_to(tiny_model("llama"))
+    assert {name.rpartition(".")[2] for name in places(model)} == {"q_proj", "up_proj"}
+    layer = model.model.layers[1].self_attn.q_proj
+    assert layer.lora_A["default"].weight.shape == (2, 32)
+    assert layer.scaling["default"] == 3.0
+    assert layer.lora_dropout["default"].p == 0.5
+    stable = LoRAAdapter(r=4, alpha=6, use_rslora=True).add_to(tiny_model("llama"))
+    assert stable.model.layers[0].self_attn.q_proj.scaling["default"] == 3.0  # 6 / sqrt(4)
+    for name, wrong in {"r": 0, "alpha": 0, "dropout": 1.0, "target_modules": []}.items():
+        with pytest.raises(ValueError, match=rf"LoRAAdapter.{name} is .*; it must be"):
+            LoRAAdapter(**{name: wrong})
+    with pytest.raises(ValueError, match=r"target_modules has 'nowhere', but no layer"):
+        LoRAAdapter(target_modules=["q_proj", "nowhere"]).add_to(tiny_model("llama"))
+    with pytest.raises(ValueError, match="nowhere"):
+        LoRAAdapter(target_modules=".*nowhere").add_to(tiny_model("llama"))
+    with pytest.raises(ValueError, match="has adapters already"):
+        LoRAAdapter().add_to(model)
+
+
+def test_weights_that_two_modules_share_get_no_adapter():
+    with pytest.raises(ValueError, match=r"names 'lm_head', .* those of \['model.embed_tokens'\]"):
+        LoRAAdapter(target_modules=["lm_head"]).add_to(tiny_model("qwen2", tie_word_embeddings=True))
+    assert places(LoRAAdapter(target_modules=["lm_head"]).add_to(tiny_model("qwen2"))) == {"lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("target_modules", "outside"),
+    [
+        ("all-linear", set()),
+        (["q_proj"], set()),
+        (["q_proj", "linear_1"], {"model.multi_modal_projector.linear_1"}),
+        (r".*vision_tower.*\.0\..*q_proj", {"model.vision_tower.encoder.layers.0.self_attn.q_proj"}),
+    ],
+)
+def test_a_vision_tower_is_left_alone_unless_it_is_asked_for(target_modules, outside):
+    names = places(LoRAAdapter(r=2, target_modules=target_modules).add_to(llava()))
+    assert {name for name in names if "language_model" not in name} == outside
+    per_layer = {"all-linear": 7}.get(str(target_modules), int(isinstance(target_modules, list)))
+    assert len(names - outside) == 2 * per_layer
+
+
+def test_experts_are_no_linear_layers():
+    """PEFT reads the names of the dense layers as those of all experts' parameters, and would leave the former out."""
+    dense = tiny_model("qwen3_moe", mlp_only_layers=[0])
+    with pytest.raises(ValueError, match=r"target_modules='all-linear' stands for 11 layers .* regular expression"):
+        LoRAAdapter(r=2).add_to(dense)
+    experts = LoRAAdapter(r=2, target_modules=r".*experts\.down_proj").add_to(tiny_model("qwen3_moe"))
+    assert {name.rpartition(".")[2] for name in places(experts)} == {"experts"}
+    assert check_parity(experts.train()).passed
+
+
+def test_the_same_on_every_rank_and_float32_on_a_bfloat16_base():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        before = torch.random.get_rng_state()
+        one = LoRAAdapter().add_to(tiny_model("llama", dtype=torch.bfloat16))
+        assert torch.equal(before, torch.random.get_rng_state())
+        torch.manual_seed(2)
+        other = LoRAAdapter().add_to(tiny_model("llama", dtype=torch.bfloat16))
+    assert {p.dtype for p in trained(one).values()} == {torch.float32}
+    assert {p.dtype for p in one.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert all(torch.equal(p, trained(other)[name]) for name, p in trained(one).items())
+    another = trained(LoRAAdapter(seed=1).add_to(tiny_model("llama", dtype=torch.bfloat16)))
+    assert any(not torch.equal(p, another[name]) for name, p in trained(one).items())
+    one(IDS).logits.sum().backward()
+    assert all(p.grad is not None for p in trained(one).values())
+
+
+def test_activation_checkpointing(folder):
+    plain, recomputing = (
+        PretrainedPolicy(folder, gradient_checkpointing=own, adapter=LoRAAdapter(r=4)).load().train()
+        for own in (False, True)
+    )
+    for model in (plain, recomputing):
+        model(IDS).logits.square().mean().backward()
+    assert recomputing.is_gradient_checkpointing
+    for name, parameter in trained(plain).items():
+        torch.testing.assert_close(trained(recomputing)[name].grad, parameter.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_policy_sources(folder, tmp_path):
+    source = PretrainedPolicy(folder, adapter=LoRAAdapter(r=4))
+    assert isinstance(source, PolicySource)
+    assert trained(source.load())
+    options = {
+        "demonstrations": MostFrequentDigit(prompt_length=8, train_size=4, val_size=4),
+        "architecture": {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                         "num_attention_heads": 2},
+        "steps": 1, "cache_dir": str(tmp_path / "cache"), "progress_bar": False,
+    }  # fmt: skip
+    warm = WarmStartedPolicy(**options, adapter=LoRAAdapter(r=4))
+    assert warm.folder == WarmStartedPolicy(**options).folder  # the base is the same
+    model, plain = warm.load(), WarmStartedPolicy(**options).load()
+    assert all("lora_" in name for name in trained(model))
+    torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
+
+
+def test_a_saved_adapter_is_the_start(folder, tmp_path):
+    model = PretrainedPolicy(folder, adapter=LoRAAdapter(r=4, alpha=4, use_dora=True)).load()
+    for parameter in trained(model).values():
+        nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    path = str(tmp_path / "adapter")
+    again = PretrainedPolicy(folder, adapter=LoRAAdapter(path=path)).load()
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert trained(again).keys() == trained(model).keys()
+    assert LoRAAdapter(path=path, r=4, use_dora=True).add_to(tiny_model("llama")) is not None
+    with pytest.raises(
+        ValueError, match=r"LoRAAdapter.r is 8, but the adapter of path .* was made with 4; leave it out"
+    ):
+        LoRAAdapter(path=path, r=8).add_to(tiny_model("llama"))
+    with pytest.raises(ValueError, match=r"does not fit GPT2LMHeadModel|not found in the base model"):
+        LoRAAdapter(path=path).add_to(tiny_model("gpt2"))
+    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: \d+ weights .* such as"):
+        LoRAAdapter(path=path).add_to(tiny_model("llama", num_hidden_layers=3))
+    with pytest.raises(FileNotFoundError, match=r"adapter path './nowhere' is not a folder"):
+        LoRAAdapter(path="./nowhere")
+    with pytest.raises(ValueError, match=r"holds an adapter; pass the path of its base"):
+        PretrainedPolicy(path)
+
+
+def test_without_peft_the_constructor_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(optional, "PEFT_AVAILABLE", False)
+    with pytest.raises(ModuleNotFoundError, match=r"LoRAAdapter needs an optional package; .*'pl-grouprl\[lora\]'"):
+        LoRAAdapter()
