@@ -1,0 +1,225 @@
+"""Shared against repeated prefix for one model: groups and forests, log-probabilities and gradients of all weights.
+
+Legend: T packed tokens of a forest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tiny_config import TOKENS, layer_types
+from tiny_families import CannotBuildError, Family, build, first_line
+from torch import Tensor
+
+from pl_grouprl.attention import UnsupportedModelError, shared_prefix
+from pl_grouprl.packing import SharedPrefixLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_LOGPROB, MAX_GRADIENT = 1e-4, 1e-3
+LEAST_EFFECT = 1e-3
+"""By how much, in nats, the token before must move a token's log-probability, so that parity says anything."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one family.
+
+    Attributes:
+        family: Which.
+        status: `exact`, `refused` (with an error, before any wrong number), `wrong`, or `not built`.
+        layers: Kinds of layers that the model has.
+        logprob: Largest difference of a log-probability, in nats.
+        gradient: Norm of the difference of all gradients over their norm.
+        reason: Why it was refused or not built, or where it is wrong.
+        expected: Whether a refusal was one of the package's own errors.
+    """
+
+    family: Family
+    status: str
+    layers: tuple[str, ...] = ()
+    logprob: float = math.nan
+    gradient: float = math.nan
+    reason: str = ""
+    expected: bool = True
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Segments of a packed row: their lengths, and each one's parent."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int | None, ...]
+
+    def paths(self) -> list[list[int]]:
+        """The packed tokens from the root to each segment without children."""
+        starts = [sum(self.lengths[:index]) for index in range(len(self.lengths))]
+        found = []
+        for leaf in range(len(self.lengths)):
+            path: list[int] = []
+            index: int | None = leaf if leaf not in self.parents else None
+            while index is not None:
+                path = [*range(starts[index], starts[index] + self.lengths[index]), *path]
+                index = self.parents[index]
+            if path:
+                found.append(path)
+        return found
+
+
+FORESTS = {
+    "groups": Forest((20, 14, 3, 9, 7, 5, 12), (None, 0, 0, 0, None, 4, 4)),
+    "depth 2": Forest((9, 6, 11, 1, 13, 0, 5, 4, 3), (None, 0, 1, 1, 1, 0, None, 6, 6)),
+    "depth 3": Forest((7, 10, 3, 12, 5, 9, 2, 6, 1, 8, 4), (None, 0, 1, 2, 2, 1, 0, None, 7, 8, 9)),
+}
+"""Prompts longer than a window of 8, rollouts shorter and longer, an empty one, segments of one token."""
+
+
+def try_family(family: Family, backend: str = "auto") -> Outcome:
+    """Build one family and compare its two paths on all forests."""
+    try:
+        model = _build(family)
+    except CannotBuildError as error:
+        return Outcome(family, "not built", reason=str(error))
+    layers = tuple(layer_types(model.config))
+    logprob = gradient = 0.0
+    for name, forest in FORESTS.items():
+        repeated = _run(model, forest, lambda tokens, forest=forest: _repeated(model, forest, tokens))
+        try:
+            with shared_prefix(model, backend):
+                shared = _run(model, forest, lambda tokens, forest=forest: _shared(model, forest, tokens))
+        except Exception as error:
+            return Outcome(family, "refused", layers, reason=_reason(error), expected=_is_ours(error))
+        logprob = _larger(logprob, (shared[0] - repeated[0]).abs().max().item())
+        gradient = _larger(gradient, _difference(shared[1], repeated[1]))
+        if not (logprob <= MAX_LOGPROB and gradient <= MAX_GRADIENT):
+            return Outcome(family, "wrong", layers, logprob, gradient, f"differs on {name}")
+    difference = _padded_rows(model, backend)
+    if not difference <= MAX_LOGPROB:
+        return Outcome(family, "wrong", layers, difference, gradient, "differs on a padded batch")
+    return Outcome(family, "exact", layers, logprob, gradient)
+
+
+def _build(family: Family) -> PreTrainedModel:
+    """A model that runs on text: with what is None by default left so if that works, else filled in."""
+    try:
+        model = build(family)
+        _check_sensitive(model)
+    except CannotBuildError as error:
+        try:
+            model = build(family, fill=True)
+            _check_sensitive(model)
+        except CannotBuildError:
+            raise error from None
+    return model
+
+
+def _larger(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _check_sensitive(model: PreTrainedModel) -> None:
+    """Refuse to judge a model that does not run on text alone, or whose tokens hardly see each other."""
+    tokens = torch.arange(1, 13)[None]
+    other = tokens.clone()
+    other[0, -2] = 30
+    try:
+        with torch.no_grad():
+            one, two = (_logits(model, row)[0, -1].log_softmax(-1) for row in (tokens, other))
+    except Exception as error:
+        raise CannotBuildError(first_line(error)) from error
+    if not (one - two).abs().max() > LEAST_EFFECT:
+        raise CannotBuildError("Insensitive: the token before hardly moves a token's log-probabilities.")
+
+
+def _logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
+    return model(input_ids=tokens, use_cache=False, return_dict=True, **options).logits.float()
+
+
+def _run(
+    model: PreTrainedModel, forest: Forest, logits_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Log-probabilities [T] of random targets, and the gradients of a loss that weighs every token differently."""
+    count = sum(forest.lengths)
+    tokens, targets = torch.randint(1, TOKENS, (2, count), generator=torch.Generator().manual_seed(count))
+    logprobs = logits_of(tokens).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    loss = (logprobs * torch.linspace(0.5, 1.5, count)).sum()
+    return logprobs.detach(), list(torch.autograd.grad(loss, weights, allow_unused=True))
+
+
+def _shared(model: PreTrainedModel, forest: Forest, tokens: Tensor) -> Tensor:
+    layout = SharedPrefixLayout(list(forest.lengths), list(forest.parents))
+    return _logits(model, tokens[None], prefix_layout=layout)[0]
+
+
+def _repeated(model: PreTrainedModel, forest: Forest, tokens: Tensor) -> Tensor:
+    """Every sequence alone; where rotary frequencies depend on the longest row, filled up to its length."""
+    paths = forest.paths()
+    longest = max(map(len, paths)) if _looks_at_the_longest(model) else 0
+    rows: dict[int, Tensor] = {}
+    for path in paths:
+        row = torch.cat([tokens[path], torch.ones(max(longest - len(path), 0), dtype=torch.long)])
+        logits = _logits(model, row[None])[0]
+        for place, token in enumerate(path):
+            rows.setdefault(token, logits[place])
+    return torch.stack([rows[token] for token in range(len(tokens))])
+
+
+def _looks_at_the_longest(model: PreTrainedModel) -> bool:
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return any(kind in str(rope) for kind in ("dynamic", "longrope"))
+
+
+@torch.no_grad()
+def _padded_rows(model: PreTrainedModel, backend: str) -> float:
+    """Largest difference of a log-probability between an ordinary padded batch in the context and outside of it."""
+    generator = random.Random(0)
+    prompt = [generator.randrange(1, TOKENS) for _ in range(20)]
+    rows = [prompt + [generator.randrange(1, TOKENS) for _ in range(length)] for length in (14, 3, 9)]
+    tokens = torch.tensor([row + [0] * (34 - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (34 - len(row)) for row in rows])
+    found = []
+    expected = _logits(model, tokens, attention_mask=mask).log_softmax(-1)[mask.bool()]
+    try:
+        with shared_prefix(model, backend):
+            found = _logits(model, tokens, attention_mask=mask).log_softmax(-1)[mask.bool()]
+    except Exception as error:
+        if _is_ours(error):
+            return 0.0
+        raise
+    return (found - expected).abs().max().item()
+
+
+def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    error = norm = 0.0
+    for one, other in zip(actual, expected, strict=True):
+        if one is None and other is None:
+            continue
+        a, b = (0.0 if grad is None else grad.double() for grad in (one, other))
+        error += float(torch.as_tensor(a - b).square().sum())
+        norm += float(torch.as_tensor(b).square().sum())
+    return math.sqrt(error / norm) if norm else math.sqrt(error)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the package refused, rather than something breaking."""
+    if isinstance(error, UnsupportedModelError):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "pl_grouprl" in trace.tb_frame.f_globals.get("__name__", "")
+
+
+def _reason(error: BaseException) -> str:
+    """The sentence of a refusal that says why, without the model's name; of other errors their kind as well."""
+    if not _is_ours(error):
+        return first_line(error)
+    sentence = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+    return sentence.split("cannot share prefixes: ")[-1]

@@ -1,0 +1,97 @@
+"""The page docs/models.md: written from outcomes, and read back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from family_parity import MAX_GRADIENT, MAX_LOGPROB, Outcome
+
+_HEADER = """# Which models share prefixes exactly
+
+This page is written by a command; do not edit it. `python tools/models_table.py --write docs/models.md` writes it
+again, `--check` compares it with what is found now.
+
+Every family of the installed transformers with a class for causal language modelling, or for images and text, is
+built small from its config by one recipe, which names no family, and run twice: each sequence on its own through the
+model as it is, and all of them in one packed row with shared prefixes. Log-probabilities of random targets at all
+tokens and the gradients of all weights are compared.
+
+Conditions: {conditions}.
+
+A figure such as `< 1e-5` is an upper bound in powers of ten: of the largest difference of a log-probability, in nats
+(allowed {logprob:.0e}), and of the norm of the difference of all gradients over their norm (allowed {gradient:.0e}).
+Families marked with * take images as well and were run with text alone. The kinds of layers are the config's names
+for them, where it has some.
+"""
+_EXACT = "| model type | class | kinds of layers | log-probabilities | gradients |\n|---|---|---|---|---|\n"
+_OTHERS = "| model type | class | reason |\n|---|---|---|\n"
+_SECTIONS = (
+    ("exact", "Exact", "Shared and repeated prefix agree.", _EXACT),
+    ("refused", "Refused", "An error says why, before any number is wrong.", _OTHERS),
+    ("wrong", "Wrong", "The paths differ without an error. These are faults.", _OTHERS),
+    (
+        "not built",
+        "Not tried",
+        "The recipe does not build these small, or they do not run on text alone. Most of those that it does build "
+        "when given a checkpoint's config are decoders of a kind that is listed above.",
+        _OTHERS,
+    ),
+)
+
+
+def page(outcomes: Sequence[Outcome], backend: str) -> str:
+    """The whole page; the same on every machine with the same versions."""
+    text = _HEADER.format(conditions=_conditions(backend), logprob=MAX_LOGPROB, gradient=MAX_GRADIENT)
+    for status, title, meaning, head in _SECTIONS:
+        rows = [row(outcome) for outcome in outcomes if outcome.status == status]
+        if rows:
+            text += f"\n## {title}: {len(rows)}\n\n{meaning}\n\n{head}" + "".join(f"{one}\n" for one in rows)
+    return text
+
+
+def row(outcome: Outcome) -> str:
+    """One line of a table."""
+    family = outcome.family
+    name = (
+        f"`{family.model_type}`" + (f", {family.variant}" if family.variant else "") + (" *" if family.images else "")
+    )
+    cells = [name, f"`{family.model_class}`"]
+    if outcome.status == "exact":
+        layers = ", ".join(outcome.layers) or "-"
+        cells += [layers, bound(outcome.logprob), bound(outcome.gradient)]
+    else:
+        cells.append(" ".join(outcome.reason.split()).replace("|", "\\|"))
+    return "| " + " | ".join(cells) + " |"
+
+
+def bound(value: float) -> str:
+    """The power of ten above a difference, no finer than what rounding moves from machine to machine."""
+    power = max(math.ceil(math.log10(2 * value)) if value else -9, -5)
+    return f"< 1e-{-power:d}"
+
+
+def statuses(text: str) -> dict[str, str]:
+    """What a page says of each family, by `type, variant class`: its section, and the reason if it is refused."""
+    found, status = {}, None
+    titles = {title: status for status, title, _, _ in _SECTIONS}
+    for line in text.splitlines():
+        if line.startswith("## "):
+            status = titles.get(line[3:].split(":")[0])
+        cells = [cell.strip() for cell in line.replace("\\|", "\0").strip("|").split(" | ")]
+        if status is None or not line.startswith("| `"):
+            continue
+        name = f"{cells[0].removesuffix(' *')} {cells[1]}".replace("`", "")
+        found[name] = f"{status}, {cells[2]}".replace("\0", "|") if status == "refused" else status
+    return found
+
+
+def _conditions(backend: str) -> str:
+    import torch
+    import transformers
+
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    return (
+        f"{versions}, CPU, float32, eval mode, backend `{backend}`; hidden size 64, four heads, windows and chunks of "
+        "8 tokens; two prompts of 20 and 7 tokens with rollouts of 3 to 14, and two forests, of depth 2 and 3"
+    )
