@@ -316,8 +316,11 @@ def test_requests_that_cannot_be_served(qwen3, prompts, num_generations, options
         HFRolloutEngine(qwen3).generate(prompts, SamplingConfig(**options), num_generations=num_generations, seed=0)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_moving_frequencies_end_where_they_begin_to_move(make_model, kind):
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("dynamic", "max_position_embeddings"), ("longrope", r"original_max_position_embeddings \(its longrope .*\)")],
+)
+def test_moving_frequencies_end_where_they_begin_to_move(make_model, kind, limit):
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
     options = {"factor": 2.0} if kind == "dynamic" else factors
     model = make_model(
@@ -333,7 +336,7 @@ def test_moving_frequencies_end_where_they_begin_to_move(make_model, kind):
         for rollout in group:
             expected = reference_logprobs(model, prompt, rollout, sampling)
             torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
-    with pytest.raises(ValueError, match=rf"original_max_position_embeddings \(its {kind} rotary .*\)=16; shorten"):
+    with pytest.raises(ValueError, match=f"exceeds the model's {limit}=16; shorten"):
         engine.generate([*prompts, list(range(13))], sampling, num_generations=2, seed=0)
 
 

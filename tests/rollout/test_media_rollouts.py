@@ -1,0 +1,121 @@
+"""Rollouts of prompts with images, against forwards of single sequences without a cache."""
+
+import math
+
+import pytest
+import torch
+from helpers.sampling_oracle import assert_sampled, tiny_decoder
+from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
+
+from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.media import media_key
+from pl_grouprl.types import SamplingConfig
+
+
+def requests(family):
+    """Prompts and media: one image, the same tokens with another image, text, two images, the first again."""
+    processor = tiny_processor(family)
+    groups = [
+        vision_group(processor, "cat?", [tiny_image(0)], []),
+        vision_group(processor, "cat?", [tiny_image(1)], []),
+        vision_group(processor, "a long line of text", [], []),
+        vision_group(processor, "two", [tiny_image(2, width=16, height=24), tiny_image(3)], []),
+        vision_group(processor, "cat?", [tiny_image(0)], []),
+        vision_group(processor, "no", [], []),
+    ]
+    return [group.prompt_ids for group in groups], [group.media for group in groups]
+
+
+def count_calls(module, kind):
+    calls = []
+    module.register_forward_pre_hook(lambda *args: calls.append(kind))
+    return calls
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_equals_a_forward_over_everything(family, temperature):
+    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    never = tuple(placeholder_ids(model).values())
+    sampling = SamplingConfig(max_new_tokens=12, temperature=temperature, stop_token_ids=(1, 8, 16, 24, 32))
+    engine = HFRolloutEngine(model, max_sequences=5)
+    towers = [m for name, m in model.named_modules() if name.endswith(("visual", "vision_tower"))]
+    (tower,) = [m for m in towers if not any(m is not other and m in other.modules() for other in towers)]
+    encoded = count_calls(tower, "tower")
+    groups = engine.generate(prompts, sampling, num_generations=2, seed=3, media=media)
+    assert len(encoded) == 3  # one for each distinct prompt with images
+    for index, (prompt, own, group) in enumerate(zip(prompts, media, groups, strict=True)):
+        for generation, rollout in enumerate(group):
+            names = {"name": (index, generation), "seed": 3, "media": own, "never": never}
+            assert_sampled(model, prompt, rollout, sampling, **names)
+    assert prompts[0] == prompts[1]
+    assert groups[0][0].logprobs != groups[1][0].logprobs
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_left_behind_in_the_model_are_not_read(family):
+    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=6)
+    first = engine.generate(prompts, sampling, num_generations=2, seed=3, media=media)
+    assert model.model.rope_deltas is None
+    model.model.rope_deltas = torch.tensor([[50]])  # of a forward by others
+    assert first == engine.generate(prompts, sampling, num_generations=2, seed=3, media=media)
+    text = [prompts[2], prompts[5]]
+    assert [group[0].logprobs for group in engine.generate(text, sampling, num_generations=1, seed=3)] != []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_placeholders_are_never_sampled(family):
+    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    tokens = placeholder_ids(model)
+    assert tokens
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, wanted, 9.0))
+    wanted = torch.tensor(list(tokens.values()))
+    engine = HFRolloutEngine(model)
+    for temperature in (0.0, 1.0):
+        sampling = SamplingConfig(max_new_tokens=8, temperature=temperature)
+        groups = engine.generate(prompts, sampling, num_generations=4, seed=0, media=media)
+        drawn = [rollout for group in groups for rollout in group]
+        assert not {token for rollout in drawn for token in rollout.token_ids} & set(tokens.values())
+        assert all(math.isfinite(value) for rollout in drawn for value in rollout.logprobs)
+
+
+def test_media_of_equal_content_are_the_same():
+    first = {"pixel_values": torch.arange(4.0), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    copy = {"image_grid_thw": torch.tensor([[1, 2, 2]]), "pixel_values": torch.arange(4.0)}
+    assert media_key(first) == media_key(copy)
+    others = [
+        {**first, "pixel_values": torch.arange(4.0) + 1},
+        {**first, "pixel_values": torch.arange(4.0)[None]},
+        {**first, "pixel_values": torch.arange(4.0).double()},
+        {"image_grid_thw": first["image_grid_thw"]},
+        {"pixel_values": first["pixel_values"].bfloat16(), "image_grid_thw": first["image_grid_thw"]},
+        {},
+    ]
+    assert len({media_key(media) for media in [first, *others]}) == 7
+
+
+def test_media_that_cannot_be_served_are_refused():
+    model, (prompts, media) = tiny_vision_model("qwen2_5_vl"), requests("qwen2_5_vl")
+
+    def generate(own, model=model):
+        return HFRolloutEngine(model).generate(
+            prompts[:1], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0, media=own
+        )
+
+    with pytest.raises(ValueError, match="media has 2 entries for 1 prompts; pass one for each"):
+        generate(media[:2])
+    with pytest.raises(ValueError, match=r"media\[0\]\['audio'\] is given, but Qwen2_5_VLModel takes no audio"):
+        generate([{"audio": torch.zeros(1)}])
+    with pytest.raises(ValueError, match=r"media\[0\]\['pixel_values'\] is of type list; pass a tensor"):
+        generate([{"pixel_values": [1.0]}])
+    with pytest.raises(
+        ValueError, match=r"media\[0\]\['mm_token_type_ids'\] has shape \[1\] for a prompt of \d+ tokens"
+    ):
+        generate([{**media[0], "mm_token_type_ids": torch.zeros(1)}])
+    text = tiny_decoder("mistral", vocab_size=64)
+    with pytest.raises(
+        ValueError, match=r"media\[0\]\['pixel_values'\] is given, but MistralModel takes no pixel_values"
+    ):
+        generate([{"pixel_values": torch.zeros(1)}], text)
