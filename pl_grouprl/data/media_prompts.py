@@ -125,11 +125,11 @@ def _check_places(kind: str, count: int, text: str, processor: Any, where: str) 
     token = getattr(processor, f"{kind}_token", None)
     if token is None:
         if count:
-            raise ValueError(f"{where}: {type(processor).__name__} has no token for a {kind}; remove the {kind}s.")
+            raise ValueError(f"{where}: {type(processor).__name__} has no {kind} token; remove the {kind}s.")
     elif text.count(token) != count:
         raise ValueError(
             f"{where}: the row has {count} {kind}s, and its text as the model reads it has {text.count(token)} times "
-            f"the token of a {kind}, {token!r}; correct the row, or use a chat template that writes that token."
+            f"the {kind} token {token!r}; correct the row, or use a chat template that writes that token."
         )
 
 

@@ -1,0 +1,155 @@
+"""Rows with images: places in the text, the processor's tokens, laziness, errors that name the row."""
+
+import pyarrow as pa
+import pytest
+import torch
+from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor
+from pyarrow import parquet
+
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.data.media_prompts import place_media
+
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "what?"}
+
+
+def prompts_of(rows, family="qwen2_5_vl", **options):
+    processor = tiny_processor(family)
+    data = PromptDataModule(rows, batch_size=1, tokenizer=processor.tokenizer, processor=processor, **options)
+    data.setup("fit")
+    return data.prompts["train"]
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_ways_to_say_where_an_image_is(family):
+    """Parts (TRL), tags (verl), and nothing at all, which is in front."""
+    images = [tiny_image(0, 24, 16)]
+    ways = ([IMAGE, TEXT], "<image>what?", "what?", [{"type": "image", "text": None}, {**TEXT, "image": None}])
+    opened = [p.open() for p in prompts_of([{"prompt": user(way), "images": images} for way in ways], family)]
+    processor = tiny_processor(family)
+    text = processor.apply_chat_template(user([IMAGE, TEXT]), add_generation_prompt=True)
+    expected = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    types = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
+    for prompt in opened:
+        assert prompt.token_ids == expected["input_ids"][0].tolist()
+        assert torch.equal(prompt.media["pixel_values"], expected["pixel_values"])
+        assert torch.equal(prompt.media[types], expected[types][0])
+        assert set(prompt.media) == set(expected) - {"input_ids", "attention_mask"}
+    assert opened[1].prompt == user("<image>what?")
+    assert opened[1].columns == {"images": images}
+
+
+def test_tags_stand_where_they_are():
+    messages = [{"role": "system", "content": "see"}, *user("a <image> and\n<video>?")]
+    placed = place_media(messages, {"image": 1, "video": 1}, "row 0")
+    assert placed[0]["content"] == [{"type": "text", "text": "see"}]
+    assert placed[1]["content"] == [
+        {"type": "text", "text": "a "},
+        {"type": "image"},
+        {"type": "text", "text": " and\n"},
+        {"type": "video"},
+        {"type": "text", "text": "?"},
+    ]
+    assert messages[1]["content"] == "a <image> and\n<video>?"
+
+
+def test_a_string_holds_the_models_own_token():
+    image = tiny_image(0)
+    (prompt,) = prompts_of([{"prompt": "x<|vision_start|><|image_pad|><|vision_end|>y", "images": image}])
+    opened = prompt.open()
+    assert len(opened.token_ids) == 4 + 4  # 16 x 16 pixels in patches of 4, merged two by two
+    assert len(prompt.token_ids) == 4 + 1
+    assert opened.media["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_images_are_processed_when_a_prompt_is_opened_and_not_kept(tmp_path):
+    path = tmp_path / "image.png"
+    tiny_image(0).save(path)
+    (prompt,) = prompts_of([{"prompt": user("what?"), "images": [str(path)]}])
+    assert prompt.media == {}
+    first, second = prompt.open(), prompt.open()
+    assert prompt.media == {}
+    assert first.media["pixel_values"] is not second.media["pixel_values"]
+    tiny_image(1).save(path)
+    assert not torch.equal(prompt.open().media["pixel_values"], first.media["pixel_values"])
+    path.unlink()
+    with pytest.raises(ValueError, match=r"train, row 0: the images or videos cannot be processed .*image.png"):
+        prompt.open()
+
+
+def test_rows_of_parquet_with_bytes(tmp_path):
+    tiny_image(0).save(tmp_path / "image.png")
+    images = [{"bytes": (tmp_path / "image.png").read_bytes(), "path": None}]
+    rows = [
+        {"prompt": user("<image>what?"), "images": images, "data_source": "geometry"},
+        {"prompt": user("why?"), "images": [], "data_source": None},
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    with_image, text = prompts_of(str(tmp_path / "x.parquet"))
+    assert with_image.open().media["image_grid_thw"].tolist() == [[1, 4, 4]]
+    assert with_image.data_source == "geometry"
+    assert text.open() is text
+    assert text.media == {}
+
+
+def test_columns_of_other_names():
+    (prompt,) = prompts_of([{"prompt": user("what?"), "image": tiny_image(0)}], image_column="image")
+    assert prompt.open().media["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_options_reach_the_processor():
+    rows = [{"prompt": user("what?"), "images": tiny_image(0, 32, 32)}]
+    assert prompts_of(rows)[0].open().media["image_grid_thw"].tolist() == [[1, 8, 8]]
+    options = {"images_kwargs": {"size": {"shortest_edge": 64, "longest_edge": 256}}}
+    (small,) = prompts_of(rows, processor_kwargs=options)
+    assert small.open().media["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_the_limit_counts_the_tokens_of_images():
+    """ "user:what?", a line feed, "assistant:", the image's two marks: 23 tokens of text, and 4 or 16 of the image."""
+    rows = [{"prompt": user("what?"), "images": tiny_image(0, *size)} for size in ((32, 32), (16, 16))]
+    small, large = 23 + 4, 23 + 16
+    assert [len(prompt.open().token_ids) for prompt in prompts_of(rows)] == [large, small]
+    (kept,) = prompts_of(rows, max_prompt_length=small)
+    assert len(kept.open().token_ids) == small
+    assert len(prompts_of(rows, max_prompt_length=large)) == 2
+    for policy in ("error", "truncate"):
+        with pytest.raises(ValueError, match=rf"train, row 0: the prompt has {large} tokens, .*images are not cut"):
+            prompts_of(rows, max_prompt_length=small, overlong_prompts=policy)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": user("<image><image>"), "images": [1]}, "has 1 images and the messages have places for 2"),
+        ({"prompt": user([IMAGE]), "images": [1, 2]}, "has 2 images and the messages have places for 1"),
+        ({"prompt": user("<image><video>"), "images": [1]}, "has 0 videos and the messages have places for 1"),
+        (
+            {"prompt": user([IMAGE, TEXT])},
+            "have places for images or videos, and the columns .* are empty",
+        ),
+        ({"prompt": "what?", "images": [1]}, r"has 1 images, and its text .* 0 times the image token"),
+        ({"prompt": user("what?"), "images": ["missing.png"]}, r"images\[0\]: 'missing.png' cannot be read"),
+        ({"prompt": user("what?"), "images": [tiny_image(0), 3]}, r"images\[1\]: an image of type int"),
+        ({"prompt": user("<|image_pad|>"), "images": [tiny_image(0)]}, r"has 1 images, and its text .* 2 times"),
+    ],
+)
+def test_bad_rows_are_named_at_setup(row, message):
+    rows = [{"prompt": user("fine")}, row]
+    with pytest.raises(ValueError, match=rf"train, row 1: .*{message}"):
+        prompts_of(rows)
+
+
+def test_a_processor_without_videos_refuses_them():
+    with pytest.raises(ValueError, match="Gemma3Processor has no video token"):
+        prompts_of([{"prompt": user("what?"), "videos": [[tiny_image(0)]]}], "gemma3")
+
+
+def test_a_missing_processor_is_an_error_at_the_row():
+    rows = [{"prompt": user("a"), "images": tiny_image(0)}]
+    data = PromptDataModule(rows, batch_size=1, tokenizer=tiny_processor("qwen2_5_vl").tokenizer)
+    with pytest.raises(ValueError, match=r"train, row 0: column 'images' or 'videos' is not .*processor is None"):
+        data.setup("fit")
