@@ -2,7 +2,7 @@
 
 Nothing here uses the package, so that it can be an oracle for it.
 
-Legend: T packed tokens, H query heads, K key/value heads, D head size.
+Legend: T packed tokens, H query heads, K key/value heads, D head size of queries and keys, V of values.
 """
 
 from __future__ import annotations
@@ -68,11 +68,51 @@ def visible_by_definition(forest: Forest) -> Tensor:
     return seen
 
 
-def attention_by_sequence(query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float) -> Tensor:
-    """Causal softmax attention of each sequence on its own; [1, H, T, D] and [1, K, T, D] to [1, T, H, D].
+class Rule(NamedTuple):
+    """What a layer's attention is beyond plain causal softmax.
+
+    `blocks` numbers tokens of the packed row that see each other both ways (-1 for none); a window holds inside a
+    block too (`and(window, or(causal, block))`) unless `window_bounds_blocks` is False (`or(and(window, causal),
+    block)`).
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    blocks: tuple[int, ...] | None = None
+    window_bounds_blocks: bool = True
+
+
+PLAIN = Rule()
+
+
+def visible_in_sequence(sequence: list[int], rule: Rule) -> Tensor:
+    """Which place of a sequence (row) sees which (column)."""
+    query, key = torch.arange(len(sequence))[:, None], torch.arange(len(sequence))
+    causal = key <= query
+    near = torch.ones_like(causal)
+    if rule.window is not None:
+        near = near & (key > query - rule.window)
+    if rule.chunk is not None:
+        near = near & (key // rule.chunk == query // rule.chunk)
+    block = torch.tensor([-1 if rule.blocks is None else rule.blocks[token] for token in sequence])
+    in_one_block = (block[:, None] == block) & (block >= 0)
+    return near & (causal | in_one_block) if rule.window_bounds_blocks else (near & causal) | in_one_block
+
+
+def attention_by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    forest: Forest,
+    scale: float,
+    rule: Rule = PLAIN,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of each sequence on its own; [1, H, T, D], [1, K, T, D] and [1, K, T, V] to [1, T, H, V].
 
     A token of several sequences takes its output from the first; they are equal, which is checked. Gradients come
-    back to the packed tensors through the repetition.
+    back to the packed tensors through the repetition. Each head's sink is one more score, with a value of zero.
     """
     repeats = query.shape[1] // key.shape[1]
     rows: dict[int, Tensor] = {}
@@ -80,13 +120,32 @@ def attention_by_sequence(query: Tensor, key: Tensor, value: Tensor, forest: For
         q = query[0][:, sequence]
         k, v = (tensor[0][:, sequence].repeat_interleave(repeats, dim=0) for tensor in (key, value))
         scores = (q @ k.transpose(1, 2)) * scale
-        future = torch.ones(len(sequence), len(sequence), dtype=torch.bool).triu(1)
-        out = (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        scores = scores.masked_fill(~visible_in_sequence(sequence, rule), float("-inf"))
+        if sinks_H is not None:
+            scores = torch.cat([scores, sinks_H[:, None, None].expand(-1, len(sequence), 1)], dim=-1)
+            v = torch.cat([v, torch.zeros_like(v[:, :1])], dim=1)
+        out = (scores.softmax(-1) @ v).transpose(0, 1)
         for place, token in enumerate(sequence):
             if token in rows:
                 torch.testing.assert_close(out[place], rows[token])
             rows.setdefault(token, out[place])
     return torch.stack([rows[token] for token in range(query.shape[2])])[None]
+
+
+def random_blocks(seed: int, forest: Forest) -> tuple[int, ...]:
+    """Numbers of blocks for the tokens of a forest, -1 for most; none reaches from a segment into another."""
+    rng = random.Random(seed)
+    blocks, number = [], 0
+    for length in forest.lengths:
+        while length > 0:
+            run = min(rng.randint(1, 4), length)
+            in_block = rng.random() < 0.6
+            blocks += [number if in_block else -1] * run
+            number += in_block
+            length -= run
+    return tuple(blocks)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
