@@ -51,6 +51,20 @@ def test_images(family, backend):
     assert_equal(tiny_vision_model(family), groups_of(family), backend)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activation_checkpointing(family):
+    model = tiny_vision_model(family)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_equal(model.train(), groups_of(family), "auto")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_low_rank_layers_on_tower_and_language_model(family):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    assert_equal(peft.get_peft_model(tiny_vision_model(family), config).eval(), groups_of(family), "auto")
+
+
 def test_images_longer_than_the_window():
     """Gemma's image of 4 tokens is seen both ways, but on sliding layers each token sees only 2 of those before it."""
     assert_equal(tiny_vision_model("gemma3", sliding_window=3), groups_of("gemma3"), "auto")
