@@ -57,6 +57,18 @@ def placeholder_ids(model: PreTrainedModel) -> dict[str, int]:
     return {name: token for name, token in ids.items() if isinstance(token, int)}
 
 
+def language_model_class(config: Any) -> str:
+    """Name of transformers' auto class for a model that continues text, and images and videos if it reads them.
+
+    Args:
+        config: A transformers config.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    with_media = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    return "AutoModelForImageTextToText" if config.model_type in with_media else "AutoModelForCausalLM"
+
+
 def load_processor(source: Any) -> Any:
     """Load the processor that turns images, videos and text into a model's inputs.
 

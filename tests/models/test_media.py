@@ -5,7 +5,13 @@ import torch
 from helpers.tiny_models import random_groups, tiny_model
 from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
 
-from pl_grouprl.models.media import find_backbone, load_processor, media_position_ids, placeholder_ids
+from pl_grouprl.models.media import (
+    find_backbone,
+    language_model_class,
+    load_processor,
+    media_position_ids,
+    placeholder_ids,
+)
 from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup
@@ -117,6 +123,17 @@ def test_a_text_model_is_given_no_images():
     groups[0].media = {"pixel_values": torch.zeros(1, 3)}
     with pytest.raises(ValueError, match=r"media \['pixel_values'\], which LlamaModel does not take"):
         hidden_states(tiny_model("llama"), pack(groups, "repeated"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_class_that_loads_a_model_keeps_its_vision_tower(family, tmp_path):
+    import transformers
+
+    model = tiny_vision_model(family)
+    model.save_pretrained(tmp_path)
+    name = language_model_class(model.config)
+    assert type(getattr(transformers, name).from_pretrained(tmp_path)) is type(model)
+    assert language_model_class(tiny_model("qwen3").config) == "AutoModelForCausalLM"
 
 
 def test_processors_are_loaded_where_a_policy_is_from(tmp_path):
