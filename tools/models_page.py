@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from family_parity import MAX_GRADIENT, MAX_LOGPROB, Outcome
+from tiny_families import Family
 
 _HEADER = """# Which models share prefixes exactly
 
@@ -61,7 +63,7 @@ def row(outcome: Outcome) -> str:
         layers = ", ".join(outcome.layers) or "-"
         cells += [layers, bound(outcome.logprob), bound(outcome.gradient)]
     else:
-        cells.append(" ".join(outcome.reason.split()).replace("|", "\\|"))
+        cells.append(_one_line(outcome.reason))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -71,19 +73,35 @@ def bound(value: float) -> str:
     return f"< 1e-{-power:d}"
 
 
+def key(family: Family) -> str:
+    """By what `statuses` calls a family."""
+    return f"{family.name} {family.model_class}"
+
+
+def state(outcome: Outcome) -> str:
+    """What the page says of one family, as `statuses` gives it."""
+    return f"refused, {_one_line(outcome.reason)}" if outcome.status == "refused" else outcome.status
+
+
 def statuses(text: str) -> dict[str, str]:
-    """What a page says of each family, by `type, variant class`: its section, and the reason if it is refused."""
+    """What a page says of each family: the section that it stands in, and the reason if it is refused."""
     found, status = {}, None
-    titles = {title: status for status, title, _, _ in _SECTIONS}
+    titles = {title: status for status, title, *_ in _SECTIONS}
     for line in text.splitlines():
         if line.startswith("## "):
             status = titles.get(line[3:].split(":")[0])
-        cells = [cell.strip() for cell in line.replace("\\|", "\0").strip("|").split(" | ")]
         if status is None or not line.startswith("| `"):
             continue
-        name = f"{cells[0].removesuffix(' *')} {cells[1]}".replace("`", "")
-        found[name] = f"{status}, {cells[2]}".replace("\0", "|") if status == "refused" else status
+        name, model_class, reason, *_ = (cell.strip() for cell in line.strip("|").split(" | "))
+        name = f"{name.removesuffix(' *').replace(',', '')} {model_class}".replace("`", "")
+        found[name] = f"{status}, {reason}" if status == "refused" else status
     return found
+
+
+def _one_line(reason: str) -> str:
+    """A reason that fits a table; of the figures in it only the power of ten, which does not depend on the machine."""
+    reason = re.sub(r"\b\d(?:\.\d+)?e-0?(\d+)\b", r"about 1e-\1", reason)
+    return " ".join(reason.split()).replace("|", "/")
 
 
 def _conditions(backend: str) -> str:

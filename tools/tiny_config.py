@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import zlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("original_max_position|floor|rel_extent|(relative|max|bias)_(max_)?distance|axial", 16),
     ("max_.*position|n_positions|n_ctx|max_seq_len|context_length|model_max_length|max_(source|target)", POSITIONS),
     ("window_layers|layer_(end|start)", 2),
+    ("vocab", VOCABULARY),
     ("per_layer_input$|laurel|router_hidden", 16),
-    ("vocab|audio_vocab", VOCABULARY),
+    ("index.*kv_heads", 1),
     ("(key_value|kv)_heads|kv_n_heads|query_groups", KV_HEADS),
     ("linear_num_key_heads", KV_HEADS),
     ("mamba_n(um)?_?heads|n_mamba_heads|ssm_heads", 8),
@@ -47,14 +49,16 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("v_head_dim", 12),
     ("head_?dim|d_head|dim_head|d_kv|kv_channels|head_size|headdim|dim_per_head", HEAD_DIM),
     ("lora_rank|_rank$|lowrank|rank$|d_rel", 8),
+    ("index_topk$", WINDOW),
+    ("budget", WINDOW),
+    ("kpool|compress_ratio", 2),
     ("topk_group", 1),
     ("n_group$|expert_group", 2),
     ("per_tok|topk_blocks|top_?k(_experts)?$|moe_k|moe_topk", 2),
-    ("index_topk", WINDOW),
     ("shared_experts?$|num_shared", 1),
     ("expert_num|n(um)?_(local_|routed_|zero_)?experts|moe_num_experts", 4),
     ("moe.*(size|dim)|expert.*(size|dim)", 32),
-    ("window|local_attention|attention_chunk_size|attn_chunk|chunk_length|block_size|pool", WINDOW),
+    ("window|local_attention|attention_chunk_size|attn_chunk|chunk_length|block_size", WINDOW),
     ("intermediate|ffn|d_ff|ff_dim|dim_ff|^dff|d_inner|feed_forward|mlp", 96),
     ("state_size|d_state|buckets", 8),
     ("n_?groups", 2),
@@ -81,7 +85,9 @@ def small_config(
     kept = kept_layers(config)
     fields: dict[str, Any] = {}
     for name, default in _parameters(config).items():
-        value = vars(config).get(name)
+        if name not in vars(config):  # another name of a field
+            continue
+        value = vars(config)[name]
         if isinstance(value, PretrainedConfig):
             fields[name] = small_config(value, overrides if value is inner else None, fill=fill)
         elif value is None and fill:
@@ -89,15 +95,33 @@ def small_config(
         else:
             small = _small_field(config, name, value, kept)
             derived = default is None and not _must_be_given(name, value, small)
-            if small != value and not derived:
+            if small != (value if default is None else default) and not derived:
                 fields[name] = small
+    fields |= _small_differences(config, kept)
     return type(config)(**{**fields, **((overrides or {}) if config is inner else {})})
+
+
+def _differences(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
+    """What single layers have otherwise than the config says, where a family knows that."""
+    return {int(layer): fields for layer, fields in (config.to_dict().get("per_layer_config") or {}).items()}
+
+
+def _small_differences(config: PretrainedConfig, kept: list[int]) -> dict[str, Any]:
+    small: dict[int, dict[str, Any]] = {}
+    for layer, fields in _differences(config).items():
+        there = SimpleNamespace(**{**vars(config), **fields})
+        for name, value in fields.items() if layer in kept else ():
+            larger = name == "head_dim" and value > vars(config)[name]
+            small.setdefault(kept.index(layer), {})[name] = _small(there, name, value) * (2 if larger else 1)
+    return {"per_layer_config": small} if small else {}
 
 
 def kept_layers(config: PretrainedConfig) -> list[int]:
     """The first layer of each kind, where a kind is all that the config says of single layers; two at least."""
     count = _layer_count(config)
     properties = [found for name, value in vars(config).items() if (found := _by_layer(name, value, count))]
+    if different := _differences(config):
+        properties.append(tuple(str(different.get(layer)) for layer in range(count)))
     kinds = list(zip(*properties, strict=True)) if properties else [()] * count
     kept = {kinds.index(kind) for kind in dict.fromkeys(kinds)}
     if len(kept) > MAX_LAYERS:  # not all combinations then, but every value
@@ -161,7 +185,7 @@ def _small_field(config: PretrainedConfig, name: str, value: Any, kept: list[int
     return _small(config, name, value)
 
 
-def _small(config: PretrainedConfig, name: str, value: Any) -> Any:
+def _small(config: Any, name: str, value: Any) -> Any:
     if isinstance(value, bool):
         return True if name == "is_decoder" else value
     if re.search("dropout|pdrop|layerdrop|drop_path", name):
@@ -169,7 +193,7 @@ def _small(config: PretrainedConfig, name: str, value: Any) -> Any:
     if re.search("soft_?cap", name) and isinstance(value, (int, float)):
         return 2.0  # where scores of about 1 feel it
     if isinstance(value, dict):
-        return {key: _small_rotary(config, key, item) for key, item in value.items()}
+        return {key: _small_rotary(config, str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and _TOKEN_IDS.search(name):
         return _special_token(name)
     if name == "attention_types":
@@ -189,7 +213,7 @@ def _filled(name: str, layers: int) -> dict[str, Any]:
     return {} if size == -1 else {name: size}
 
 
-def _small_number(config: PretrainedConfig, name: str, value: int) -> int:
+def _small_number(config: Any, name: str, value: int) -> int:
     if re.search(_UNTOUCHED, name):
         return value
     for pattern, size in _SIZES:
@@ -200,7 +224,7 @@ def _small_number(config: PretrainedConfig, name: str, value: int) -> int:
     return value
 
 
-def _like_its_sibling(config: PretrainedConfig, name: str, value: int, size: int) -> int:
+def _like_its_sibling(config: Any, name: str, value: int, size: int) -> int:
     """Key/value heads as many as query heads where they are by default; heads as wide as what is rotated likewise."""
     if re.search("(key_value|kv)_heads|linear_num_key", name):
         other = re.sub("key_value_|kv_", "", name) if "linear" not in name else "linear_num_value_heads"
@@ -216,9 +240,9 @@ def _special_token(name: str) -> int:
     return TOKENS + zlib.crc32(name.encode()) % (VOCABULARY - TOKENS)
 
 
-def _small_rotary(config: PretrainedConfig, name: str, value: Any) -> Any:
+def _small_rotary(config: Any, name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _small_rotary(config, key, item) for key, item in value.items()}
+        return {key: _small_rotary(config, str(key), item) for key, item in value.items()}
     if name == "mrope_section":
         return sections(value, HEAD_DIM // 2 if sum(value) > 32 else HEAD_DIM // 8)
     if name == "partial_rotary_factor":

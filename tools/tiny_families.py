@@ -120,7 +120,7 @@ def build(family: Family, seed: int = 0, *, fill: bool = False) -> PreTrainedMod
     except Exception as error:
         raise CannotBuildError(first_line(error)) from error
     for module in model.modules():  # by default divided for a large head, whatever the head's size
-        if hasattr(module, "mrope_section") and hasattr(module, "inv_freq"):
+        if getattr(module, "mrope_section", None) and hasattr(module, "inv_freq"):
             module.mrope_section = sections(module.mrope_section, len(module.inv_freq))
     randomise(model, seed)
     return model.float().eval()
@@ -154,4 +154,6 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line and in words that are the same on every machine."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # a heading over what a validator said
+        return lines[1]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
