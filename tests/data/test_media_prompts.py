@@ -95,6 +95,34 @@ def test_rows_of_parquet_with_bytes(tmp_path):
     assert text.media == {}
 
 
+def test_videos_reach_the_processor_as_frames():
+    """A stand-in: real processors of videos need torchvision."""
+
+    class Processor:
+        image_token, video_token = "<|image_pad|>", "<|video_pad|>"
+        tokenizer = tiny_processor("qwen2_5_vl").tokenizer
+        chat_template = tokenizer.chat_template
+
+        def apply_chat_template(self, messages, **options):
+            return self.tokenizer.apply_chat_template(messages, **options)
+
+        def __call__(self, **given):
+            self.given = given
+            tokens = self.tokenizer(given["text"], return_tensors="pt", add_special_tokens=False)
+            return {**tokens, "pixel_values_videos": torch.zeros(8, 3), "mm_token_type_ids": tokens["input_ids"] * 0}
+
+    processor = Processor()
+    rows = [{"prompt": user("<video>what?"), "videos": [[tiny_image(0), tiny_image(1)]]}]
+    data = PromptDataModule(rows, batch_size=1, tokenizer=processor.tokenizer, processor=processor)
+    data.setup("fit")
+    (prompt,) = data.prompts["train"]
+    media = prompt.open().media
+    assert media["pixel_values_videos"].shape == (8, 3)
+    assert media["mm_token_type_ids"].shape == (len(prompt.token_ids),)
+    assert "images" not in processor.given
+    assert [frame.size for frame in processor.given["videos"][0]] == [(16, 16)] * 2
+
+
 def test_columns_of_other_names():
     (prompt,) = prompts_of([{"prompt": user("what?"), "image": tiny_image(0)}], image_column="image")
     assert prompt.open().media["image_grid_thw"].tolist() == [[1, 4, 4]]
