@@ -114,6 +114,9 @@ class PolicyModule(pl.LightningModule):
             frozen = [f"policy.{name}" for name, parameter in own if not parameter.requires_grad]
             leave_parameters_out_of_checkpoints(self, frozen)
             self._reference_fingerprint = fingerprint(self.policy, frozen_only=True)
+            if self.uses_reference:
+                with self.reference_policy():  # refuses what is no base with the adapters off
+                    pass
         elif self.uses_reference:
             self.reference = frozen_copy(self.policy)
             self._reference_fingerprint = fingerprint(self.reference)

@@ -26,8 +26,8 @@ class ExportPolicy(Callback):
         tokenizer_attribute: Name of the tokenizer; None saves none.
         folder: Name of the folder inside the run folder, or an absolute path.
         adapter: Of a model that has one, what is saved: `merged` into the weights, a whole model that needs no PEFT,
-            or `separate`, the adapter alone, which `PeftModel.from_pretrained(base, folder)` loads (of DoRA, transformers
-            5.23 loses the norms where it loads such a folder by itself). The model that was trained stays as it is.
+            or `separate`, the adapter alone, for `PeftModel.from_pretrained(base, folder)`. The model that was trained
+            stays as it is. (Loaded by transformers 5.23 itself, an adapter's folder loses the norms of DoRA.)
 
     Raises:
         ValueError: If `adapter` is neither.

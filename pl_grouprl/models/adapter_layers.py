@@ -44,7 +44,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     Afterwards the adapters that were on are on again, and every parameter is trained or frozen as before.
 
     Raises:
-        ValueError: If the model has no adapters, so that nothing would be switched.
+        ValueError: If the model has no adapters, or weights of its own are trained beside them (biases, say): without
+            the adapters it would be no base.
     """
     layers = adapter_layers(model)
     if not layers:
@@ -53,7 +54,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for layer in switched:
-            layer.enable_adapters(False)
+            layer.enable_adapters(False)  # and freezes them
+        other = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if other:
+            raise ValueError(
+                f"{type(model).__name__} trains {len(other)} weights beside its adapters, such as {other[0]!r}, so "
+                "that it is no base without them; freeze those."
+            )
         with torch.no_grad():
             yield
     finally:

@@ -85,6 +85,16 @@ def test_off_leaves_other_choices_alone():
     assert flags(model) == trained
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_weights_trained_beside_the_adapter_are_no_base(bias):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
+    model = peft.get_peft_model(tiny_model("qwen2"), config)
+    trained = flags(model)
+    with pytest.raises(ValueError, match=r"trains \d+ weights beside its adapters, .*bias'"), adapters_off(model):
+        pass
+    assert flags(model) == trained
+
+
 def test_a_model_without_adapters_cannot_switch_them_off():
     with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters to switch off"), adapters_off(tiny_model()):
         pass
