@@ -14,7 +14,7 @@ from pl_grouprl import GRPO, PromptDataModule, SamplingConfig, SharedPrefixCallb
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.cli import main
 from pl_grouprl.data import MostFrequentDigit
-from pl_grouprl.models import PretrainedPolicy, WarmStartedPolicy
+from pl_grouprl.models import LoRAAdapter, PretrainedPolicy, WarmStartedPolicy
 from pl_grouprl.rewards import LeadingCorrectCharacters
 from pl_grouprl.rollout import HFRolloutEngine
 
@@ -58,6 +58,7 @@ OPTIONS = {
     "model.init_args.sampling": parameters(SamplingConfig),
     "model.init_args.optimizer": parameters(OptimizerConfig),
     "model.init_args.policy.init_args": parameters(PretrainedPolicy),
+    "model.init_args.policy.init_args.adapter": parameters(LoRAAdapter),
     "model.init_args.engine.init_args": parameters(HFRolloutEngine) - {"model", "tokenizer"},
     "data.init_args": parameters(PromptDataModule),
     "trainer": parameters(Trainer),
