@@ -131,6 +131,18 @@ def test_a_strided_gradient_and_strided_inputs():
         assert relative_error(actual, expected) < 5e-6
 
 
+@pytest.mark.parametrize("backend", ["cascade", "reference"])
+def test_tensors_that_are_strided_along_the_head(backend):
+    forest = random_forest(2, 2)
+    layout = SharedPrefixLayout(*forest)
+    for number in range(3):
+        tensors = [tensor.detach() for tensor in inputs(layout.num_tokens)]
+        tensors[number] = tensors[number].mT.contiguous().mT
+        assert tensors[number].stride(-1) != 1
+        actual = get_backend(backend)(*tensors, layout, RULE)
+        assert relative_error(actual, attention_by_sequence(*tensors, forest, SCALE)) < 5e-6, number
+
+
 def test_a_second_derivative_is_refused():
     forest = random_forest(0, 1)
     tensors = inputs(sum(forest.lengths))
