@@ -10,10 +10,14 @@ import torch
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
 from pl_grouprl.rollout.engine import check_request
-from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.rollout.first_look import LONGEST, check_decoding
+from pl_grouprl.rollout.limits import counts_padding, length_limits, vocabulary
 from pl_grouprl.rollout.media import check_media, media_key
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
+
+_Sequence = tuple[int, int, int]
+"""Index of its distinct prompt, index of its prompt, index of its rollout."""
 
 
 class HFRolloutEngine:
@@ -105,47 +109,53 @@ class HFRolloutEngine:
         Raises:
             ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`,
                 `media.check_media`), or stop strings are given without a tokenizer, or a layer of the model keeps a
-                state that cannot be copied (`kv_cache.gather_cache`).
+                state that cannot be copied (`kv_cache.gather_cache`), or decodes other than it is scored
+                (`first_look.check_decoding`, at the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
         if self.model is None:
             raise ValueError(
                 "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
             )
-        check_request(
-            prompts, sampling, num_generations, limits=length_limits(self.model), vocab_size=vocabulary(self.model)
-        )
+        limits = length_limits(self.model)
+        check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
         media = [{} for _ in prompts] if media is None else media
         check_media(self.model, prompts, media)
         asked = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
         stop = StopStrings(self.tokenizer, sampling.stop)
+        end_ids = end_token_ids(self.model, self.tokenizer, sampling)
         with _evaluating(self.model):
-            groups = self._generate(asked, sampling, stop, num_generations, seed)
+            if min(limits.values(), default=LONGEST) >= LONGEST:
+                check_decoding(self.model, self._sample_freely)
+            groups = self._generate(asked, sampling, num_generations, seed, end_ids=end_ids, stop=stop)
         if self.tokenizer is not None:
             for rollout in (rollout for group in groups for rollout in group):
                 rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
         return groups
 
+    def _sample_freely(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
+        return self._generate(prompts, sampling, 1, 0, end_ids=[], stop=StopStrings(None, ()))
+
     def _generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingConfig,
-        stop: StopStrings,
         num_generations: int,
         seed: int,
+        *,
+        end_ids: Sequence[int],
+        stop: StopStrings,
     ) -> list[list[Rollout]]:
         from pl_grouprl.rollout.decode import DecodeBatch  # imports transformers
         from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore
 
         distinct, sequences = _arrange(prompts, num_generations)
         logits = NextTokenLogits(self.model)
-        store = PrefixStore(logits, distinct, self.max_prefill_tokens)
-        end_ids = end_token_ids(self.model, self.tokenizer, sampling)
+        longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + sampling.max_new_tokens
+        store = PrefixStore(logits, distinct, self.max_prefill_tokens, padding=not counts_padding(self.model, longest))
         groups: list[list[Rollout]] = [[] for _ in prompts]
-        size = self.max_sequences or len(sequences)
-        for start in range(0, len(sequences), size or 1):
-            chunk, later = sequences[start : start + size], sequences[start + size : start + size + 1]
-            parts = store.select([key for key, _, _ in chunk], later[0][0] if later else len(distinct))
+        for chunk, needed_later in self._chunks(distinct, sequences, store.padding):
+            parts = store.select([key for key, _, _ in chunk], needed_later)
             names = [(prompt, generation) for _, prompt, generation in chunk]
             batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed)
             del parts  # the prompts' caches have been copied
@@ -153,13 +163,21 @@ class HFRolloutEngine:
                 groups[prompt].append(rollout)
         return groups
 
+    def _chunks(
+        self, distinct: Sequence[Prompt], sequences: Sequence[_Sequence], padding: bool
+    ) -> Iterator[tuple[Sequence[_Sequence], int]]:
+        """Cut the sequences into those that are decoded together, with the first prompt that is needed afterwards."""
+        start, lengths = 0, [len(distinct[key].token_ids) for key, _, _ in sequences]
+        while start < len(sequences):
+            stop = min(start + (self.max_sequences or len(sequences)), len(sequences))
+            if not padding:
+                stop = start + lengths[start:stop].count(lengths[start])  # ascending, so side by side
+            yield sequences[start:stop], sequences[stop][0] if stop < len(sequences) else len(distinct)
+            start = stop
 
-def _arrange(prompts: Sequence[Prompt], num_generations: int) -> tuple[list[Prompt], list[tuple[int, int, int]]]:
-    """List the distinct prompts by length, and the sequences to decode in that order.
 
-    Returns:
-        Distinct prompts, and (index of its distinct prompt, index of its prompt, index of its rollout) per sequence.
-    """
+def _arrange(prompts: Sequence[Prompt], num_generations: int) -> tuple[list[Prompt], list[_Sequence]]:
+    """List the distinct prompts by length, and the sequences to decode in that order."""
     owners: dict[tuple[Any, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
         owners.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)

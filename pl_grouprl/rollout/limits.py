@@ -29,6 +29,20 @@ def length_limits(model: Any) -> dict[str, int]:
     return limits
 
 
+def counts_padding(model: Any, longest: int) -> bool:
+    """Whether a layer counts the columns of a batch, padding included, so that prompts of one length go together only.
+
+    Llama 4 scales the queries of its layers without rotary positions by the column, from a certain one on.
+
+    Args:
+        model: A transformers decoder.
+        longest: Tokens of the longest sequence, prompt and completion together.
+    """
+    config = model.config.get_text_config(decoder=True)
+    tuned = bool(getattr(config, "attn_temperature_tuning", False)) and 0 in (config.no_rope_layers or ())
+    return tuned and longest >= config.floor_scale
+
+
 def vocabulary(model: Any) -> int | None:
     """Number of tokens that a prompt may hold; None where that is not known."""
     size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)

@@ -182,14 +182,18 @@ class PrefixStore:
         logits: The model.
         prompts: Distinct prompts, sorted by length.
         max_tokens: Most tokens of a forward pass.
+        padding: Whether prompts of different lengths may share one.
     """
 
-    def __init__(self, logits: NextTokenLogits, prompts: Sequence[Prompt], max_tokens: int) -> None:
+    def __init__(
+        self, logits: NextTokenLogits, prompts: Sequence[Prompt], max_tokens: int, *, padding: bool = True
+    ) -> None:
         from pl_grouprl.rollout.kv_cache import has_states  # imports transformers
 
         self._logits = logits
         self._prompts = prompts
-        max_padding = 0.0 if has_states(new_cache(logits.model)) else MAX_PADDING
+        self.padding = padding
+        max_padding = MAX_PADDING if padding and not has_states(new_cache(logits.model)) else 0.0
         self._batches = plan_prefill(prompts, max_tokens, max_padding=max_padding)
         self._ready: dict[int, Prefix] = {}
 
