@@ -10,6 +10,7 @@ from torch import nn
 
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
+from pl_grouprl.models.media import language_model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,13 +64,13 @@ class PretrainedPolicy:
             self._refuse_adapter()
 
     def load(self) -> nn.Module:
-        """Load the weights, and put the adapter on them.
+        """Load the weights, of the vision tower too where the model has one, and put the adapter on them.
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
             ValueError: If `path` is that of an adapter, or `adapter` does not fit the model.
         """
-        model = self.load_as("AutoModelForCausalLM")
+        model = self.load_as(language_model_class(self.load_config()))
         return model if self.adapter is None else self.adapter.add_to(model)
 
     def load_config(self) -> PretrainedConfig:
@@ -125,7 +126,14 @@ class PretrainedPolicy:
 
 
 def zero_dropout(config: PretrainedConfig) -> None:
-    """Set the dropout rates of a model's config to 0, in place. Families name them differently, all with "drop"."""
+    """Set the dropout rates of a model's config to 0, in place, and those of its parts (language model, vision tower).
+
+    Families name them differently, all with "drop".
+    """
+    from transformers import PretrainedConfig
+
     for name, value in vars(config).items():
-        if ("drop" in name) and isinstance(value, float):
+        if isinstance(value, PretrainedConfig):
+            zero_dropout(value)
+        elif ("drop" in name) and isinstance(value, float):
             setattr(config, name, 0.0)

@@ -127,6 +127,20 @@ def test_experts_are_no_linear_layers():
     assert check_parity(experts.train()).passed
 
 
+def test_a_policy_that_reads_images_is_loaded_whole(tmp_path):
+    from transformers import AutoConfig, LlavaForConditionalGeneration
+
+    model = llava()
+    model.config.text_config.attention_dropout = model.config.vision_config.attention_dropout = 0.2
+    model.save_pretrained(tmp_path)
+    policy = PretrainedPolicy(str(tmp_path), adapter=LoRAAdapter(r=2)).load()
+    assert isinstance(policy, LlavaForConditionalGeneration)
+    assert all("language_model" in name for name in trained(policy))
+    assert AutoConfig.from_pretrained(tmp_path).text_config.attention_dropout == 0.2
+    assert {policy.config.text_config.attention_dropout, policy.config.vision_config.attention_dropout} == {0.0}
+    assert all(torch.equal(p, policy.get_parameter(name)) for name, p in model.named_parameters() if "vision" in name)
+
+
 def test_the_same_on_every_rank_and_float32_on_a_bfloat16_base():
     with torch.random.fork_rng():
         torch.manual_seed(1)
