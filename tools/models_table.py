@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from family_parity import Outcome, try_family
@@ -40,7 +41,8 @@ def sweep(
         backend: Attention backend of the shared path.
     """
     context = multiprocessing.get_context("fork")
-    waiting, running, done = list(enumerate(chosen)), [], {}
+    waiting, done = list(enumerate(chosen)), {}
+    running: list[tuple[int, Family, Any, Connection, float]] = []
     while waiting or running:
         while waiting and len(running) < workers:
             number, family = waiting.pop(0)

@@ -62,7 +62,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("intermediate|ffn|d_ff|ff_dim|dim_ff|^dff|d_inner|feed_forward|mlp", 96),
     ("state_size|d_state|buckets", 8),
     ("n_?groups", 2),
-    ("d_ssm", 128),
+    ("d_ssm", 64),
     ("hidden|d_model|n_embd|embed|emb_dim|dim_model|lru_width|width|projection|proj_dim|dim$|out_size", HIDDEN),
     ("multiple_of|divisible", 16),
     ("layers?$|depth|layers_per", 2),

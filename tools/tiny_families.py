@@ -119,6 +119,7 @@ def build(family: Family, seed: int = 0, *, fill: bool = False) -> PreTrainedMod
             model = _from_config(family, config)
     except Exception as error:
         raise CannotBuildError(first_line(error)) from error
+    module: Any
     for module in model.modules():  # by default divided for a large head, whatever the head's size
         if getattr(module, "mrope_section", None) and hasattr(module, "inv_freq"):
             module.mrope_section = sections(module.mrope_section, len(module.inv_freq))
@@ -129,7 +130,7 @@ def build(family: Family, seed: int = 0, *, fill: bool = False) -> PreTrainedMod
 def _from_config(family: Family, config: PretrainedConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    auto = AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
     if dict(_registered(AutoModelForCausalLM)).get(family.model_type) != family.model_class:
         auto = AutoModelForImageTextToText
     return auto.from_config(config, dtype=torch.float32)

@@ -1,0 +1,62 @@
+"""docs/models.md is what is found by running: some families always, all of them where slow tests run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+from family_parity import try_family  # noqa: E402
+from models_page import key, page, state, statuses  # noqa: E402
+from models_table import select, sweep  # noqa: E402
+
+PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+ALWAYS = (
+    *(
+        "llama dynamic rope",
+        "llama llama3 rope",
+        "llama yarn rope",
+        "phi3 longrope",
+        "qwen2 windows",
+    ),  # rotary, windows
+    *("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss", "llama4_text", "mimo_v2_flash"),
+    *("deepseek_v2", "deepseek_v3", "gpt2", "opt", "phi", "mixtral", "glm4", "hunyuan_v1_dense"),  # latent, positions
+    *("qwen3_next", "qwen3_5_text", "lfm2"),  # layers with state
+    *("qwen2_5_vl", "qwen3_vl", "gemma3"),  # models that take images
+    *("mamba", "bloom", "doge", "bart", "roberta"),  # refused
+)
+
+
+def families(names):
+    """One family for each name; a model type alone is the family with its defaults."""
+    found = {}
+    for family in select(names):
+        if family.name in names:
+            found.setdefault(family.name, family)
+    assert found.keys() == set(names)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("family", families(ALWAYS), ids=lambda family: family.name)
+def test_the_page_is_true_of(family):
+    outcome = try_family(family)
+    assert outcome.status in ("exact", "refused"), outcome.reason
+    assert outcome.expected, outcome.reason
+    assert state(outcome) == statuses(PAGE)[key(family)]
+
+
+def test_the_page_names_every_family_of_the_installed_transformers():
+    from transformers import __version__
+
+    if f"transformers {__version__}," not in PAGE:
+        pytest.skip(f"docs/models.md was written with another transformers than {__version__}.")
+    assert set(statuses(PAGE)) == {key(family) for family in select(None)}
+
+
+@pytest.mark.slow
+def test_no_family_is_wrong_and_the_page_is_what_the_command_writes():
+    outcomes = sweep(select(None))
+    assert [f"{one.family.name}: {one.reason}" for one in outcomes if one.status == "wrong" or not one.expected] == []
+    assert page(outcomes, "auto") == PAGE
