@@ -226,7 +226,12 @@ class RLCLI(LightningCLI):
     def parity(self, **kwargs: Any) -> None:
         """Print the reports; exit with 1 on a mismatch."""
         assert isinstance(self.trainer, RLTrainer)
-        reports = self.trainer.parity(**kwargs)
+        from pl_grouprl.attention import UnsupportedModelError
+
+        try:
+            reports = self.trainer.parity(**kwargs)
+        except UnsupportedModelError as refusal:
+            sys.exit(f"parity of shared and repeated prefix: refused: {refusal}")  # exit code 1, to stderr
         print(*reports, sep="\n")
         if not all(report.passed for report in reports):
             sys.exit(1)

@@ -64,19 +64,7 @@ class _Cascade(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
     ) -> Tensor:
-        out, lse = _own_pieces(query, key, value, plan, scale, kernel)
-        if plan.ancestors or sinks_H is not None:
-            out = out.to(lse.dtype)  # partial outputs are merged in float32
-        for step in plan.ancestors:
-            part, part_lse = kernel.forward(
-                _take(query, step.queries), _take(key, step.keys), _take(value, step.keys), step.call, scale
-            )
-            _merge(out, lse, part, part_lse, step.queries)
-        if sinks_H is not None:  # one more key for everybody, with a value of zero
-            with_sink = torch.logaddexp(lse, sinks_H.to(lse.dtype)[:, None])
-            out = out * (lse - with_sink).exp().t()[..., None]
-            lse = with_sink
-        out = out.to(query.dtype)
+        out, lse = cascade_forward(query, key, value, sinks_H, plan, scale, kernel)
         ctx.save_for_backward(query, key, value, sinks_H, out, lse)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
         return out
@@ -84,25 +72,68 @@ class _Cascade(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks_H, out, lse = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        parts = _Gradients(query, key, value)
-        for step in (*ctx.plan.own, *ctx.plan.ancestors):
-            asked, asking = step.keys, step.queries
-            parts.add(
-                asking,
-                asked,
-                ctx.kernel.backward(
-                    _take(grad, asking), _take(query, asking), _take(key, asked), _take(value, asked),
-                    _take(out, asking), _take(lse.t(), asking).t(), step.call, ctx.scale,
-                ),
-            )  # fmt: skip
-        grad_sinks = None
-        if sinks_H is not None and ctx.needs_input_grad[3]:
-            # A key with a value of zero: the gradient of its score is -p * sum(grad * out).
-            shares_HT = (sinks_H.to(lse.dtype)[:, None] - lse).exp()
-            inner_HT = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1).t()
-            grad_sinks = -(shares_HT * inner_HT).sum(dim=-1).to(sinks_H.dtype)
-        return (*parts.total(), grad_sinks, None, None, None)
+        plan, scale, kernel = ctx.plan, ctx.scale, ctx.kernel
+        found = cascade_backward(grads[0], query, key, value, sinks_H, out, lse, plan, scale, kernel)
+        return (*found, None, None, None)
+
+
+def cascade_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks_H: Tensor | None,
+    plan: CascadePlan,
+    scale: float,
+    kernel: VarlenKernel,
+) -> tuple[Tensor, Tensor]:
+    """The output, shape [T, H, V], and the log-sum-exp of all scores, sinks included, shape [H, T]."""
+    out, lse = _own_pieces(query, key, value, plan, scale, kernel)
+    if plan.ancestors or sinks_H is not None:
+        out = out.to(lse.dtype)  # partial outputs are merged in float32
+    for step in plan.ancestors:
+        part, part_lse = kernel.forward(
+            _take(query, step.queries), _take(key, step.keys), _take(value, step.keys), step.call, scale
+        )
+        _merge(out, lse, part, part_lse, step.queries)
+    if sinks_H is not None:  # one more key for everybody, with a value of zero
+        with_sink = torch.logaddexp(lse, sinks_H.to(lse.dtype)[:, None])
+        out = out * (lse - with_sink).exp().t()[..., None]
+        lse = with_sink
+    return out.to(query.dtype), lse
+
+
+def cascade_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks_H: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    plan: CascadePlan,
+    scale: float,
+    kernel: VarlenKernel,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and sinks, given that of the output and what the forward pass returned."""
+    grad, parts = grad.contiguous(), _Gradients(query, key, value)
+    for step in (*plan.own, *plan.ancestors):
+        asked, asking = step.keys, step.queries
+        parts.add(
+            asking,
+            asked,
+            kernel.backward(
+                _take(grad, asking), _take(query, asking), _take(key, asked), _take(value, asked),
+                _take(out, asking), _take(lse.t(), asking).t(), step.call, scale,
+            ),
+        )  # fmt: skip
+    grad_sinks = None
+    if sinks_H is not None:
+        # A key with a value of zero: the gradient of its score is -p * sum(grad * out).
+        shares_HT = (sinks_H.to(lse.dtype)[:, None] - lse).exp()
+        inner_HT = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1).t()
+        grad_sinks = -(shares_HT * inner_HT).sum(dim=-1).to(sinks_H.dtype)
+    grad_query, grad_key, grad_value = parts.total()
+    return grad_query, grad_key, grad_value, grad_sinks
 
 
 def _own_pieces(
@@ -182,14 +213,22 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    return cascade_attention(*packed, plan, rule.scale, kernel, rule.sinks_H)[None, ..., : value.shape[-1]]
+
+
+def prepare(
+    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
+) -> tuple[tuple[Tensor, Tensor, Tensor], CascadePlan, VarlenKernel]:
+    """What `cascade_attention` takes, for tensors of shape [1, H or K, T, D or V]; heads may be padded with zeros."""
     plan = layout.memo(("cascade", query.device, rule.visibility), lambda: plan_cascade(layout, rule, query.device))
-    values = value.shape[-1]
     kernel: VarlenKernel = EagerKernel(rule.softcap)
     if has_fast_kernel(query, key, value, rule):
-        kernel = CUDAKernel() if query.is_cuda else CPUKernel()
         query, key, value = _same_head_size(query, key, value, multiple_of=8 if query.is_cuda else 1)
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return cascade_attention(query, key, value, plan, rule.scale, kernel, rule.sinks_H)[None, ..., :values]
+        kernel = CUDAKernel() if query.is_cuda else CPUKernel()
+    # The fused kernel for CPU takes it for granted that the numbers of a head lie side by side.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    return (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)), plan, kernel
 
 
 def _same_head_size(*tensors: Tensor, multiple_of: int) -> list[Tensor]:

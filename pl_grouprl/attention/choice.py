@@ -27,12 +27,12 @@ def get_backend(name: str) -> Backend:
 def choose(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Backend:
     """What `auto` runs for one layer: the fastest backend that is exact there.
 
-    `cascade` on fast kernels first; on CUDA `flex` for what those kernels lack (float32, soft caps, images seen both
-    ways under a window); then `cascade` on its plain kernel; at last the dense mask.
+    On CUDA `cascade` where it has a fast kernel, and `flex` for what such kernels lack (float32, soft caps, images seen
+    both ways under a window). Elsewhere `cascade`, on plain matrix products where need be, and at last the dense mask.
     """
-    order = [CASCADE, FLEX, REFERENCE]
-    if query.is_cuda and not has_fast_kernel(query, key, value, rule):
-        order = [FLEX, CASCADE, REFERENCE]
+    order = [CASCADE, REFERENCE]
+    if query.is_cuda:
+        order = [CASCADE, FLEX] if has_fast_kernel(query, key, value, rule) else [FLEX, CASCADE]
     return next(backend for backend in order if backend.refusal(query, key, value, rule) is None)
 
 

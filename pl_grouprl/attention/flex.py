@@ -5,6 +5,7 @@ Legend: T packed tokens, H query heads.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,10 +19,11 @@ from pl_grouprl.packing import SharedPrefixLayout
 
 
 @cache
-def _compiled_flex_attention() -> Any:
+def _flex_attention(device_type: str) -> Any:
+    """Compiled on CUDA. On CPU the compiled one lacks most rules, and the plain one is right."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
 
 
 def _block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Any:
@@ -48,16 +50,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
     mask = layout.memo(("block_mask", query.device, rule.visibility), lambda: _block_mask(layout, rule, query.device))
     if not needs_gradient(query, key, value):  # the CPU kernel looks at requires_grad even where no graph is recorded
         query, key, value = query.detach(), key.detach(), value.detach()
-    out, aux = _compiled_flex_attention()(
-        query,
-        key,
-        value,
-        score_mod=None if rule.softcap is None else _soft_cap(rule.softcap),
-        block_mask=mask,
-        scale=rule.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=rule.sinks_H is not None),
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        out, aux = _flex_attention(query.device.type)(
+            query,
+            key,
+            value,
+            score_mod=None if rule.softcap is None else _soft_cap(rule.softcap),
+            block_mask=mask,
+            scale=rule.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=rule.sinks_H is not None),
+        )
     if rule.sinks_H is not None:
         # A sink takes its share of the softmax and adds nothing to the output.
         sinks = rule.sinks_H.to(aux.lse.dtype)[None, :, None]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pl_grouprl.packing import SharedPrefixLayout
+
 _MAGIC = 0x5E95
 """First number of a marker: no mask of a model holds it."""
 
@@ -33,21 +35,21 @@ class MaskRule:
     window_bounds_blocks: bool = True
 
 
-_PACKED_TOKENS: ContextVar[int | None] = ContextVar("packed_tokens", default=None)
-"""Tokens of the packed row whose masks are being made; None in an ordinary call.
+_PACKED_ROW: ContextVar[SharedPrefixLayout | None] = ContextVar("packed_row", default=None)
+"""The packed row whose masks are being made; None in an ordinary call.
 
 A global is enough here: masks are made once, before the layers, never in a recomputation of one.
 """
 
 
-def start_packed_masks(num_tokens: int) -> None:
+def start_packed_masks(layout: SharedPrefixLayout) -> None:
     """From now on masks are those of a packed row."""
-    _PACKED_TOKENS.set(num_tokens)
+    _PACKED_ROW.set(layout)
 
 
 def end_packed_masks() -> None:
     """From now on masks are what they were."""
-    _PACKED_TOKENS.set(None)
+    _PACKED_ROW.set(None)
 
 
 def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -55,39 +57,49 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
 
     @torch.compiler.disable(reason="reads the model's mask function in Python")
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        num_tokens = _PACKED_TOKENS.get()
-        if num_tokens is None:
+        layout = _PACKED_ROW.get()
+        if layout is None:
             return None if wrapped is None else wrapped(*args, **kwargs)
-        return to_marker(read_mask_function(kwargs["mask_function"]), num_tokens)
+        return to_marker(read_mask_function(kwargs["mask_function"]), layout)
 
     return make_mask
 
 
-def to_marker(rule: MaskRule, num_tokens: int) -> Tensor:
-    """Pack a rule into a tensor of int64 on the CPU, so that reading it waits for no device.
+def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
+    """Pack a rule and the forest into pairs of int64 on the CPU, so that reading them waits for no device.
 
-    Its shape [1, 1, T + 1, 4 or 5] fits no attention over T tokens: a layer that runs again after the context is left
-    fails instead of lying.
+    Shape [1, 1, rows, 2], with other than T rows: that fits no attention over T tokens, so a layer that runs again
+    after the context is left fails instead of lying.
     """
-    numbers = [_MAGIC, rule.window or 0, rule.chunk or 0, int(rule.window_bounds_blocks)]
-    marker = torch.tensor(numbers).expand(1, 1, num_tokens + 1, 4)
-    if rule.blocks is None:
-        return marker
-    blocks = torch.tensor([*rule.blocks, -1])
-    return torch.cat([marker, blocks[None, None, :, None]], dim=-1)
+    rows = [
+        (_MAGIC, rule.window or 0),
+        (rule.chunk or 0, int(rule.window_bounds_blocks) + 2 * (rule.blocks is not None)),
+        (layout.num_tokens, len(layout.segments)),
+        *((segment.length, -1 if segment.parent is None else segment.parent) for segment in layout.segments),
+        *((block, 0) for block in rule.blocks or ()),
+    ]
+    if len(rows) == layout.num_tokens:
+        rows.append((0, 0))
+    return torch.tensor(rows)[None, None]
 
 
 def from_marker(marker: Any) -> MaskRule | None:
     """The rule that a layer was given as its mask, or None if it is no marker."""
     if not isinstance(marker, Tensor) or marker.dtype != torch.int64 or marker.dim() != 4:
         return None
-    if marker.shape[-1] not in (4, 5) or not marker.shape[2]:
+    if marker.shape[-1] != 2 or marker.shape[2] < 3 or int(marker[0, 0, 0, 0]) != _MAGIC:
         return None
-    magic, window, chunk, bounds = marker[0, 0, 0, :4].tolist()
-    if magic != _MAGIC:
-        return None
-    blocks = tuple(marker[0, 0, :-1, 4].tolist()) if marker.shape[-1] == 5 else None
-    return MaskRule(window or None, chunk or None, blocks, bool(bounds))
+    (_, window), (chunk, flags), (tokens, segments) = marker[0, 0, :3].tolist()
+    start = 3 + segments
+    blocks = tuple(marker[0, 0, start : start + tokens, 0].tolist()) if flags & 2 else None
+    return MaskRule(window or None, chunk or None, blocks, bool(flags & 1))
+
+
+def forest_of_marker(marker: Tensor) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """Lengths and parents of the segments that a marker carries."""
+    segments = int(marker[0, 0, 2, 1])
+    lengths, parents = marker[0, 0, 3 : 3 + segments].t().tolist()
+    return tuple(lengths), tuple(None if parent < 0 else parent for parent in parents)
 
 
 def read_mask_function(function: Callable[..., Any]) -> MaskRule:

@@ -117,8 +117,8 @@ class ParityReport:
         lines = [
             f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} ({self.model}, "
             f"{self.dtype}, {self.device}, sequences of up to {self.longest_sequence} tokens)",
-            f"  differences of {self.quantity}, and relative ones of the gradients of {self.compared_weights:,} weights; "
-            f"allowed {self.tolerance.logprob:.0e} and {self.tolerance.gradient:.0e}",
+            f"  differences of {self.quantity}, and relative ones of the gradients of {self.compared_weights:,} "
+            f"weights; allowed {self.tolerance.logprob:.0e} and {self.tolerance.gradient:.0e}",
             f"  {'kind of layer':<{kinds}}  layers  {'backend':<18}  max      mean     gradient  token ratio",
         ]
         for layer in (*self.layers, whole):

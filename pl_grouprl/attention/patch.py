@@ -20,10 +20,17 @@ from torch import Tensor, nn
 from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.registration import LayoutCall, register
-from pl_grouprl.attention.rows import SharedRows, share_rows, unsharable
+from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, share_rows, unsharable
 from pl_grouprl.attention.stateful import install
 from pl_grouprl.attention.structure import check_structure
-from pl_grouprl.attention.support import check_supported, find_backbone, find_decoder, positions_are_relative
+from pl_grouprl.attention.support import (
+    check_supported,
+    find_backbone,
+    find_decoder,
+    frequencies_move,
+    positions_are_relative,
+    why_not_reached,
+)
 from pl_grouprl.packing import SharedPrefixLayout
 
 if TYPE_CHECKING:
@@ -66,7 +73,7 @@ class SharedPrefix:
         last_call: What became of the decoder's last call; None before the first.
         listeners: Called with the `CallReport` of each call of the decoder.
         paused: Set it to let every call through untouched for a while.
-        layers: After a call that shared: by kind of layer what ran it, and how many of them there are.
+        layers: By kind of layer what runs it, and how many of them there are; empty before a first call that shared.
         only: Set it to the kind of layer that `backend` is to run; attention of every other kind runs the `reference`.
     """
 
@@ -86,6 +93,7 @@ class SharedPrefix:
         # OPT's default positions count the tokens of the attention mask, not the columns.
         self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
         self._positions_are_relative = positions_are_relative(self.decoder)
+        self._frequencies_move = frequencies_move(self.decoder)
         self._labels_need_padding = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
@@ -151,7 +159,7 @@ class SharedPrefix:
             return (), kwargs
         if self.paused:
             return (), kwargs
-        shared, reason = None, unsharable(kwargs, decoder.config)
+        shared, reason = None, unsharable(kwargs, decoder.config, decoder)
         if reason is None and self._labels_need_padding:
             reason = "its labels train tokens that padding predicts"
         if reason is None:
@@ -161,6 +169,8 @@ class SharedPrefix:
                 min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
             )  # fmt: skip
             reason = None if shared is not None else "no rows of the batch share a prefix"
+        if shared is not None and self._frequencies_move and not _same_largest_position(shared, kwargs):
+            shared, reason = None, "its rotary frequencies depend on the largest position, which is that of padding"
         if shared is None:
             self._report(kwargs, None, reason)
             return (), kwargs
@@ -218,7 +228,7 @@ class SharedPrefix:
         positions = kwargs.get("position_ids")
         positions = layout.position_ids if positions is None else positions
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
-        start_packed_masks(layout.num_tokens)
+        start_packed_masks(layout)
         changed = {
             "position_ids": _row_of_positions(positions.to(tokens.device)),
             # Of two dimensions and full of ones: the model makes its masks, which is where ours says what they are.
@@ -242,13 +252,15 @@ class SharedPrefix:
         return output if call.rows is None else _hand_back(output, call.rows)
 
     def _account_for_layers(self, call: LayoutCall) -> None:
-        """Every layer must have mixed tokens by the layout, or not at all."""
-        layers = self.decoder.config.num_hidden_layers
-        if len(call.reached) != layers:
-            raise RuntimeError(
-                f"prefix_layout reached {len(call.reached)} attention modules of {layers} layers in "
-                f"{type(self.decoder).__name__}; the result would be wrong. Train this model with sharing='repeated'."
-            )
+        """Every layer must have mixed tokens by the layout, or not at all.
+
+        A compiled layer does not say what it did; what it does was seen when the context was entered.
+        """
+        if self.layers and any(module._compiled_call_impl is not None for module in self.decoder.modules()):
+            return
+        missing = why_not_reached(self.decoder, call.reached)
+        if missing is not None:
+            raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
         self.layers = call.kinds()
 
     def _report(
@@ -346,6 +358,8 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> Non
             f"position_ids has shape {list(positions.shape)} for a prefix_layout of {layout.num_tokens} tokens; pass "
             "prefix_layout.position_ids, or leave it out."
         )
+    if positions is not None and positions.dim() < 3:
+        _check_positions(positions.flatten(), layout)
     if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
         raise ValueError(
             "attention_mask hides tokens of a packed row, where prefix_layout alone says what is seen; leave it out."
@@ -354,9 +368,34 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> Non
         raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
 
 
+def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
+    """Positions may be those of the layout, all moved by a constant in each tree: a caller may count from 1."""
+    moved_T = positions_T - layout.positions_on(positions_T.device)
+    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)
+    if not torch.equal(moved_T, moved_T[roots]):
+        raise ValueError(
+            "position_ids do not count on from a prefix to what continues it; pass prefix_layout.position_ids, or "
+            "leave them out."
+        )
+
+
+def _first_tokens_of_roots(layout: SharedPrefixLayout) -> Tensor:
+    """For each token the first one of its tree, shape [T]."""
+    first: list[int] = []
+    for segment in layout.segments:
+        first.append(segment.start if segment.parent is None else first[segment.parent])
+    return layout.per_token(first)
+
+
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if isinstance(kwargs.get("prefix_layout"), LayoutCall):
         end_packed_masks()
+
+
+def _same_largest_position(shared: SharedRows, kwargs: dict[str, Any]) -> bool:
+    positions = kwargs.get("position_ids")
+    largest = kwargs["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
+    return int(shared.position_ids.max()) == largest
 
 
 def _media(kwargs: dict[str, Any]) -> list[str]:
@@ -377,4 +416,4 @@ def _hand_back(output: Any, rows: SharedRows) -> Any:
     for name in ("last_hidden_state", "hidden_states"):
         if output.get(name) is not None:
             output[name] = _hand_back(output[name], rows)
-    return output
+    return hand_back_router_logits(output, rows)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention.backend import Backend
 from pl_grouprl.attention.choice import choose, get_backend
+from pl_grouprl.attention.compiled import attend_compiled
+from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
-from pl_grouprl.attention.rule import AttentionRule
+from pl_grouprl.attention.row_scale import rescale_by_position, scales_by_row
 from pl_grouprl.packing import SharedPrefixLayout
 
 _WITHOUT_EFFECT = {
@@ -36,8 +38,8 @@ class LayoutCall:
     Attributes:
         layout: The forest of the packed row.
         reached: Identities of the modules that mixed tokens by it: attention, and layers with a state.
-        ran: Of each of those that are attention the kind of layer and the backend.
-        only: The kind of layer that the chosen backend runs, all others run the `reference`; None runs it everywhere.
+        ran: Of each of those the kind of layer and what ran it.
+        only: The kind of layer that the chosen backend runs, other attention runs the `reference`; None is any.
     """
 
     layout: SharedPrefixLayout
@@ -57,8 +59,7 @@ class LayoutCall:
 
     def kinds(self) -> dict[str, tuple[str, int]]:
         """What ran each kind of layer, and how many of them there are."""
-        labels = [self.ran.get(module, ("with a state", "segment by segment")) for module in self.reached]
-        counts = Counter(labels)
+        counts = Counter(self.ran.values())
         return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
 
 
@@ -94,12 +95,30 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                     "train this model with sharing='repeated'."
                 )
             return _own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
-        return _attend_packed(backend, module, query, key, value, prefix_layout, attention_mask, **kwargs), None
+        if not isinstance(prefix_layout, LayoutCall):
+            raise RuntimeError(
+                "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
+                "`with shared_prefix(model):`."
+            )
+        options = _options_of_layer(module, query, kwargs)
+        query, key, value = _same_dtype(query, key, value)
+        if torch.compiler.is_compiling():
+            if scales_by_row(module):
+                raise NotImplementedError(
+                    f"{type(module).__name__} scales queries by their place in the row, which is put right outside "
+                    "graphs only; do not compile this model's layers."
+                )
+            if backend.name == "flex":
+                raise NotImplementedError(
+                    "attention backend 'flex' does not run inside compiled layers; use backend 'cascade', or leave the "
+                    "layers uncompiled."
+                )
+            return attend_compiled(query, key, value, _checked(attention_mask), backend.name, *options), None
+        return _attend_packed(backend, module, query, key, value, prefix_layout, attention_mask, options), None
 
     return attention
 
 
-@torch.compiler.disable(reason="shared-prefix attention runs kernels outside the graph; the layers around it compile")
 def _attend_packed(
     backend: Backend,
     module: nn.Module,
@@ -108,17 +127,16 @@ def _attend_packed(
     value: Tensor,
     call: LayoutCall,
     attention_mask: Tensor | None,
-    **kwargs: Any,
+    options: LayerOptions,
 ) -> Tensor:
-    if not isinstance(call, LayoutCall):
-        raise RuntimeError(
-            "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
-            "`with shared_prefix(model):`."
-        )
-    rule = _rule_of_layer(module, query, call, attention_mask, kwargs)
+    mask = call.mask_rule(attention_mask)
+    if mask is None:
+        raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
+    rule = options.rule(mask, call.layout)
     kind, rule = rule.kind, rule.narrowed(call.layout)
     call.reached.add(id(module))
-    query, key, value = _same_dtype(query, key, value)
+    if scales_by_row(module):
+        query = rescale_by_position(module, query, call.layout)
     if call.only not in (None, kind):
         backend = get_backend("reference")
     elif backend.name == "auto":
@@ -127,17 +145,15 @@ def _attend_packed(
     return backend(query, key, value, call.layout, rule)
 
 
-def _rule_of_layer(
-    module: nn.Module, query: Tensor, call: LayoutCall, attention_mask: Tensor | None, kwargs: dict[str, Any]
-) -> AttentionRule:
-    """Turn what a layer hands to its attention function into a rule; what is not understood is refused."""
+def _checked(attention_mask: Tensor | None) -> Tensor:
+    if attention_mask is None:
+        raise NotImplementedError(f"a compiled layer {OWN_MASK}")
+    return attention_mask
+
+
+def _options_of_layer(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> LayerOptions:
+    """What a layer hands to its attention function beside the mask; what is not understood is refused."""
     name, kwargs = type(module).__name__, {key: value for key, value in kwargs.items() if value is not None}
-    mask = call.mask_rule(attention_mask)
-    if mask is None:
-        raise NotImplementedError(
-            f"{name} has a mask or bias of its own, which shared-prefix attention does not apply; train this model "
-            "with sharing='repeated'."
-        )
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise NotImplementedError(
             f"{name} is not causal, so what a prefix becomes depends on what follows it; train this model with "
@@ -149,28 +165,19 @@ def _rule_of_layer(
             f"{name} has attention dropout {dropout}, which cannot be the same for a shared and a repeated prefix; "
             "set the config's attention dropout to 0 or call model.eval()."
         )
-    rule = AttentionRule(
+    options = LayerOptions(
         scale=kwargs.pop("scaling", query.shape[-1] ** -0.5),
-        window=mask.window,
-        chunk=mask.chunk,
         softcap=kwargs.pop("softcap", None),
         sinks_H=kwargs.pop("s_aux", None),
-        blocks=mask.blocks,
-        window_bounds_blocks=mask.window_bounds_blocks,
+        window=kwargs.pop("sliding_window", None),
     )
-    window = kwargs.pop("sliding_window", None)
-    if window is not None and window != mask.window and max(call.layout.repeated_lengths) > window:
-        raise NotImplementedError(
-            f"{name} passes sliding_window={window} with a mask whose window is {mask.window}, so that its attention "
-            "implementations differ among themselves; train this model with sharing='repeated'."
-        )
     unknown = sorted(key for key in kwargs if key not in _WITHOUT_EFFECT)
     if unknown:
         raise NotImplementedError(
             f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not apply; train this model "
             "with sharing='repeated'."
         )
-    return rule
+    return options
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -150,6 +150,7 @@ def _run_packed(
     cache_argument = next(name for name in _CACHE_ARGUMENTS if name in _forward_code(mixer).co_varnames)
     _refuse_what_is_not_applied(mixer, kwargs, cache_argument)
     call.reached.add(id(mixer))
+    call.ran[id(mixer)] = (type(mixer).__name__, "segment by segment")
     options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}
     plan = _plan(call, mixer, hidden_states.device)
     states = _States()

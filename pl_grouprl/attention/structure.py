@@ -6,6 +6,7 @@ of. A forest of a few tokens costs two short calls and shows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,8 @@ _FORESTS = {
 }
 """By the deepest forest that a backend runs."""
 
-_CHECKED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""The backends that each decoder has passed with."""
+_CHECKED: WeakKeyDictionary[nn.Module, dict[str, dict[str, tuple[str, int]]]] = WeakKeyDictionary()
+"""The backends that each decoder has passed with, and the kinds of layers that were found."""
 
 
 def check_structure(patch: SharedPrefix, max_depth: int | None) -> None:
@@ -41,7 +42,9 @@ def check_structure(patch: SharedPrefix, max_depth: int | None) -> None:
     Raises:
         UnsupportedModelError: If the results differ, or the shared path refuses.
     """
-    passed = _CHECKED.setdefault(patch.decoder, set())
+    passed = _CHECKED.setdefault(patch.decoder, {})
+    if patch.backend in passed:
+        patch.layers = passed[patch.backend]
     if patch.backend in passed or not _is_whole(patch.decoder):
         return
     layout = _FORESTS[max_depth]
@@ -52,7 +55,9 @@ def check_structure(patch: SharedPrefix, max_depth: int | None) -> None:
             shared = _run(patch, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(patch, repeat_rows(layout, tokens))
         except Exception as error:
-            raise refusal(patch.model, f"{str(error).rstrip('.')}.") from error
+            known = isinstance(error, (NotImplementedError, ValueError, RuntimeError)) and "sharing=" in str(error)
+            reason = str(error) if known else f"its layers fail on a packed row ({type(error).__name__}: {error})"
+            raise refusal(patch.model, _without_remedy(reason)) from error
     difference, size = 0.0, 0.0
     for row, leaf in enumerate(layout.leaves):
         path = layout.path(leaf).to(tokens.device)
@@ -65,7 +70,12 @@ def check_structure(patch: SharedPrefix, max_depth: int | None) -> None:
             f"its hidden states of a few tokens differ between a shared and a repeated prefix by "
             f"{difference / max(size, 1e-30):.1e} of their size, so it mixes tokens in a way that is not known here.",
         )
-    passed.add(patch.backend)
+    passed[patch.backend] = patch.layers
+
+
+def _without_remedy(reason: str) -> str:
+    """The reason alone: `refusal` says what to do."""
+    return re.split(r"; (?:train|Train) this|\. Train this|; the result would be", reason)[0].rstrip(".") + "."
 
 
 def _run(patch: SharedPrefix, inputs: dict[str, Any]) -> Tensor:
@@ -87,7 +97,12 @@ def _quiet(patch: SharedPrefix) -> Iterator[None]:
     last_call, paused, patch.paused = patch.last_call, patch.paused, True
     patch.decoder.eval()
     try:
-        with torch.no_grad(), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
+        with (
+            torch.no_grad(),
+            torch.inference_mode(False),
+            torch.autocast(patch.decoder.device.type, enabled=False),  # its rounding would be taken for a difference
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         for module in training:

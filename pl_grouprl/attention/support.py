@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pl_grouprl.attention.stateful import unsupported_mixers
+from pl_grouprl.attention.stateful import stateful_mixers, unsupported_mixers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_MIXES = re.compile("attn|attention|mixer", re.IGNORECASE)
+"""Class names of modules that mix tokens; layers of a mixture of experts alone have none."""
 
 
 class UnsupportedModelError(ValueError):
@@ -29,14 +34,17 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that takes all inputs and returns hidden states: with a vision tower the one that holds it.
+    """The module that takes all inputs and returns hidden states: what a vision tower stands beside the decoder in.
 
     For a model of text alone that is the decoder.
     """
-    decoder, model = find_decoder(model), _without_adapter_wrapper(model)
-    composite = model.base_model
-    has_parts = getattr(model.config, "vision_config", None) is not None and composite is not decoder
-    return composite if has_parts and decoder in composite.modules() else decoder  # type: ignore[return-value]
+    decoder = find_decoder(model)
+    for module in _without_adapter_wrapper(model).modules():
+        config = getattr(module, "config", None)
+        is_composite = config is not None and config.get_text_config(decoder=True) is not config
+        if is_composite and any(child is decoder for child in module.children()):
+            return module  # type: ignore[return-value]
+    return decoder
 
 
 def _without_adapter_wrapper(model: Any) -> Any:
@@ -88,6 +96,26 @@ def counts_tokens_itself(decoder: nn.Module) -> str | None:
 def _scales_by_position(config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     return bool(getattr(config, "attn_temperature_tuning", False)) or "llama_4_scaling_beta" in rope
+
+
+def why_not_reached(decoder: nn.Module, reached: set[int]) -> str | None:
+    """Which layers a layout did not get to, or None: those of attention or state that did nothing with it.
+
+    Args:
+        decoder: What ran.
+        reached: Identities of the modules that mixed tokens by the layout.
+    """
+    stateful = [type(mixer).__name__ for mixer in stateful_mixers(decoder) if id(mixer) not in reached]
+    if stateful:
+        return f"prefix_layout did not reach {len(stateful)} of the layers {', '.join(sorted(set(stateful)))}"
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    layers = list(max(lists, key=len, default=[]))
+    untouched = [layer for layer in layers if not any(id(module) in reached for module in layer.modules())]
+    if any(_MIXES.search(type(module).__name__) for layer in untouched for module in layer.modules()):
+        return (
+            f"prefix_layout reached {len(layers) - len(untouched)} of {len(layers)} layers in {type(decoder).__name__}"
+        )
+    return None if reached else f"prefix_layout reached no layer in {type(decoder).__name__}"
 
 
 def check_supported(model: PreTrainedModel) -> None:

@@ -1,0 +1,182 @@
+"""Shared-prefix attention as one operator, so that a compiled decoder layer stays one graph for all layouts.
+
+What torch.compile sees is a call on tensors. The layout must not be seen: a graph would be guarded on it and compiled
+again for the next one. So the operator reads it from the marker that stands in the place of the mask, a tensor.
+
+Legend: T packed tokens, H query heads, K key/value heads, D head size of keys, V head size of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pl_grouprl.attention.backend import Backend
+from pl_grouprl.attention.cascade import CASCADE, cascade_backward, cascade_forward, prepare
+from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
+from pl_grouprl.attention.mask import forest_of_marker, from_marker
+from pl_grouprl.attention.reference import REFERENCE
+from pl_grouprl.attention.rule import AttentionRule
+from pl_grouprl.packing import SharedPrefixLayout
+
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+_OPTIONS = "Tensor marker, str backend, float scale, float? softcap, int? window"
+
+
+def attend_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    marker: Tensor,
+    backend: str,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """Attend over a packed row in a graph.
+
+    Args:
+        query: Shape [1, H, T, D].
+        key: Shape [1, K, T, D].
+        value: Shape [1, K, T, V].
+        marker: What the layer was given as its mask.
+        backend: Name of the backend.
+        scale: See `LayerOptions`, like the others.
+        softcap: See there.
+        sinks_H: See there.
+        window: See there.
+
+    Returns:
+        Shape [1, T, H, V].
+    """
+    out, _ = _packed_attention(query, key, value, sinks_H, marker, backend, scale, softcap, window)
+    return out
+
+
+@lru_cache(maxsize=16)
+def _layout(lengths: tuple[int, ...], parents: tuple[int | None, ...]) -> SharedPrefixLayout:
+    """One layout for all layers of a call, with the plans that it remembers."""
+    return SharedPrefixLayout(lengths, parents)
+
+
+def _read(
+    marker: Tensor, scale: float, softcap: float | None, sinks: Tensor | None, window: int | None
+) -> tuple[SharedPrefixLayout, AttentionRule]:
+    mask = from_marker(marker)
+    if mask is None:
+        raise NotImplementedError(f"a compiled layer {OWN_MASK}")
+    layout = _layout(*forest_of_marker(marker))
+    return layout, LayerOptions(scale, softcap, sinks, window).rule(mask, layout).narrowed(layout)
+
+
+def _backend(name: str, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Backend:
+    """`auto` is the cascade: an operator runs outside the compiler, and FlexAttention is dense there."""
+    if name != "auto":
+        return get_backend(name)
+    return CASCADE if CASCADE.refusal(query, key, value, rule) is None else REFERENCE
+
+
+@torch.library.custom_op(
+    "pl_grouprl::packed_attention", mutates_args=(), schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+def _packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, marker: Tensor, name: str, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """The output [1, T, H, V] and, of the cascade, the log-sum-exp [H, T] that its backward pass needs."""
+    scale, softcap, window = options
+    layout, rule = _read(marker, scale, softcap, sinks, window)
+    backend = _backend(name, query, key, value, rule)
+    if backend.name != "cascade":
+        out = backend(query, key, value, layout, rule).contiguous()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return out, query.new_empty(query.shape[1], query.shape[2], dtype=wide)  # nobody reads it
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    out, lse = cascade_forward(*packed, sinks, plan, scale, kernel)
+    return out[None, ..., : value.shape[-1]].contiguous(), lse.contiguous()
+
+
+@_packed_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return out, query.new_empty(query.shape[1], query.shape[2], dtype=wide)
+
+
+@torch.library.custom_op(
+    "pl_grouprl::packed_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _packed_attention_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    marker: Tensor,
+    name: str,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks (empty where there are none)."""
+    scale, softcap, window = options
+    layout, rule = _read(marker, scale, softcap, sinks, window)
+    backend = _backend(name, query, key, value, rule)
+    if backend.name != "cascade":
+        return _by_running_again(grad, query, key, value, sinks, backend, layout, rule)
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    padding = (0, packed[2].shape[-1] - value.shape[-1])
+    found = cascade_backward(pad(grad[0], padding), *packed, sinks, pad(out[0], padding), lse, plan, scale, kernel)
+    grads = [
+        part[..., : tensor.shape[-1]].transpose(0, 1)[None].contiguous()
+        for part, tensor in zip(found[:3], (query, key, value), strict=True)
+    ]
+    return grads[0], grads[1], grads[2], query.new_empty(0) if found[3] is None else found[3]
+
+
+def _by_running_again(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    backend: Backend,
+    layout: SharedPrefixLayout,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in (query, key, value, sinks)]
+    query, key, value, sinks = leaves  # type: ignore[assignment]
+    with torch.enable_grad():
+        out = backend(query, key, value, layout, replace(rule, sinks_H=sinks))
+    grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad)
+    return grads[0], grads[1], grads[2], grads[3] if sinks is not None else query.new_empty(0)
+
+
+@_packed_attention_backward.register_fake
+def _(grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    query, key, value, sinks = inputs[:4]
+    empty = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
+    return (*empty, query.new_empty(0) if sinks is None else torch.empty_like(sinks))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, sinks, marker, *ctx.options = inputs
+    ctx.save_for_backward(*output, query, key, value, sinks, marker)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *saved, marker = ctx.saved_tensors
+    grads = _packed_attention_backward(grad.contiguous(), *saved, marker, *ctx.options)
+    sinks = None if saved[-1] is None else grads[3]
+    return (*grads[:3], sinks, None, *[None] * len(ctx.options))
+
+
+_packed_attention.register_autograd(_differentiate, setup_context=_save)

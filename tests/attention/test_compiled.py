@@ -1,0 +1,159 @@
+"""Compiled decoder layers: one graph for all layouts, and the same numbers as the repeated prefix."""
+
+import random
+
+import pytest
+import torch
+from helpers.tiny_models import random_groups, tiny_model
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.attention.compiled import _packed_attention
+from pl_grouprl.attention.mask import MaskRule, to_marker
+from pl_grouprl.models.score import rollout_logprobs
+from pl_grouprl.packing import SharedPrefixLayout
+
+LATENT = {
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "num_key_value_heads": 4, "head_dim": 8},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2},
+}
+FAMILIES = {
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
+    "cohere2": {"sliding_window": 8},
+    "deepseek_v3": LATENT,
+    "gpt2": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def noisy_model(family, **overrides):
+    model = tiny_model(family, **overrides).train()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def compile_layers(model, **options):
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in find_decoder(model).layers if hasattr(find_decoder(model), "layers") else find_decoder(model).h:
+        layer.compile(backend=counter, dynamic=True, **options)
+    return counter
+
+
+def random_layouts(count):
+    rng = random.Random(0)
+    for seed in range(count):
+        groups = rng.randrange(1, 4)
+        yield random_groups(
+            seed,
+            [(rng.randrange(2, 40), [rng.randrange(1, 20) for _ in range(rng.randrange(1, 5))]) for _ in range(groups)],
+        )
+
+
+def step(model, groups, sharing="shared"):
+    model.zero_grad()
+    logprobs = torch.cat(rollout_logprobs(model, groups, sharing=sharing))
+    (logprobs * torch.linspace(0.5, 1.5, len(logprobs))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return logprobs.detach(), grads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_layouts_take_few_compilations(family):
+    model = noisy_model(family, **FAMILIES[family])
+    layouts = list(random_layouts(20))
+    expected = [step(model, groups, "repeated") for groups in layouts[:3]]
+    counter = compile_layers(model, fullgraph=True)
+    with shared_prefix(model):
+        for number, groups in enumerate(layouts):
+            logprobs, grads = step(model, groups)
+            if number < len(expected):
+                torch.testing.assert_close(logprobs, expected[number][0], atol=2e-5, rtol=0)
+                assert (grads - expected[number][1]).norm() < 1e-4 * expected[number][1].norm()
+    kinds = len({getattr(layer, "attention_type", None) for layer in find_decoder(model).modules()} - {None}) or 1
+    assert 1 <= counter.frame_count <= max(3, kinds)
+
+
+def test_scoring_without_gradient_compiles_once_more():
+    model = noisy_model("qwen3")
+    counter = compile_layers(model)
+    with shared_prefix(model):
+        for groups in random_layouts(10):
+            step(model, groups)
+            with torch.no_grad():
+                rollout_logprobs(model, groups)
+    assert 1 <= counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("backend", ["cascade", "reference", "prefix_grouper"])
+def test_backends(backend):
+    model, groups = noisy_model("qwen3"), next(random_layouts(1))
+    logprobs, grads = step(model, groups, "repeated")
+    compile_layers(model, fullgraph=True)
+    with shared_prefix(model, backend):
+        actual, actual_grads = step(model, groups)
+    torch.testing.assert_close(actual, logprobs, atol=2e-5, rtol=0)
+    assert (actual_grads - grads).norm() < 1e-4 * grads.norm()
+
+
+def test_with_activation_checkpointing():
+    model, groups = noisy_model("gemma2", sliding_window=8), next(random_layouts(1))
+    logprobs, grads = step(model, groups, "repeated")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compile_layers(model)
+    with shared_prefix(model):
+        actual, actual_grads = step(model, groups)
+    torch.testing.assert_close(actual, logprobs, atol=2e-5, rtol=0)
+    assert (actual_grads - grads).norm() < 1e-4 * grads.norm()
+
+
+def test_layers_with_a_state_break_the_graph_and_stay_right():
+    sizes = {
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},
+        **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    }
+    model, groups = noisy_model("qwen3_5_text", **sizes), next(random_layouts(1))
+    logprobs, grads = step(model, groups, "repeated")
+    compile_layers(model)
+    with shared_prefix(model):
+        actual, actual_grads = step(model, groups)
+    torch.testing.assert_close(actual, logprobs, atol=5e-5, rtol=0)
+    assert (actual_grads - grads).norm() < 1e-3 * grads.norm()
+
+
+@pytest.mark.parametrize("rule", [MaskRule(), MaskRule(window=3), MaskRule(chunk=4)], ids=["full", "window", "chunk"])
+def test_the_operator_is_well_formed(rule):
+    layout = SharedPrefixLayout.from_groups([(6, [2, 3]), (1, [4])])
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 16, 8), (1, 2, 16, 8), (1, 2, 16, 4)]
+    tensors = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    sinks = torch.randn(4, generator=generator, requires_grad=True)
+    torch.library.opcheck(_packed_attention, (*tensors, sinks, to_marker(rule, layout), "auto", 0.3, None, None))
+    torch.library.opcheck(
+        _packed_attention, (*tensors, None, to_marker(rule, layout), "cascade", 0.3, 5.0, rule.window)
+    )
+
+
+def test_what_does_not_compile_says_so():
+    llama4 = {
+        "attention_chunk_size": 8,
+        "num_local_experts": 2,
+        "no_rope_layers": [1, 0],
+        "attn_temperature_tuning": True,
+    }
+    cases = [(noisy_model("qwen3"), "flex", "'flex' does not run inside compiled layers")]
+    cases.append((noisy_model("llama4_text", **llama4), "auto", "scales queries by their place in the row"))
+    for model, backend, message in cases:
+        compile_layers(model, fullgraph=True)
+        with torch.no_grad(), shared_prefix(model, backend), pytest.raises(Exception, match=message):
+            rollout_logprobs(model, next(random_layouts(1)), backend=backend)
