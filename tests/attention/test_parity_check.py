@@ -7,8 +7,16 @@ import pytest
 import torch
 from helpers.tiny_models import FAMILIES, random_groups, tiny_model
 
-from pl_grouprl.attention import ParityError, cascade, check_parity, choice, patch
-from pl_grouprl.attention.parity import TOLERANCES, Tolerance
+from pl_grouprl.attention import (
+    ParityError,
+    UnsupportedModelError,
+    cascade,
+    check_parity,
+    choice,
+    patch,
+    shared_prefix,
+)
+from pl_grouprl.attention.parity_report import TOLERANCES, Tolerance
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -33,29 +41,38 @@ def test_dtypes_and_backends(backend, dtype):
     assert (report.backend, report.dtype, report.tolerance) == (backend, dtype, TOLERANCES[dtype])
 
 
+def looked_at(model, backend="auto"):
+    """A model that was in a context before anything broke: the first look at a few tokens is behind it."""
+    with shared_prefix(model, backend):
+        return model
+
+
 def without_prefix(attend):
     """Each rollout sees itself alone."""
 
-    def broken(query, key, value, layout, scale):
+    def broken(query, key, value, layout, rule):
         alone = SharedPrefixLayout([segment.length for segment in layout.segments], [None] * len(layout.segments))
-        return attend(query, key, value, alone, scale)
+        return attend(query, key, value, alone, rule)
 
     return broken
 
 
 def with_wrong_scale(attend):
-    return lambda query, key, value, layout, scale: attend(query, key, value, layout, scale * 1.05)
+    def broken(query, key, value, layout, rule):
+        return attend(query, key, value, layout, dataclasses.replace(rule, scale=rule.scale * 1.05))
+
+    return broken
 
 
 def without_gradient_of_the_prefix(attend):
     """Right forward, wrong backward: only gradients can show it."""
 
-    def broken(query, key, value, layout, scale):
+    def broken(query, key, value, layout, rule):
         detached = [tensor.clone() for tensor in (key, value)]
         for tensor, source in zip(detached, (key, value), strict=True):
             stop = layout.segments[0].stop
             tensor[:, :, :stop] = source[:, :, :stop].detach()
-        return attend(query, *detached, layout, scale)
+        return attend(query, *detached, layout, rule)
 
     return broken
 
@@ -63,9 +80,9 @@ def without_gradient_of_the_prefix(attend):
 def seeing_the_sibling(attend):
     """Rollouts as a chain: each sees the one before it."""
 
-    def broken(query, key, value, layout, scale):
+    def broken(query, key, value, layout, rule):
         parents = [None if s.parent is None else i - 1 for i, s in enumerate(layout.segments)]
-        return attend(query, key, value, SharedPrefixLayout([s.length for s in layout.segments], parents), scale)
+        return attend(query, key, value, SharedPrefixLayout([s.length for s in layout.segments], parents), rule)
 
     return broken
 
@@ -84,14 +101,19 @@ BROKEN = [without_prefix, with_wrong_scale, without_gradient_of_the_prefix, seei
 )
 def test_a_broken_backend_fails(monkeypatch, breakage, dtype):
     broken = dataclasses.replace(cascade.CASCADE, attend=breakage(cascade.CASCADE.attend))
-    model = tiny_model("qwen3", dtype=dtype)
+    model = looked_at(tiny_model("qwen3", dtype=dtype), "cascade")
     with monkeypatch.context() as patched:
         patched.setitem(choice.BACKENDS, "cascade", broken)
         report = check_parity(model, backend="cascade")
+        if breakage is not without_gradient_of_the_prefix and dtype != torch.bfloat16:
+            with pytest.raises(UnsupportedModelError, match=r"hidden states of a few tokens differ .* by \d"):
+                check_parity(tiny_model("qwen3", dtype=dtype), backend="cascade")
     assert not report.passed
     if breakage is without_gradient_of_the_prefix:
         assert report.mean_logprob_difference <= report.tolerance.logprob  # the forward is right
-    with pytest.raises(ParityError, match=r"(?s)FAILED.*largest difference.*Train this model with sharing='repeated'"):
+    with pytest.raises(
+        ParityError, match=r"(?s)FAILED.*differences of log-prob.*Train this model with sharing='repeated'"
+    ):
         report.raise_if_failed()
     check_parity(model, backend="cascade").raise_if_failed()
 
@@ -104,20 +126,26 @@ def test_wrong_positions_fail(monkeypatch, family):
     def broken(self, kwargs, layout, rows=None):
         return original(self, kwargs, layout, rows) | {"position_ids": torch.arange(layout.num_tokens)[None]}
 
+    model = looked_at(tiny_model(family))
     monkeypatch.setattr(patch.SharedPrefix, "_packed_row", broken)
-    report = check_parity(tiny_model(family))
+    report = check_parity(model)
     assert not report.passed
     assert report.max_logprob_difference > 1e-3
+    with pytest.raises(UnsupportedModelError, match="hidden states of a few tokens differ"):
+        check_parity(tiny_model(family))
 
 
 def test_a_nan_is_not_a_pass():
     report = check_parity(tiny_model())
     assert not dataclasses.replace(report, max_logprob_difference=math.nan).passed
     assert not dataclasses.replace(report, gradient_difference=math.nan).passed
-    model = tiny_model()
+    model, other = looked_at(tiny_model()), tiny_model()
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+        for one in (model, other):
+            one.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
     assert not check_parity(model).passed
+    with pytest.raises(UnsupportedModelError, match="by nan of their size"):
+        check_parity(other)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -191,12 +219,16 @@ def test_the_report_reads_well():
         token_ratio=2.5,
         tolerance=Tolerance(1e-4, 1e-3),
     )
-    assert str(report) == (
-        "parity of shared and repeated prefix: passed (LlamaForCausalLM, backend auto, torch.float32, cpu, "
-        "token ratio 2.50)\n"
-        "  log-probabilities: largest difference 2.00e-06, mean 1.00e-07 (allowed 1e-04)\n"
-        f"  gradients: relative difference 3.00e-06 over {report.compared_weights:,} weights (allowed 1e-03)"
+    first, allowed, *_, whole = str(report).splitlines()
+    assert first.startswith(
+        "parity of shared and repeated prefix: passed (LlamaForCausalLM, torch.float32, cpu, sequences of up to 36 "
     )
+    assert f"differences of log-probabilities, and relative ones of the gradients of {report.compared_weights:,} " in (
+        allowed
+    )
+    assert allowed.endswith("; allowed 1e-04 and 1e-03")
+    assert whole.split() == ["whole", "model", "2", "auto", "2.0e-06", "1.0e-07", "3.0e-06", "2.50"]
     failed = dataclasses.replace(report, gradient_difference=2e-3)
     assert not failed.passed
     assert ": FAILED (" in str(failed)
+    assert str(failed).splitlines()[-1].endswith("FAILED")

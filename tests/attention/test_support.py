@@ -1,17 +1,17 @@
-"""Models that would be silently wrong: refused by name, with the reason and the remedy."""
+"""Models that would be silently wrong: refused with the reason and the remedy, before or when a context is entered."""
 
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.attention import UnsupportedModelError, check_parity, check_supported, shared_prefix
+from pl_grouprl.attention import UnsupportedModelError, check_parity, check_supported, in_force, shared_prefix
 from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup
 
 LAYOUT = SharedPrefixLayout.from_groups([(4, [2, 3])])
 ROW = torch.arange(1, 10)[None]
-REMEDY = r"Train it with sharing='repeated', or choose a decoder with full causal attention\.$"
+REMEDY = r"Train it with sharing='repeated', or choose another decoder; docs/models.md lists those that are exact\.$"
 
 SMALL_STATE = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
@@ -23,29 +23,37 @@ LATENT = {
 }
 REFUSED = {
     "mamba": ({}, "MambaForCausalLM", "its layers Mamba.* carry a state"),
-    "qwen3_next": (SMALL_STATE, "Qwen3NextForCausalLM", "its layers Qwen3NextGatedDeltaNet carry a state"),
     "minimax": ({}, "MiniMaxForCausalLM", "MiniMaxLightningAttention carry a state"),
-    "gemma2": ({}, "Gemma2ForCausalLM", "config.layer_types has sliding_attention; only full_attention is supported"),
-    "mistral": (
-        {"sliding_window": 64},
-        "MistralForCausalLM",
-        "config.sliding_window=64 limits.*set it to None",
-    ),
-    "llama4_text": ({}, "Llama4ForCausalLM", "config.layer_types has chunked_attention"),
-    "gpt_oss": ({}, "GptOssForCausalLM", "config.layer_types has sliding_attention"),
-    "deepseek_v3": (LATENT, "DeepseekV3ForCausalLM", r"its attention is latent \(config.kv_lora_rank\)"),
+    "rwkv": ({}, "RwkvForCausalLM", "its layers Rwkv.* carry a state"),
     "bloom": ({"n_head": 4, "n_layer": 2}, "BloomForCausalLM", "does not go through transformers' AttentionInterface"),
-    "stablelm": ({}, "StableLmForCausalLM", "its layers do not hand the layout on to their attention"),
-    "nemotron": ({}, "NemotronForCausalLM", "its layers do not hand the layout on to their attention"),
     "roberta": (
         {"is_decoder": True, "num_key_value_heads": None},
         "RobertaForCausalLM",
         "RobertaModel counts positions from the padding token's id on",
     ),
     "bart": ({"is_encoder_decoder": False, "d_model": 32}, "BartForCausalLM", "BartDecoder takes no position_ids"),
-    "doge": ({}, "DogeForCausalLM", "its attention adds a bias of its own to the scores"),
     "gptj": ({"n_head": 4, "n_layer": 2, "n_embd": 32, "rotary_dim": 8}, "GPTJForCausalLM", "AttentionInterface"),
 }
+"""What a look at the model shows."""
+
+REFUSED_AT_ENTRY = {
+    "stablelm": ("StableLmForCausalLM", "StableLmAttention was not given prefix_layout"),
+    "nemotron": ("NemotronForCausalLM", "NemotronAttention was not given prefix_layout"),
+    "doge": ("DogeForCausalLM", ""),
+    "bert": ("BertLMHeadModel", "composes its attention mask with bidirectional_mask_function"),
+}
+"""What running a few tokens shows."""
+
+GROUP = RolloutGroup([1, 2], [Rollout([3])])
+
+
+def enter(model):
+    with shared_prefix(model):
+        pass
+
+
+def score(model):
+    return rollout_logprobs(model, [GROUP])
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -53,85 +61,156 @@ def test_refused_before_any_forward(family):
     overrides, name, reason = REFUSED[family]
     model = tiny_model(family, **overrides)
     message = rf"^model {name} \(model_type='{family}'\) cannot share prefixes: .*{reason}.* {REMEDY}"
-    group = RolloutGroup([1, 2], [Rollout([3])])
-    for call in (
-        check_supported,
-        shared_prefix,
-        check_parity,
-        lambda model: rollout_logprobs(model, [group]),
-    ):
+    for call in (check_supported, shared_prefix, check_parity, score):
         with pytest.raises(UnsupportedModelError, match=message):
             call(model)
-    assert not model.get_decoder()._forward_pre_hooks
-    assert rollout_logprobs(model, [group], sharing="repeated")[0].shape == (1,)  # the remedy works
+    assert not model.base_model._forward_pre_hooks
+    assert rollout_logprobs(model, [GROUP], sharing="repeated")[0].shape == (1,)  # the remedy works
+
+
+@pytest.mark.parametrize("family", REFUSED_AT_ENTRY)
+def test_refused_when_a_context_is_entered(family):
+    name, reason = REFUSED_AT_ENTRY[family]
+    model = tiny_model(family)
+    before = model.config._attn_implementation
+    message = rf"^model {name} \(model_type='{family}'\) cannot share prefixes: .*{reason}.* {REMEDY}"
+    check_supported(model)
+    for call in (enter, check_parity, score):
+        with pytest.raises(UnsupportedModelError, match=message):
+            call(model)
+    assert model.config._attn_implementation == before
+    assert in_force(model) is None
+    assert not model.base_model._forward_pre_hooks
+    assert not model.base_model._forward_hooks
+    assert rollout_logprobs(model, [GROUP], sharing="repeated")[0].shape == (1,)
+
+
+def test_biases_by_distance_are_refused():
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True)
+    with pytest.raises(UnsupportedModelError, match=r"AttentionInterface|biases scores by distance"):
+        check_supported(FalconForCausalLM(config))
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides", "reason"),
+    ("family", "overrides"),
     [
-        ("gemma2", {"layer_types": ["full_attention"] * 2, "sliding_window": None}, "attn_logit_softcapping caps"),
-        ("gpt_oss", {"layer_types": ["full_attention"] * 2, "sliding_window": None}, "its attention has sinks"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}),
+        ("gemma2", {}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2, "sliding_window": 8, "num_local_experts": 4}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("mistral", {"sliding_window": 16}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+        ("deepseek_v2", LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("qwen3_next", SMALL_STATE),
         (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            r"\(dynamic\)",
+            "llama4_text",
+            {
+                **{"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True},
+                "num_local_experts": 2,
+            },
         ),
     ],
-    ids=["soft cap", "sinks", "window of some layers", "rotary frequencies"],
+    ids=[
+        *("soft cap", "soft cap and windows", "sinks", "window of some layers", "windows", "rotary frequencies"),
+        *("latent attention", "a state", "queries scaled by their position"),
+    ],
 )
-def test_refused_by_an_option_of_the_config(family, overrides, reason):
-    with pytest.raises(UnsupportedModelError, match=reason):
-        shared_prefix(tiny_model(family, **overrides))
+def test_options_of_the_config_that_were_refused_once_pass(family, overrides):
+    model = tiny_model(family, **overrides)
+    check_supported(model)
+    check_parity(model).raise_if_failed()
 
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [("mistral", {"sliding_window": None}), ("qwen2", {"use_sliding_window": False, "sliding_window": 4096})],
 )
-def test_the_remedy_for_windows_works(family, overrides):
+def test_windows_that_are_switched_off_pass(family, overrides):
     check_parity(tiny_model(family, **overrides)).raise_if_failed()
 
 
-def test_a_layout_that_does_not_reach_every_layer_is_refused_at_the_first_forward():
-    model = tiny_model("llama")
-    model.config.num_hidden_layers = 3  # as if a third layer had kept the layout to itself
-    message = r"prefix_layout reached 2 attention modules of 3 layers in LlamaModel; .* Train this model with sharing="
-    rows = torch.arange(1, 21)[None].repeat(3, 1)
-    for call in (lambda: model(ROW, prefix_layout=LAYOUT), lambda: model(rows)):
-        with shared_prefix(model), pytest.raises(RuntimeError, match=message):
-            call()
+ROWS = torch.arange(1, 21)[None].repeat(3, 1)
 
 
-def test_layers_with_a_bias_of_their_own_are_refused_at_the_first_forward():
+def test_a_layout_that_does_not_reach_every_layer_is_refused():
+    """At entry, where it is so then; at the first forward, where it is so since."""
+    message = r"prefix_layout reached 1 of 2 layers in LlamaModel.* Train (it|this model) with sharing="
     model = tiny_model("llama")
-    bias = {"attention_mask": torch.zeros(1, 4, 9, 9)}
+    with shared_prefix(model):
+        model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+        for call in (lambda: model(ROW, prefix_layout=LAYOUT), lambda: model(ROWS)):
+            with pytest.raises(RuntimeError, match=message):
+                call()
+    other = tiny_model("llama")
+    other.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(UnsupportedModelError, match=message):
+        enter(other)
+
+
+def give_to_attention(model, **arguments):
+    """Change what the second layer's attention is called with."""
     model.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, kwargs | bias), with_kwargs=True
+        lambda module, args, kwargs: (args, kwargs | arguments), with_kwargs=True
     )
-    with (
-        shared_prefix(model),
-        pytest.raises(NotImplementedError, match="LlamaAttention adds a mask or bias of its"),
-    ):
-        model(ROW, prefix_layout=LAYOUT)
+    return model
 
 
-def test_layers_that_see_the_future_are_refused_at_the_first_forward():
-    model = tiny_model("bert")
-    with shared_prefix(model), pytest.raises(NotImplementedError, match="BertSelfAttention is not causal"):
-        model(ROW, prefix_layout=LAYOUT)
+def refuses_at_entry_and_later(message, **arguments):
+    with pytest.raises(UnsupportedModelError, match=message):
+        enter(give_to_attention(tiny_model("llama"), **arguments))
+    model = tiny_model("llama")
+    with shared_prefix(model):
+        give_to_attention(model, **arguments)
+        for call in (lambda: model(ROW, prefix_layout=LAYOUT), lambda: model(ROWS)):
+            with pytest.raises(NotImplementedError, match=message):
+                call()
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(1, 4, 9, 9), torch.zeros(1, 4, 9, 9, dtype=torch.long), None], ids=str)
+def test_masks_and_biases_of_a_layer_s_own_are_refused(mask):
+    refuses_at_entry_and_later("LlamaAttention has a mask or bias of its own", attention_mask=mask)
+
+
+def test_arguments_that_are_not_known_are_refused():
+    refuses_at_entry_and_later(
+        "LlamaAttention passes attention_bias, score_scale, which shared-prefix attention does not apply",
+        score_scale=2.0,
+        attention_bias=torch.ones(4),
+    )
+
+
+def test_a_window_beside_a_mask_without_it_is_refused_where_it_would_matter():
+    """Some attention implementations go by the keyword, some by the mask."""
+    message = "passes sliding_window=5 with a mask whose window is None, so that its attention implementations differ"
+    refuses_at_entry_and_later(message, sliding_window=5)  # of sequences of 6 tokens and more
+    enter(give_to_attention(tiny_model("llama"), sliding_window=4096))
+
+
+def test_layers_that_see_the_future_are_refused():
+    for causal in ({"is_causal": False}, None):
+        model = tiny_model("llama")
+        if causal is None:
+            model.model.layers[1].self_attn.is_causal = False
+        with pytest.raises(UnsupportedModelError, match="LlamaAttention is not causal, so what a prefix becomes"):
+            enter(model if causal is None else give_to_attention(model, **causal))
+
+
+def test_a_layer_without_the_layout_is_refused():
+    with pytest.raises(UnsupportedModelError, match="LlamaAttention was not given prefix_layout"):
+        enter(give_to_attention(tiny_model("llama"), prefix_layout=None))
 
 
 @pytest.mark.parametrize(("family", "option"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
 def test_attention_dropout_is_refused_in_training_alone(family, option):
     model = tiny_model(family, **{option: 0.1})
-    rows = torch.arange(1, 21)[None].repeat(3, 1)
     with shared_prefix(model):
-        model(rows)
+        model(ROWS)
         model(ROW, prefix_layout=LAYOUT)
         model.train()
         message = r"has attention dropout 0.1.*set the config's attention dropout to 0 or call model.eval\(\)"
-        for call in (lambda: model(rows), lambda: model(ROW, prefix_layout=LAYOUT)):
+        for call in (lambda: model(ROWS), lambda: model(ROW, prefix_layout=LAYOUT)):
             with pytest.raises(ValueError, match=message):
                 call()
     check_parity(model).raise_if_failed()  # compared in eval mode
@@ -165,9 +244,3 @@ def test_more_families_pass(family):
 
 def test_opt_passes():
     check_parity(tiny_model("opt", word_embed_proj_dim=32)).raise_if_failed()
-
-
-def test_queries_scaled_by_their_place_in_the_row_are_refused():
-    layers = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True}
-    with pytest.raises(UnsupportedModelError, match="scales queries by their place in the row"):
-        check_supported(tiny_model("llama4_text", **layers))

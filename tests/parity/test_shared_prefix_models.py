@@ -130,6 +130,8 @@ def test_activation_checkpointing_recomputes_with_our_attention():
     """The gradients above would agree too if nothing were recomputed."""
     model, calls = tiny_model("llama").train(), []
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    with shared_prefix(model):
+        pass  # the first look at a model runs it too
     model.model.layers[0].self_attn.register_forward_hook(lambda *args: calls.append(1))
     logprobs_and_gradients(model, random_groups(4, SHAPES["uneven"]), "shared")
     assert len(calls) == 2
