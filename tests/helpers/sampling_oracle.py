@@ -61,7 +61,11 @@ def tiny_decoder(family: str, **overrides: Any) -> Any:
     config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {}), **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        return AutoModelForCausalLM.from_config(config).eval()
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for vector in (weight for weight in model.parameters() if weight.dim() == 1):
+                vector += 0.2 * torch.randn_like(vector)  # biases begin at zero, where padding leaves no trace
+    return model
 
 
 @torch.no_grad()

@@ -57,12 +57,33 @@ def test_sampling_equals_a_forward_over_everything(family, temperature):
 def test_positions_left_behind_in_the_model_are_not_read(family):
     model, (prompts, media) = tiny_vision_model(family), requests(family)
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=6)
-    first = engine.generate(prompts, sampling, num_generations=2, seed=3, media=media)
+    text = {"prompts": [prompts[2], prompts[5]], "sampling": sampling, "num_generations": 2, "seed": 3}
+    first, second = engine.generate(prompts, sampling, num_generations=2, seed=3, media=media), engine.generate(**text)
     assert model.model.rope_deltas is None
     model.model.rope_deltas = torch.tensor([[50]])  # of a forward by others
     assert first == engine.generate(prompts, sampling, num_generations=2, seed=3, media=media)
-    text = [prompts[2], prompts[5]]
-    assert [group[0].logprobs for group in engine.generate(text, sampling, num_generations=1, seed=3)] != []
+    assert second == engine.generate(**text)
+
+
+def test_a_video_and_its_speed():
+    model = tiny_vision_model("qwen2_5_vl")
+    tokens = placeholder_ids(model)
+    prompt = [5, *8 * [tokens["video_token_id"]], 6, 7]  # two frames of 4 by 4 patches, merged two by two
+    video = {
+        "pixel_values_videos": torch.randn(32, 96, generator=torch.Generator().manual_seed(0)),
+        "video_grid_thw": torch.tensor([[2, 4, 4]]),
+        "mm_token_type_ids": torch.tensor([0, *8 * [2], 0, 0]),
+    }
+    sampling = SamplingConfig(max_new_tokens=8, stop_token_ids=(1,))
+    results = []
+    for seconds in (0.5, 0.0):
+        media = [{**video, "second_per_grid_ts": torch.tensor([seconds])}]
+        (group,) = HFRolloutEngine(model).generate([prompt], sampling, num_generations=3, seed=3, media=media)
+        for generation, rollout in enumerate(group):
+            options = {"name": (0, generation), "seed": 3, "media": media[0], "never": tuple(tokens.values())}
+            assert_sampled(model, prompt, rollout, sampling, **options)
+        results.append([rollout.logprobs for rollout in group])
+    assert results[0] != results[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
