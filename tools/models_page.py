@@ -35,8 +35,7 @@ _SECTIONS = (
     (
         "not built",
         "Not tried",
-        "The recipe does not build these small, or they do not run on text alone. Most of those that it does build "
-        "when given a checkpoint's config are decoders of a kind that is listed above.",
+        "The recipe does not build these small, or they do not run on text alone. Nothing is said of them here.",
         _OTHERS,
     ),
 )
