@@ -155,6 +155,6 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line and in words that are the same on every machine."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):  # a heading over what a validator said
+    if len(lines) > 1 and lines[0].startswith("Class validation error"):  # a heading over what a validator said
         return lines[1]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
