@@ -98,8 +98,8 @@ def _quiet(patch: SharedPrefix) -> Iterator[None]:
     patch.decoder.eval()
     try:
         with (
-            torch.no_grad(),
             torch.inference_mode(False),
+            torch.no_grad(),
             torch.autocast(patch.decoder.device.type, enabled=False),  # its rounding would be taken for a difference
             torch.compiler.set_stance("force_eager"),
         ):

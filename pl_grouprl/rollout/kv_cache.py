@@ -26,6 +26,7 @@ Part = tuple[Cache, Tensor]
 
 _KEYS = {
     "DynamicSlidingWindowLayer",
+    "DynamicIndexedLayer",
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 }
@@ -164,13 +165,13 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
 def _holds_something(layer: Any) -> bool:
     name = type(layer).__name__
     states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
-    has_keys = name in _KEYS and layer.keys is not None
+    has_keys = name in _KEYS and layer.keys is not None and getattr(layer, "indexer_position_ids", None) is None
     return has_keys or (name in _STATES and any(state is not None for state in states))
 
 
 def _why_not(layer: Any) -> str:
     name = type(layer).__name__
-    if type(layer) is DynamicLayer or name in _KEYS | _STATES:
+    if type(layer) is DynamicLayer or (name in _KEYS | _STATES and getattr(layer, "keys", None) is None):
         return f"leaves its {name} empty, so that it keeps its state elsewhere"
     return f"caches its state as {name}"
 
@@ -195,6 +196,8 @@ def _gather_keys(layer: Any, parts: Sequence[tuple[Any, Tensor]], width: int) ->
     layer.values = _gather([(part.values, rows) for part, rows in parts], kept, kept)
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = width
+    if getattr(layer, "indexer_keys", None) is not None:  # [B, S, H]: one head
+        layer.indexer_keys = _gather([(part.indexer_keys[:, None], rows) for part, rows in parts], kept, kept)[:, 0]
 
 
 def _gather_states(layer: Any, parts: Sequence[tuple[Any, Tensor]]) -> None:

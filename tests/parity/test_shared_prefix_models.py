@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.forests import random_forest, sequences
 from helpers.tiny_models import FAMILIES, VOCAB, gradients, random_groups, tiny_model, worst_gradient_error
+from helpers.variants import VARIANTS, variant
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.score import rollout_logprobs
@@ -172,6 +173,72 @@ def test_autocast(backend):
     assert all(grad.dtype == torch.float32 for grad in found.values())
     norms = [(found[n] - exact_gradients[n]).norm() / exact_gradients[n].norm() for n in found if "weight" in n]
     assert max(norms) < 0.15
+
+
+# Families whose attention is more than plain causal softmax ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("shapes", ["uneven", "empty and single"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_in_groups(name, shapes):
+    assert_parity(variant(name), random_groups(0, SHAPES[shapes]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_in_longer_groups(name):
+    assert_parity(variant(name), random_groups(1, [(70, [9, 40]), (33, [17, 16])]), gradient=3e-4)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_in_forests(name, depth):
+    """Deep enough that windows and chunks begin in parents, grandparents and the segment itself."""
+    forest = random_forest(depth, depth)
+    assert max(len(sequence) for sequence in sequences(forest)) > 12
+    assert_forest_parity(variant(name), forest)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_with_activation_checkpointing(name, use_reentrant):
+    model = variant(name).train()
+    groups = random_groups(4, SHAPES["uneven"])
+    expected = logprobs_and_gradients(model, groups, "repeated")
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    logprobs, found = logprobs_and_gradients(model, groups, "shared")
+    assert (logprobs - expected[0]).abs().max() < 1e-5
+    assert worst_gradient_error(found, expected[1]) < 1e-4
+
+
+@pytest.mark.parametrize("wrapped", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_over_each_implementation(name, wrapped):
+    family, *_ = VARIANTS[name]
+    if (family, wrapped) == ("gpt_oss", "sdpa"):
+        pytest.skip("transformers has no sinks in sdpa")
+    model = variant(name, attn_implementation=wrapped)
+    assert model.config._attn_implementation == wrapped
+    assert_parity(model, random_groups(2, SHAPES["uneven"]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_what_they_say(name):
+    """With the feature switched off the same weights say something else, so that the tests above can fail."""
+    _, _, kinds, off = VARIANTS[name]
+    model, groups = variant(name), random_groups(0, SHAPES["uneven"])
+    with shared_prefix(model) as context:
+        for kind in kinds:
+            assert kind in context.layers
+    with torch.no_grad():
+        expected = torch.cat(rollout_logprobs(model, groups, sharing="repeated"))
+        off(model)
+        actual = torch.cat(rollout_logprobs(model, groups, sharing="repeated"))
+    assert (actual - expected).abs().max() > 1e-3
+
+
+# Compilation, training, a GPU -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
