@@ -195,7 +195,8 @@ def test_variants_in_forests(name, depth):
     """Deep enough that windows and chunks begin in parents, grandparents and the segment itself."""
     forest = random_forest(depth, depth)
     assert max(len(sequence) for sequence in sequences(forest)) > 12
-    assert_forest_parity(variant(name), forest)
+    # A delta rule works through a sequence in chunks, which a segment begins anew.
+    assert_forest_parity(variant(name), forest, logprob=3e-5 if name == "qwen3_5" else 1e-5)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -216,8 +217,8 @@ def test_variants_with_activation_checkpointing(name, use_reentrant):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_over_each_implementation(name, wrapped):
     family, *_ = VARIANTS[name]
-    if (family, wrapped) == ("gpt_oss", "sdpa"):
-        pytest.skip("transformers has no sinks in sdpa")
+    if family in ("gemma2", "gpt_oss") and wrapped == "sdpa":
+        pytest.skip("transformers has no soft caps and no sinks in sdpa")
     model = variant(name, attn_implementation=wrapped)
     assert model.config._attn_implementation == wrapped
     assert_parity(model, random_groups(2, SHAPES["uneven"]))
