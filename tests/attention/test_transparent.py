@@ -12,6 +12,7 @@ from helpers.tiny_models import (
     tiny_model,
     worst_gradient_error,
 )
+from helpers.variants import VARIANTS, variant
 
 from pl_grouprl.attention import shared_prefix
 
@@ -87,6 +88,54 @@ def test_models_whose_positions_count_the_mask(padding):
     """OPT numbers the tokens of the attention mask, where the others number columns."""
     model = tiny_model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, init_std=0.3)
     assert_transparent(model, *padding(ROWS))
+
+
+@pytest.mark.parametrize("padding", [left_padded, right_padded, trl_shape, unpadded])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_padded_batches_of_variants(name, padding):
+    """Windows, chunks, soft caps, sinks, latent attention, layers with a state."""
+    assert_transparent(variant(name), *padding(ROWS))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_padding_in_the_middle_of_variants(name):
+    """The model's windows, chunks and states count it: rows are what they were, shared or not."""
+    expected = logits_and_gradients(model := variant(name), *holes(ROWS))
+    with shared_prefix(model):
+        logits, found = logits_and_gradients(model, *holes(ROWS))
+    torch.testing.assert_close(logits, expected[0], atol=2e-5, rtol=0)
+    assert worst_gradient_error(found, expected[1]) < 1e-4
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "longrope": {
+        **{"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+        **{"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 3.0, 2.0, 1.0]},
+    },
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_that_depend_on_the_longest_row(rope, padding):
+    """Whether a batch is shared or not, rows longer than the original length (of 16) change all rows."""
+    model = tiny_model("llama", rope_parameters=ROPES[rope], max_position_embeddings=16)
+    ids, mask = padding(ROWS)
+    expected = logits_and_gradients(model, ids, mask)
+    with shared_prefix(model):
+        logits, found = logits_and_gradients(model, ids, mask)
+    torch.testing.assert_close(logits, expected[0], atol=2e-5, rtol=0)
+    assert worst_gradient_error(found, expected[1]) < 1e-4
+    short = logits_and_gradients(tiny_model("llama"), ids, mask)[0]
+    assert (short - expected[0]).abs().max() > 1e-3  # the frequencies did move
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rows_padded_to_the_longest_share_where_frequencies_move(rope):
+    model = tiny_model("llama", rope_parameters=ROPES[rope], max_position_embeddings=16)
+    for padding in (unpadded, right_padded):  # the longest row has no padding: its last position is that of the batch
+        assert_transparent(model, *padding(ROWS))
 
 
 def test_what_is_run_is_the_forest_of_the_rows():
@@ -370,7 +419,10 @@ def test_other_calls_that_go_through():
     model = tiny_model(attn_implementation="eager")
     out = untouched(model, "attention weights are asked for", input_ids=ROWS, output_attentions=True)
     assert out.attentions[0].shape == (8, 4, 33, 33)
-    untouched(tiny_model("qwen3_moe"), "router logits", input_ids=ROWS, output_router_logits=True)
+    arguments = {"output_router_logits": True, "return_dict": False}
+    with torch.no_grad(), shared_prefix(tiny_model("qwen3_moe")) as context:
+        context.decoder(ROWS, **arguments)
+    assert "router logits" in context.last_call.reason
 
 
 def test_embeddings_go_through():
