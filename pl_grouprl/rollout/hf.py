@@ -197,12 +197,13 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
     Inference mode is switched off inside, even where the caller has it on (Lightning's validation): buffers that a
     model renews in its forward pass, rotary frequencies for one, would stay inference tensors, which can neither be
-    written to (DDP's broadcast) nor saved for a backward pass.
+    written to (DDP's broadcast) nor saved for a backward pass. Compiled layers run uncompiled: each length of the cache
+    and each size of the batch could be a graph of its own.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, training in modes:
