@@ -29,7 +29,9 @@ class HFRolloutEngine:
     videos are encoded once with their prompt.
 
     Tokens that stand for images or videos are never sampled, whether or not a prompt has any: the model would look for
-    images that are not there. Log-probabilities are those of the distribution without them.
+    images that are not there. Log-probabilities are those of the distribution without them, greedy ones too; scoring,
+    which knows all tokens, gives them less the share of probability that the model has for placeholders. A model that
+    was trained with images has next to none.
 
     Reproducible: each sequence draws from its own random stream, named by (seed, index of the prompt in the call, index
     of the rollout). Results do not depend on `max_sequences` or on the other prompts, except where rounding, which

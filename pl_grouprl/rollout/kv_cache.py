@@ -8,7 +8,9 @@ A row that leaves is replaced by the last one: dropping k rows copies k rows at 
 finishes.
 
 Layers that stay small keep transformers' own class and are copied row by row: sliding windows and chunks, which hold
-the last positions only, and the states of convolutions and linear attention, which have no positions at all.
+the last positions only, and the states of convolutions and linear attention, which have no positions at all. Other
+layers are refused: those of an indexer (DeepSeek V3.2), for one, pick keys by scores that tie at zero, and which of
+them are picked depends on the columns of the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ Part = tuple[Cache, Tensor]
 
 _KEYS = {
     "DynamicSlidingWindowLayer",
-    "DynamicIndexedLayer",
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 }
@@ -165,13 +166,13 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
 def _holds_something(layer: Any) -> bool:
     name = type(layer).__name__
     states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
-    has_keys = name in _KEYS and layer.keys is not None and getattr(layer, "indexer_position_ids", None) is None
+    has_keys = name in _KEYS and layer.keys is not None
     return has_keys or (name in _STATES and any(state is not None for state in states))
 
 
 def _why_not(layer: Any) -> str:
     name = type(layer).__name__
-    if type(layer) is DynamicLayer or (name in _KEYS | _STATES and getattr(layer, "keys", None) is None):
+    if type(layer) is DynamicLayer or name in _KEYS | _STATES:
         return f"leaves its {name} empty, so that it keeps its state elsewhere"
     return f"caches its state as {name}"
 
@@ -196,8 +197,6 @@ def _gather_keys(layer: Any, parts: Sequence[tuple[Any, Tensor]], width: int) ->
     layer.values = _gather([(part.values, rows) for part, rows in parts], kept, kept)
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = width
-    if getattr(layer, "indexer_keys", None) is not None:  # [B, S, H]: one head
-        layer.indexer_keys = _gather([(part.indexer_keys[:, None], rows) for part, rows in parts], kept, kept)[:, 0]
 
 
 def _gather_states(layer: Any, parts: Sequence[tuple[Any, Tensor]]) -> None:

@@ -49,9 +49,7 @@ class NextTokenLogits:
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._optional = {name for name in ("position_ids", "logits_to_keep") if takes_any or name in parameters}
-        self._placeholders = torch.tensor(
-            sorted(placeholder_ids(model).values()), dtype=torch.int64, device=self.device
-        )
+        self._never: Tensor | None = None
 
     def __call__(
         self,
@@ -83,8 +81,10 @@ class NextTokenLogits:
             **(media or {}),
         )
         logits_BV = output.logits[:, -1]
-        placeholders = self._placeholders[self._placeholders < logits_BV.shape[-1]]
-        return logits_BV.index_fill(-1, placeholders, -math.inf) if len(placeholders) else logits_BV
+        if self._never is None:  # made once, for what it costs to copy to a device
+            known = [token for token in placeholder_ids(self.model).values() if token < logits_BV.shape[-1]]
+            self._never = torch.tensor(known, dtype=torch.int64, device=logits_BV.device)
+        return logits_BV.index_fill(-1, self._never, -math.inf) if len(self._never) else logits_BV
 
 
 @dataclass
