@@ -65,7 +65,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("page", ["shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md"])
+@pytest.mark.parametrize(
+    "page", ["shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "vision_language.md"]
+)
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": f"docs_{page.removesuffix('.md')}"}
@@ -133,6 +135,19 @@ class Names(Callback):
         self.seen |= set(trainer.callback_metrics)
 
     on_train_end = on_validation_end = on_train_batch_end
+
+
+@pytest.mark.parametrize("config", ["grpo_pg", "grpo_qwen3_gsm8k", "ppo", "group_ppo_qwen2.5_gsm8k"])
+def test_a_fragment_puts_lora_on_the_policy_of_any_configuration(config, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", f"{config}.yaml", "--config", "adapter/lora.yaml", "--print_config"])
+    output = capsys.readouterr()
+    assert ended.value.code in (0, None), output.err
+    fragment = yaml.safe_load((DOCS.parent / "configs" / "adapter" / "lora.yaml").read_text())
+    expected, merged = fragment["model"]["init_args"], yaml.safe_load(output.out)["model"]["init_args"]
+    adapter = merged["policy"]["init_args"]["adapter"]
+    assert adapter.items() >= expected["policy"]["init_args"]["adapter"].items()
+    assert merged["optimizer"]["learning_rate"] == expected["optimizer"]["learning_rate"]
 
 
 def test_metrics_of_the_table_are_those_that_a_run_logs(tmp_path):
