@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.registration import LayoutCall, register
-from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, share_rows, unsharable
-from pl_grouprl.attention.stateful import install
+from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, share_rows, unsharable
+from pl_grouprl.attention.stateful import STATEFUL, install
 from pl_grouprl.attention.structure import check_structure
 from pl_grouprl.attention.support import (
     check_supported,
@@ -162,6 +162,8 @@ class SharedPrefix:
         shared, reason = None, unsharable(kwargs, decoder.config, decoder)
         if reason is None and self._labels_need_padding:
             reason = "its labels train tokens that padding predicts"
+        if reason is None and self._sees_columns() and has_holes(kwargs.get("attention_mask")):
+            reason = "its padding lies between tokens, which windows, chunks and states count"
         if reason is None:
             shared = share_rows(
                 kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
@@ -246,22 +248,28 @@ class SharedPrefix:
         call = kwargs.get("prefix_layout")
         if not isinstance(call, _OwnCall) or call.owner is not self:
             return None
-        self._account_for_layers(call)
+        self._account_for_layers(decoder, call)
         if call.expects_cache and isinstance(output, dict):
             output["past_key_values"] = _NoCache()
         return output if call.rows is None else _hand_back(output, call.rows)
 
-    def _account_for_layers(self, call: LayoutCall) -> None:
+    def _account_for_layers(self, decoder: nn.Module, call: LayoutCall) -> None:
         """Every layer must have mixed tokens by the layout, or not at all.
 
         A compiled layer does not say what it did; what it does was seen when the context was entered.
         """
-        if self.layers and any(module._compiled_call_impl is not None for module in self.decoder.modules()):
+        if self.layers and any(module._compiled_call_impl is not None for module in decoder.modules()):
             return
-        missing = why_not_reached(self.decoder, call.reached)
+        missing = why_not_reached(decoder, call.reached)
         if missing is not None:
             raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
         self.layers = call.kinds()
+
+    def _sees_columns(self) -> bool:
+        """Whether padding between tokens changes more than positions; assumed where layers are not known yet."""
+        return not self.layers or any(
+            "window" in kind or "chunks" in kind or ran == STATEFUL for kind, (ran, _) in self.layers.items()
+        )
 
     def _report(
         self,

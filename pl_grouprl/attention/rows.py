@@ -113,6 +113,15 @@ def _router_logits_go_back(arguments: dict[str, Any], config: Any, decoder: nn.M
     return decoder is not None and by_name and masks_balancing_loss(decoder)
 
 
+def has_holes(attention_mask: Tensor | None) -> bool:
+    """Whether a row of a padding mask [B, L] has padding between its tokens."""
+    if attention_mask is None:
+        return False
+    kept = attention_mask.bool()
+    starts = kept & ~torch.nn.functional.pad(kept, (1, 0))[:, :-1]
+    return bool((starts.sum(dim=1) > 1).any())
+
+
 def share_rows(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,

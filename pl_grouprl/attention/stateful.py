@@ -31,6 +31,9 @@ _NAMES = re.compile(
 _NOT_IN_SEQUENCE = re.compile("Norm$|Audio|Vision")
 """Class names of modules that see one token, or what is no text, whatever else their name says."""
 
+STATEFUL = "segment by segment"
+"""What runs such a layer, beside the names of attention backends."""
+
 _CACHE_METHODS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _FORWARD_BEFORE = "_forward_before_sharing"
@@ -150,7 +153,7 @@ def _run_packed(
     cache_argument = next(name for name in _CACHE_ARGUMENTS if name in _forward_code(mixer).co_varnames)
     _refuse_what_is_not_applied(mixer, kwargs, cache_argument)
     call.reached.add(id(mixer))
-    call.ran[id(mixer)] = (type(mixer).__name__, "segment by segment")
+    call.ran[id(mixer)] = (type(mixer).__name__, STATEFUL)
     options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}
     plan = _plan(call, mixer, hidden_states.device)
     states = _States()

@@ -10,6 +10,7 @@ from torch import nn
 
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
+from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.media import language_model_class
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class PretrainedPolicy:
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         adapter: Train low-rank layers on the frozen weights instead of the weights. The reference is then the policy
             with the adapter off, and checkpoints hold the adapter alone.
+        compile_layers: Compile each decoder layer for sequences of any length (`torch.compile`), which takes a C++
+            compiler or Triton and a while in the first steps. Rollouts and a copy as reference run uncompiled.
     """
 
     path: str
@@ -57,6 +60,7 @@ class PretrainedPolicy:
     revision: str | None = None
     trust_remote_code: bool = False
     adapter: LoRAAdapter | None = None
+    compile_layers: bool = False
 
     def __post_init__(self) -> None:
         check_folder(self.path, "model path")
@@ -64,14 +68,18 @@ class PretrainedPolicy:
             self._refuse_adapter()
 
     def load(self) -> nn.Module:
-        """Load the weights, of the vision tower too where the model has one, and put the adapter on them.
+        """Load the weights, of the vision tower too where the model has one, put the adapter on them, and compile.
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
             ValueError: If `path` is that of an adapter, or `adapter` does not fit the model.
         """
         model = self.load_as(language_model_class(self.load_config()))
-        return model if self.adapter is None else self.adapter.add_to(model)
+        if self.adapter is not None:
+            self.adapter.add_to(model)
+        if self.compile_layers:
+            compile_layers(model)
+        return model
 
     def load_config(self) -> PretrainedConfig:
         """Load the model's config, dropout disabled where that is asked for."""

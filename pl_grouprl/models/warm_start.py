@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.utilities.distributed import derive_seed
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class WarmStartedPolicy:
         progress_bar: Show the bar of the supervised training.
         adapter: As in `PretrainedPolicy`: train low-rank layers on the warm-started weights, which stay frozen. The
             warm start itself trains all weights.
+        compile_layers: As in `PretrainedPolicy`. The warm start itself runs uncompiled.
     """
 
     demonstrations: Demonstrations
@@ -82,6 +84,7 @@ class WarmStartedPolicy:
     cache_dir: str = ".cache/warm_start"
     progress_bar: bool = True
     adapter: LoRAAdapter | None = None
+    compile_layers: bool = False
 
     def __post_init__(self) -> None:
         if "model_type" not in self.architecture:
@@ -113,7 +116,11 @@ class WarmStartedPolicy:
             if not folder.is_dir():
                 self._make(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return model if self.adapter is None else self.adapter.add_to(model)
+        if self.adapter is not None:
+            self.adapter.add_to(model)
+        if self.compile_layers:
+            compile_layers(model)
+        return model
 
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of the demonstrations."""
@@ -122,7 +129,7 @@ class WarmStartedPolicy:
     def _key(self) -> str:
         """Hash of all that determines the weights: options, the task's too, vocabulary, the first demonstrations."""
         options = asdict(self)
-        for name in ("demonstrations", "cache_dir", "progress_bar", "adapter"):
+        for name in ("demonstrations", "cache_dir", "progress_bar", "adapter", "compile_layers"):
             del options[name]
         parts = {
             "format": FORMAT_VERSION,

@@ -97,7 +97,7 @@ def test_biases_by_distance_are_refused():
     ("family", "overrides"),
     [
         ("gemma2", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}),
-        ("gemma2", {}),
+        ("gemma2", {"sliding_window": 16}),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2, "sliding_window": 8, "num_local_experts": 4}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
         ("mistral", {"sliding_window": 16}),

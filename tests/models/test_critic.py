@@ -144,8 +144,8 @@ def test_a_shared_trunk_is_listed_once(policy):
 def test_one_forward_serves_policy_and_value_head(policy, batch, detach):
     critic = SharedTrunkCritic(detach=detach, head_std=0.3).load(policy)
     calls = []
-    policy.model.register_forward_hook(lambda *_: calls.append(1))
     with shared_prefix(policy):
+        policy.model.register_forward_hook(lambda *_: calls.append(1))
         states = hidden_states(policy, batch)
         reused = critic.values(batch, states=states)
         assert len(calls) == 1
@@ -262,8 +262,8 @@ def test_activation_checkpointing_changes_no_gradient(tmp_path, family):
         critic = source.load(tiny_model(family))
         layer = (critic.trunk.h if family == "gpt2" else critic.trunk.layers)[0].mlp
         runs = []
-        layer.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         with shared_prefix(critic.trunk):
+            layer.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
             critic.values(batch).square().sum().backward()
         found.append(gradients(critic))
         assert len(runs) == 1 + checkpointing

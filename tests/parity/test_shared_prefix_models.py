@@ -280,18 +280,38 @@ def test_compiled(part):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("part", ["layers", "model"])
-def test_a_full_graph_is_refused_with_the_reason(part):
+def test_a_full_graph_of_the_model_is_refused_with_the_reason():
     model = tiny_model("llama")
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if part == "model" else model
-    for layer in model.model.layers if part == "layers" else []:
-        layer.compile(backend="aot_eager", fullgraph=True)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
     layout = SharedPrefixLayout.from_groups([(4, [2, 3])])
-    with (
-        shared_prefix(model),
-        pytest.raises(Exception, match=r"the decoder's layers compile|the layers around it compile"),
-    ):
+    with shared_prefix(model), pytest.raises(Exception, match="the decoder's layers compile"):
         run(torch.ones(1, 9, dtype=torch.long), prefix_layout=layout, use_cache=False)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", ["mistral", "gemma2, windows", "gpt_oss, sinks"])
+def test_layers_compile_into_full_graphs(name):
+    """Windows, soft caps and sinks too; a second forest needs no other graph than the first."""
+    model, forests = variant(name).train(), [random_forest(seed, depth) for seed, depth in ((0, 2), (3, 3))]
+    inputs = []
+    for seed, forest in enumerate(forests):
+        generator = torch.Generator().manual_seed(seed)
+        inputs.append(torch.randint(1, VOCAB, (2, sum(forest.lengths)), generator=generator))
+    expected = []
+    for forest, (tokens, targets) in zip(forests, inputs, strict=True):
+        model.zero_grad()
+        logprobs = forest_losses(model, forest, tokens, targets, packed=False)
+        (logprobs * loss_weights(len(logprobs))).sum().backward()
+        expected.append((logprobs.detach(), gradients(model)))
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    with shared_prefix(model):
+        for forest, (tokens, targets), (one, found) in zip(forests, inputs, expected, strict=True):
+            model.zero_grad()
+            logprobs = forest_losses(model, forest, tokens, targets, packed=True)
+            (logprobs * loss_weights(len(logprobs))).sum().backward()
+            assert (logprobs - one).abs().max() < 1e-5
+            assert worst_gradient_error(gradients(model), found) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3_moe"])
