@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
+from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, share_rows, unsharable
 from pl_grouprl.attention.stateful import STATEFUL, install
@@ -153,33 +154,40 @@ class SharedPrefix:
         if isinstance(kwargs.get("past_key_values"), _NoCache):
             kwargs["past_key_values"].get_seq_length()  # raises
         if layout is not None:
-            _check_packed_row(kwargs, layout)
+            check_packed_row(kwargs, layout)
             kwargs |= self._packed_row(kwargs, layout)
             self._report(kwargs, layout)
             return (), kwargs
         if self.paused:
             return (), kwargs
-        shared, reason = None, unsharable(kwargs, decoder.config, decoder)
-        if reason is None and self._labels_need_padding:
-            reason = "its labels train tokens that padding predicts"
-        if reason is None and self._sees_columns() and has_holes(kwargs.get("attention_mask")):
-            reason = "its padding lies between tokens, which windows, chunks and states count"
-        if reason is None:
-            shared = share_rows(
-                kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
-                positions_are_relative=self._positions_are_relative,
-                min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
-            )  # fmt: skip
-            reason = None if shared is not None else "no rows of the batch share a prefix"
-        if shared is not None and self._frequencies_move and not _same_largest_position(shared, kwargs):
-            shared, reason = None, "its rotary frequencies depend on the largest position, which is that of padding"
-        if shared is None:
-            self._report(kwargs, None, reason)
+        shared = self._share(decoder, kwargs, group_ids)
+        if isinstance(shared, str):
+            self._report(kwargs, None, shared)
             return (), kwargs
         kwargs |= {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
         kwargs |= self._packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
         return (), kwargs
+
+    def _share(self, decoder: nn.Module, kwargs: dict[str, Any], group_ids: Any) -> SharedRows | str:
+        """Pack the rows of an ordinary call, or say why it goes through untouched."""
+        reason = unsharable(kwargs, decoder.config, decoder)
+        if reason is not None:
+            return reason
+        if self._labels_need_padding:
+            return "its labels train tokens that padding predicts"
+        if self._sees_columns() and has_holes(kwargs.get("attention_mask")):
+            return "its padding lies between tokens, which windows, chunks and states count"
+        shared = share_rows(
+            kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
+            positions_are_relative=self._positions_are_relative,
+            min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
+        )  # fmt: skip
+        if shared is None:
+            return "no rows of the batch share a prefix"
+        if self._frequencies_move and not _same_largest_position(shared, kwargs):
+            return "its rotary frequencies depend on the largest position, which is that of padding"
+        return shared
 
     @torch.compiler.disable(reason="looks at the layout in Python; the decoder's layers compile")
     def _before_backbone(
@@ -190,10 +198,11 @@ class SharedPrefix:
         layout = kwargs.get("prefix_layout")
         if not self._handles or layout is None or isinstance(layout, LayoutCall):
             return (), kwargs
-        _check_packed_row(kwargs, layout)
-        if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and _media(kwargs):
+        check_packed_row(kwargs, layout)
+        media = media_arguments(kwargs)
+        if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and media:
             raise ValueError(
-                f"{', '.join(_media(kwargs))} without position_ids: {type(backbone).__name__} would count positions "
+                f"{', '.join(media)} without position_ids: {type(backbone).__name__} would count positions "
                 "along the packed row; pass those of pl_grouprl.models.media, or score with pl_grouprl.models.score."
             )
         kwargs |= self._packed_row(kwargs, layout)
@@ -232,7 +241,7 @@ class SharedPrefix:
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
         start_packed_masks(layout)
         changed = {
-            "position_ids": _row_of_positions(positions.to(tokens.device)),
+            "position_ids": row_of_positions(positions.to(tokens.device)),
             # Of two dimensions and full of ones: the model makes its masks, which is where ours says what they are.
             "attention_mask": torch.ones(1, layout.num_tokens, dtype=torch.long, device=tokens.device),
             "prefix_layout": _OwnCall(layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache),
@@ -256,9 +265,9 @@ class SharedPrefix:
     def _account_for_layers(self, decoder: nn.Module, call: LayoutCall) -> None:
         """Every layer must have mixed tokens by the layout, or not at all.
 
-        A compiled layer does not say what it did; what it does was seen when the context was entered.
+        Compiled attention does not say what it did; what it does was seen when the context was entered.
         """
-        if self.layers and any(module._compiled_call_impl is not None for module in decoder.modules()):
+        if self.layers and all(ran == STATEFUL for _, ran in call.ran.values()):
             return
         missing = why_not_reached(decoder, call.reached)
         if missing is not None:
@@ -349,52 +358,6 @@ class _NoCache:
         )
 
 
-def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:
-    """Refuse arguments that do not go with an explicit layout."""
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    rows = tokens.shape if kwargs.get("input_ids") is not None else tokens.shape[:-1]
-    if tuple(rows) not in ((layout.num_tokens,), (1, layout.num_tokens)):
-        raise ValueError(
-            f"prefix_layout has {layout.num_tokens} tokens, but the model was given input of shape {list(rows)}; "
-            f"pass one packed row, of shape [1, {layout.num_tokens}]."
-        )
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is not None and not (
-        positions.shape[-1] == layout.num_tokens and (positions.dim() == 3 or positions.numel() == layout.num_tokens)
-    ):
-        raise ValueError(
-            f"position_ids has shape {list(positions.shape)} for a prefix_layout of {layout.num_tokens} tokens; pass "
-            "prefix_layout.position_ids, or leave it out."
-        )
-    if positions is not None and positions.dim() < 3:
-        _check_positions(positions.flatten(), layout)
-    if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
-        raise ValueError(
-            "attention_mask hides tokens of a packed row, where prefix_layout alone says what is seen; leave it out."
-        )
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
-
-
-def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
-    """Positions may be those of the layout, all moved by a constant in each tree: a caller may count from 1."""
-    moved_T = positions_T - layout.positions_on(positions_T.device)
-    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)
-    if not torch.equal(moved_T, moved_T[roots]):
-        raise ValueError(
-            "position_ids do not count on from a prefix to what continues it; pass prefix_layout.position_ids, or "
-            "leave them out."
-        )
-
-
-def _first_tokens_of_roots(layout: SharedPrefixLayout) -> Tensor:
-    """For each token the first one of its tree, shape [T]."""
-    first: list[int] = []
-    for segment in layout.segments:
-        first.append(segment.start if segment.parent is None else first[segment.parent])
-    return layout.per_token(first)
-
-
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if isinstance(kwargs.get("prefix_layout"), LayoutCall):
         end_packed_masks()
@@ -404,15 +367,6 @@ def _same_largest_position(shared: SharedRows, kwargs: dict[str, Any]) -> bool:
     positions = kwargs.get("position_ids")
     largest = kwargs["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
     return int(shared.position_ids.max()) == largest
-
-
-def _media(kwargs: dict[str, Any]) -> list[str]:
-    return [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
-
-
-def _row_of_positions(positions: Tensor) -> Tensor:
-    """[T] or [1, T] to [1, T]; several kinds of positions (of images: time, height, width) stay [kinds, 1, T]."""
-    return positions if positions.dim() == 3 else positions.reshape(1, -1)
 
 
 def _hand_back(output: Any, rows: SharedRows) -> Any:

@@ -40,8 +40,8 @@ def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
     """
     decoder = find_decoder(model)
     for module in _without_adapter_wrapper(model).modules():
-        config = getattr(module, "config", None)
-        is_composite = config is not None and config.get_text_config(decoder=True) is not config
+        config: Any = getattr(module, "config", None)
+        is_composite = hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not config
         if is_composite and any(child is decoder for child in module.children()):
             return module  # type: ignore[return-value]
     return decoder

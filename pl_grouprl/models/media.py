@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pl_grouprl.attention import find_decoder
+from pl_grouprl.attention import find_backbone
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.packing.media import is_per_token
 
@@ -34,20 +34,6 @@ class PromptPositions(NamedTuple):
 
     position_ids: Tensor
     next_position_S: Tensor
-
-
-def find_backbone(model: PreTrainedModel) -> nn.Module:
-    """The module that turns tokens, images and videos into hidden states, without the language model head.
-
-    For a model that reads text only it is `find_decoder(model)`.
-    """
-    decoder = find_decoder(model)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        is_composite = config is not None and config.get_text_config(decoder=True) is not config
-        if is_composite and any(child is decoder for child in module.children()):
-            return module
-    return decoder
 
 
 def placeholder_ids(model: PreTrainedModel) -> dict[str, int]:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention import SharedPrefix, in_force, shared_prefix, sharing_paused
+from pl_grouprl.attention import SharedPrefix, find_backbone, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.models.head import logits_function
-from pl_grouprl.models.media import check_media, find_backbone, media_position_ids
+from pl_grouprl.models.media import check_media, media_position_ids
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.types import RolloutGroup
 

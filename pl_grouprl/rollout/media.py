@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.models.media import PromptPositions, find_backbone, prompt_positions
+from pl_grouprl.attention import find_backbone
+from pl_grouprl.models.media import PromptPositions, prompt_positions
 from pl_grouprl.packing.media import is_per_token
 from pl_grouprl.types import Media
 

@@ -1,0 +1,70 @@
+"""What may be passed to a model together with an explicit layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.packing import SharedPrefixLayout
+
+
+def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:
+    """Refuse arguments that do not go with an explicit layout.
+
+    Raises:
+        ValueError: If input or positions are not those of the packed row, a mask hides tokens, or a cache is asked for.
+    """
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    rows = tokens.shape if kwargs.get("input_ids") is not None else tokens.shape[:-1]
+    if tuple(rows) not in ((layout.num_tokens,), (1, layout.num_tokens)):
+        raise ValueError(
+            f"prefix_layout has {layout.num_tokens} tokens, but the model was given input of shape {list(rows)}; "
+            f"pass one packed row, of shape [1, {layout.num_tokens}]."
+        )
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is not None and not (
+        positions.shape[-1] == layout.num_tokens and (positions.dim() == 3 or positions.numel() == layout.num_tokens)
+    ):
+        raise ValueError(
+            f"position_ids has shape {list(positions.shape)} for a prefix_layout of {layout.num_tokens} tokens; pass "
+            "prefix_layout.position_ids, or leave it out."
+        )
+    if positions is not None and positions.dim() < 3:
+        _check_positions(positions.flatten(), layout)
+    if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
+        raise ValueError(
+            "attention_mask hides tokens of a packed row, where prefix_layout alone says what is seen; leave it out."
+        )
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
+
+
+def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
+    """Positions may be those of the layout, all moved by a constant in each tree: a caller may count from 1."""
+    moved_T = positions_T - layout.positions_on(positions_T.device)
+    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)
+    if not torch.equal(moved_T, moved_T[roots]):
+        raise ValueError(
+            "position_ids do not count on from a prefix to what continues it; pass prefix_layout.position_ids, or "
+            "leave them out."
+        )
+
+
+def _first_tokens_of_roots(layout: SharedPrefixLayout) -> Tensor:
+    """For each token the first one of its tree, shape [T]."""
+    first: list[int] = []
+    for segment in layout.segments:
+        first.append(segment.start if segment.parent is None else first[segment.parent])
+    return layout.per_token(first)
+
+
+def media_arguments(kwargs: dict[str, Any]) -> list[str]:
+    """Names of arguments that hold images or videos."""
+    return [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
+
+
+def row_of_positions(positions: Tensor) -> Tensor:
+    """[T] or [1, T] to [1, T]; several kinds of positions (of images: time, height, width) stay [kinds, 1, T]."""
+    return positions if positions.dim() == 3 else positions.reshape(1, -1)
