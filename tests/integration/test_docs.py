@@ -78,7 +78,11 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("page", "line", "fragment"),
-    [(page, *block) for page in ("rewards_and_data.md", "ppo_and_group_ppo.md") for block in blocks(page, "yaml")],
+    [
+        (page, *block)
+        for page in ("rewards_and_data.md", "ppo_and_group_ppo.md", "../README.md")
+        for block in blocks(page, "yaml")
+    ],
 )
 def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
     package = tmp_path / "my_package"
@@ -123,6 +127,15 @@ def test_import_paths_exist(page):
     assert paths
     for path in paths:
         pkgutil.resolve_name(path)  # raises where a part of the path does not exist
+
+
+def test_the_readme_counts_models_as_the_table_does():
+    table, readme = (DOCS / "models.md").read_text(), " ".join((DOCS.parent / "README.md").read_text().split())
+    exact, refused, skipped = (
+        re.search(rf"^## {s}: (\d+)$", table, re.M)[1] for s in ("Exact", "Refused", "Not tried")
+    )
+    assert f"{exact} models are exact, {refused} are refused with the reason, and {skipped} are not tried" in readme
+    assert re.search(r"transformers [\d.]+\d", table)[0] in readme
 
 
 class Names(Callback):
