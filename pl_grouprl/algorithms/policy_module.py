@@ -185,7 +185,7 @@ class PolicyModule(pl.LightningModule):
             if compiled or getattr(part, "_compiler_ctx", None) is not None:
                 raise ValueError(
                     f"{name} is compiled, which is not supported yet; leave out torch.compile({name}) and "
-                    f"{name}.compile()."
+                    f"{name}.compile(). The policy's decoder layers can be compiled: compile_layers of its source."
                 )
 
     def teardown(self, stage: str) -> None:

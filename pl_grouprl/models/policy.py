@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
@@ -49,7 +51,14 @@ class PretrainedPolicy:
         adapter: Train low-rank layers on the frozen weights instead of the weights. The reference is then the policy
             with the adapter off, and checkpoints hold the adapter alone.
         compile_layers: Compile each decoder layer for sequences of any length (`torch.compile`), which takes a C++
-            compiler or Triton and a while in the first steps. Rollouts and a copy as reference run uncompiled.
+            compiler or Triton and a while in the first steps. Rollouts and copies of the policy (reference, critic) run
+            uncompiled.
+        gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False where
+            they do not say otherwise.
+
+    Raises:
+        FileNotFoundError: If `path` looks like a folder and is none.
+        ValueError: If `path` is that of an adapter, or options contradict each other.
     """
 
     path: str
@@ -61,9 +70,11 @@ class PretrainedPolicy:
     trust_remote_code: bool = False
     adapter: LoRAAdapter | None = None
     compile_layers: bool = False
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_folder(self.path, "model path")
+        self._check_checkpointing()
         if Path(self.path).expanduser().joinpath("adapter_config.json").is_file():
             self._refuse_adapter()
 
@@ -109,7 +120,11 @@ class PretrainedPolicy:
         if has_adapters(model):  # transformers has loaded its base too, and frozen both
             self._refuse_adapter()
         if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            options = {"use_reentrant": False} | (self.gradient_checkpointing_kwargs or {})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            if options["use_reentrant"] and not hasattr(model, "_require_grads_hook"):
+                # A layer whose input needs no gradient would give its own weights none: behind frozen embeddings.
+                model.enable_input_require_grads()
         return model
 
     def load_tokenizer(self) -> Any:
@@ -117,6 +132,23 @@ class PretrainedPolicy:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._location, **self._hub_options)
+
+    def _check_checkpointing(self) -> None:
+        if self.gradient_checkpointing_kwargs is None:
+            return
+        if not self.gradient_checkpointing:
+            raise ValueError(
+                f"gradient_checkpointing_kwargs is {self.gradient_checkpointing_kwargs}, but gradient_checkpointing is "
+                "off; switch it on or leave them out."
+            )
+        parameters = signature(checkpoint).parameters.values()
+        known = {"preserve_rng_state", *(option.name for option in parameters if option.kind is option.KEYWORD_ONLY)}
+        unknown = sorted(self.gradient_checkpointing_kwargs.keys() - known)
+        if unknown:
+            raise ValueError(
+                f"gradient_checkpointing_kwargs has {unknown}, which torch.utils.checkpoint.checkpoint does not know; "
+                f"choose of {sorted(known)}."
+            )
 
     def _refuse_adapter(self) -> None:
         raise ValueError(
