@@ -4,10 +4,14 @@ import io
 
 import pytest
 import torch
+from helpers.tiny_models import gradients, random_groups, tiny_model, worst_gradient_error
 from torch import nn
 
+from pl_grouprl.attention import shared_prefix
+from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.models.score import rollout_logprobs
 
 
 @pytest.fixture
@@ -29,6 +33,45 @@ def test_dtype_dropout_and_checkpointing(folder):
     assert kept.config.attn_pdrop == 0.3
     assert kept.is_gradient_checkpointing
     assert isinstance(PretrainedPolicy(folder), PolicySource)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_model("qwen3").save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("trained", ["adapter", "last layer", "all"])
+def test_both_kinds_of_checkpointing_lose_no_gradient(qwen, trained, use_reentrant):
+    """Reentrant checkpointing gives a layer gradients only where its input has one, which frozen embeddings lack."""
+    found = []
+    for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}):
+        if options and not use_reentrant:
+            del options["gradient_checkpointing_kwargs"]
+        policy = PretrainedPolicy(qwen, adapter=LoRAAdapter(r=2) if trained == "adapter" else None, **options).load()
+        if trained == "last layer":
+            policy.requires_grad_(False).model.layers[-1].requires_grad_(True)
+        recomputed, last = [], policy.model.layers[-1].self_attn
+        with shared_prefix(policy.train()):
+            last.register_forward_hook(lambda *_, recomputed=recomputed: recomputed.append(torch.is_grad_enabled()))
+            logprobs = rollout_logprobs(policy, random_groups(0, [(9, [4, 0, 6])]))
+            torch.cat(logprobs).sum().backward()
+        assert recomputed == ([not use_reentrant, True] if options else [True])
+        found.append(gradients(policy))
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == found[0].keys()
+    assert worst_gradient_error(found[1], found[0]) < 1e-5
+
+
+def test_arguments_of_checkpointing_are_checked(qwen):
+    with pytest.raises(ValueError, match="gradient_checkpointing is off; switch it on or leave them out"):
+        PretrainedPolicy(qwen, gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match=r"has \['reentrant'\], which torch.utils.checkpoint.checkpoint does not know"):
+        PretrainedPolicy(qwen, gradient_checkpointing=True, gradient_checkpointing_kwargs={"reentrant": True})
+    options = {"preserve_rng_state": False, "determinism_check": "none"}
+    policy = PretrainedPolicy(qwen, gradient_checkpointing=True, gradient_checkpointing_kwargs=options).load()
+    assert policy.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False, **options}
 
 
 def test_attention_implementation(folder):
