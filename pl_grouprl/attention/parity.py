@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ MAX_COMPARED_WEIGHTS = 200_000_000
 """Gradients of larger models are compared on the first and the last decoder layer only."""
 
 
-MAX_SPANNED = 4096
+MAX_SPANNED = {"cpu": 1024, "cuda": 8192}
 """The default groups are longer than the model's windows and chunks, where those are not longer than this."""
 
 
@@ -80,7 +80,12 @@ def compare_paths(
         quantity: Its name in the report.
     """
     decoder = find_decoder(model)
-    groups = random_groups(decoder.config.vocab_size, spanned=_spans(decoder.config)) if groups is None else groups
+    spans = _spans(decoder.config)
+    if groups is None:
+        limit = MAX_SPANNED.get(model.device.type, 0)
+        groups = random_groups(
+            decoder.config.vocab_size, spanned=max((span for span in spans if span <= limit), default=0)
+        )
     batch = pack(groups, device=model.device)
     weights = _compared_weights(model)
     autocast = torch.is_autocast_enabled(model.device.type)
@@ -115,6 +120,7 @@ def compare_paths(
         tolerance=TOLERANCES[dtype],
         quantity=quantity,
         longest_sequence=max(batch.layout.repeated_lengths),
+        longest_span=max(spans, default=0),
         layers=tuple(
             LayerParity(kind, count, ran, *differences)
             for (kind, (ran, count)), differences in zip(layers.items(), alone, strict=True)
@@ -158,10 +164,14 @@ def _shared_run(
     return largest, mean, _relative_difference(repeated[1], gradients)
 
 
-def _spans(config: object) -> int:
-    """The longest of the model's windows and chunks that the default groups are to be longer than."""
-    lengths = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return max([length for length in lengths if isinstance(length, int) and length <= MAX_SPANNED], default=0)
+def _spans(config: Any) -> list[int]:
+    """The model's windows and chunks, in tokens."""
+    has_window = getattr(config, "use_sliding_window", True)
+    spans = [
+        getattr(config, "sliding_window", None) if has_window else None,
+        getattr(config, "attention_chunk_size", None),
+    ]
+    return [span for span in spans if isinstance(span, int)]
 
 
 def random_groups(vocabulary: int, seed: int = 0, *, spanned: int = 0) -> list[RolloutGroup]:

@@ -76,6 +76,8 @@ class ParityReport:
         tolerance: What was allowed.
         quantity: What was compared where it was not log-probabilities.
         longest_sequence: Tokens of the longest sequence that was compared.
+        longest_span: Tokens of the model's longest window or chunk, which shows in longer sequences only; 0 if it has
+            none.
         layers: The same by kind of layer.
     """
 
@@ -91,6 +93,7 @@ class ParityReport:
     tolerance: Tolerance
     quantity: str = "log-probabilities"
     longest_sequence: int = 0
+    longest_span: int = 0
     layers: tuple[LayerParity, ...] = ()
 
     @property
@@ -113,7 +116,7 @@ class ParityReport:
             self.mean_logprob_difference,
             self.gradient_difference,
         )
-        kinds = max(len(layer.kind) for layer in (whole, *self.layers))
+        kinds = max(len(kind) for kind in ("kind of layer", *(layer.kind for layer in (whole, *self.layers))))
         lines = [
             f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} ({self.model}, "
             f"{self.dtype}, {self.device}, sequences of up to {self.longest_sequence} tokens)",
@@ -128,6 +131,8 @@ class ParityReport:
                 f"  {layer.kind:<{kinds}}  {layer.count:>6}  {layer.backend:<18}  {largest}  {mean}  {gradient}   "
                 f"{self.token_ratio:>11.2f}{verdict}"
             )
+        if self.longest_span >= self.longest_sequence:
+            lines.append(f"  no sequence was longer than the model's window or chunk of {self.longest_span} tokens")
         return "\n".join(lines)
 
     def raise_if_failed(self) -> None:

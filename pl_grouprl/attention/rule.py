@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class AttentionRule:
 
         Raises:
             NotImplementedError: If a block reaches from one segment into another: what a prefix becomes would depend on
-                what follows it.
+                what follows it. Or if tokens of one block do not stand side by side.
         """
         longest = max(layout.repeated_lengths, default=0)
         has_blocks = self.blocks is not None and _has_blocks(self.blocks, layout)
@@ -115,10 +116,16 @@ def _has_blocks(blocks: tuple[int, ...], layout: SharedPrefixLayout) -> bool:
         if segment.parent is None or not segment.length:
             continue
         above = layout.path(segment.parent)
-        if len(above) and blocks[segment.start] >= 0 and blocks[segment.start] == blocks[int(above[-1])]:
+        if len(above) and blocks[segment.start] >= 0 and blocks[int(above[-1])] >= 0:
             raise NotImplementedError(
                 f"token {segment.start} of the packed row sees both ways with the last token of its prefix (an image "
                 "that is cut in two), so what the prefix becomes depends on what follows it; end the prefix before or "
                 "behind the image."
             )
-    return any(number >= 0 for number in blocks)
+    runs = [number for number, _ in groupby(blocks) if number >= 0]
+    if len(runs) > len(set(runs)):
+        raise NotImplementedError(
+            "tokens that see both ways stand apart with others between them, which shared-prefix attention does not "
+            "apply; train this model with sharing='repeated'."
+        )
+    return bool(runs)
