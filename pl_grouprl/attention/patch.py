@@ -121,7 +121,7 @@ class SharedPrefix:
             ]
         _IN_FORCE.setdefault(self.decoder, []).append(self)
         try:
-            check_structure(self, self._max_depth)
+            self._look_at_structure()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -274,6 +274,20 @@ class SharedPrefix:
             raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
         self.layers = call.kinds()
 
+    def _look_at_structure(self) -> None:
+        """Run a few tokens both ways, once per decoder and backend; nobody hears of these calls."""
+        seen = _KINDS_SEEN.setdefault(self.decoder, {})
+        if self.backend not in seen:
+            listeners, self.listeners, paused, self.paused = self.listeners, [], self.paused, True
+            last_call = self.last_call
+            try:
+                check_structure(self.model, self._max_depth)
+            finally:
+                self.listeners, self.paused, self.last_call = listeners, paused, last_call
+            if self.layers:
+                seen[self.backend] = self.layers
+        self.layers = seen.get(self.backend, {})
+
     def _sees_columns(self) -> bool:
         """Whether padding between tokens changes more than positions; assumed where layers are not known yet."""
         return not self.layers or any(
@@ -337,6 +351,10 @@ def sharing_paused(model: PreTrainedModel) -> Iterator[None]:
 
 _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary()
 """The contexts that each decoder is in, outermost first."""
+
+
+_KINDS_SEEN: WeakKeyDictionary[nn.Module, dict[str, dict[str, tuple[str, int]]]] = WeakKeyDictionary()
+"""For each decoder and backend that a context has been entered with, the kinds of layers that were found."""
 
 
 @dataclass
