@@ -29,8 +29,10 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.get_decoder()
     if not hasattr(decoder, "config"):  # ModernBertDecoder names its head `decoder`
         decoder = model.base_model
-    # Llama4ForCausalLM keeps its decoder where get_decoder does not look, and answers with itself.
-    return getattr(model, "model", decoder) if decoder is model else decoder
+    # Llama4ForCausalLM keeps its decoder where get_decoder does not look, and answers with itself; with a vision tower
+    # beside it, it is taken for the decoder.
+    has_head = decoder is model or hasattr(decoder, "lm_head")
+    return getattr(decoder, "model", decoder) if has_head else decoder
 
 
 def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
