@@ -150,11 +150,11 @@ class PolicyModule(pl.LightningModule):
                 rank_zero_info(str(report))
         for model in self.scored_models():
             # In force for the whole fit: activation checkpointing runs the forward again in the backward pass.
-            self._contexts.enter_context(shared_prefix(model, self.attention_backend))
-        rank_zero_info(
-            f"sharing='shared': {type(self.policy).__name__} encodes each prompt once, "
-            f"attention backend {self.attention_backend!r}; prefix/token_ratio says what that saves."
-        )
+            patch = self._contexts.enter_context(shared_prefix(model, self.attention_backend))
+            rank_zero_info(
+                f"sharing='shared': {type(model).__name__} encodes each prompt once; attention backend "
+                f"{self.attention_backend!r}: {patch.describe()}. prefix/token_ratio says what that saves."
+            )
 
     def parity_reports(self) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on each model that is trained."""

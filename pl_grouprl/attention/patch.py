@@ -288,6 +288,13 @@ class SharedPrefix:
                 seen[self.backend] = self.layers
         self.layers = seen.get(self.backend, {})
 
+    def describe(self) -> str:
+        """Which backend runs which layers, in words: `window 512: cascade (20 layers); full: cascade (4 layers)`."""
+        parts = [
+            f"{kind}: {ran} ({count} layer{'s' if count > 1 else ''})" for kind, (ran, count) in self.layers.items()
+        ]
+        return "; ".join(parts) or f"{self.backend}, chosen at the first call"
+
     def _sees_columns(self) -> bool:
         """Whether padding between tokens changes more than positions; assumed where layers are not known yet."""
         return not self.layers or any(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.tiny_models import random_groups, tiny_model
 
-from pl_grouprl.attention import ParityError, check_parity, choice
+from pl_grouprl.attention import ParityError, check_parity, choice, shared_prefix
 
 SHAPES = [(20, [7, 1, 12, 0]), (9, [5])]
 MIXED = {"sliding_window": 8, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
@@ -91,3 +91,13 @@ def test_frequencies_that_depend_on_the_longest_sequence(rope_type):
     report = check_parity(tiny_model(family, **options), random_groups(0, SHAPES))
     report.raise_if_failed()
     assert report.max_logprob_difference < 1e-5
+
+
+def test_what_auto_chose_in_words():
+    model = tiny_model("gemma3_text", **MIXED)
+    context = shared_prefix(model)
+    assert context.describe() == "auto, chosen at the first call"
+    with context:
+        assert context.describe() == "full: cascade (1 layer); window 8: cascade (2 layers)"
+    with shared_prefix(model) as again:  # not looked at again, and known all the same
+        assert again.describe() == "full: cascade (1 layer); window 8: cascade (2 layers)"
