@@ -163,8 +163,8 @@ class SharedPrefixCallback(Callback):
             if call.layout is not None:
                 rank_zero_info(
                     f"shared prefixes: {type(patch.model).__name__} runs backend {patch.backend!r} over "
-                    f"{patch.wrapped!r} attention ({patch.describe()}); the first batch has {call.layout.num_groups} groups in "
-                    f"{len(call.layout.segments)} segments, {call.layout.num_tokens} tokens instead of "
+                    f"{patch.wrapped!r} attention ({patch.describe()}); the first batch has "
+                    f"{call.layout.num_groups} groups in {len(call.layout.segments)} segments, {call.layout.num_tokens} tokens instead of "
                     f"{sum(call.layout.repeated_lengths)} (token ratio {call.layout.token_ratio:.2f}, operations "
                     f"{self._observed[patch].repeated(call.layout) / self._observed[patch].shared(call.layout):.2f})"
                 )
