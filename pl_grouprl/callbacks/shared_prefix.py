@@ -161,12 +161,13 @@ class SharedPrefixCallback(Callback):
         self._announced = True
         for patch, call in calls:
             if call.layout is not None:
+                layout, cost = call.layout, self._observed[patch]
                 rank_zero_info(
                     f"shared prefixes: {type(patch.model).__name__} runs backend {patch.backend!r} over "
-                    f"{patch.wrapped!r} attention ({patch.describe()}); the first batch has "
-                    f"{call.layout.num_groups} groups in {len(call.layout.segments)} segments, {call.layout.num_tokens} tokens instead of "
-                    f"{sum(call.layout.repeated_lengths)} (token ratio {call.layout.token_ratio:.2f}, operations "
-                    f"{self._observed[patch].repeated(call.layout) / self._observed[patch].shared(call.layout):.2f})"
+                    f"{patch.wrapped!r} attention ({patch.describe()}); the first batch has {layout.num_groups} groups "
+                    f"in {len(layout.segments)} segments, {layout.num_tokens} tokens instead of "
+                    f"{sum(layout.repeated_lengths)} (token ratio {layout.token_ratio:.2f}, operations "
+                    f"{cost.repeated(layout) / cost.shared(layout):.2f})"
                 )
                 return
         reasons = Counter(call.reason for _, call in calls)
