@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
@@ -88,6 +89,7 @@ class PretrainedPolicy:
         model = self.load_as(language_model_class(self.load_config()))
         if self.adapter is not None:
             self.adapter.add_to(model)
+            self._refuse_lost_gradients(model)
         if self.compile_layers:
             compile_layers(model)
         return model
@@ -120,7 +122,7 @@ class PretrainedPolicy:
         if has_adapters(model):  # transformers has loaded its base too, and frozen both
             self._refuse_adapter()
         if self.gradient_checkpointing:
-            options = {"use_reentrant": False} | (self.gradient_checkpointing_kwargs or {})
+            options = self._checkpointing_options
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             if options["use_reentrant"] and not hasattr(model, "_require_grads_hook"):
                 # A layer whose input needs no gradient would give its own weights none: behind frozen embeddings.
@@ -150,11 +152,32 @@ class PretrainedPolicy:
                 f"choose of {sorted(known)}."
             )
 
+    def _refuse_lost_gradients(self, model: Any) -> None:
+        """Reentrant checkpointing gives a layer no gradients where nothing in front of it is trained.
+
+        The language model's embeddings are made to require one, but not what is in front of a vision tower.
+        """
+        if not (self.gradient_checkpointing and self._checkpointing_options["use_reentrant"]):
+            return
+        decoder = find_decoder(model)
+        own = set(decoder.parameters())
+        for module in model.modules():
+            around = not getattr(module, "gradient_checkpointing", False) or decoder in set(module.modules())
+            if not around and any(p.requires_grad and p not in own for p in module.parameters()):
+                raise ValueError(
+                    f"adapter has layers in a {type(module).__name__}, outside the language model, which get no "
+                    "gradient where gradient_checkpointing_kwargs has use_reentrant: true; leave that out."
+                )
+
     def _refuse_adapter(self) -> None:
         raise ValueError(
             f"model path {self.path!r} holds an adapter; pass the path of its base, and this one as the adapter's "
             "(adapter: {path: ...}) to go on training it."
         )
+
+    @property
+    def _checkpointing_options(self) -> dict[str, Any]:
+        return {"use_reentrant": False} | (self.gradient_checkpointing_kwargs or {})
 
     @property
     def _location(self) -> str:

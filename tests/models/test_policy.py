@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from helpers.tiny_models import gradients, random_groups, tiny_model, worst_gradient_error
+from helpers.tiny_vision import tiny_vision_model
 from torch import nn
 
 from pl_grouprl.attention import shared_prefix
@@ -62,6 +63,22 @@ def test_both_kinds_of_checkpointing_lose_no_gradient(qwen, trained, use_reentra
         found.append(gradients(policy))
     assert {name for name, p in policy.named_parameters() if p.requires_grad} == found[0].keys()
     assert worst_gradient_error(found[1], found[0]) < 1e-5
+
+
+def test_an_adapter_of_a_vision_tower_that_would_get_no_gradient_is_refused(tmp_path):
+    model = tiny_vision_model("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    names = [name for name, _ in model.named_modules()]
+    adapters = {
+        place: LoRAAdapter(r=2, target_modules=[name for name in names if name.endswith(end) and place in name])
+        for place, end in (("visual", "attn.qkv"), ("language_model", "q_proj"))
+    }
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match=r"outside the language model, which get no gradient .* leave that out"):
+        PretrainedPolicy(str(tmp_path), adapter=adapters["visual"], **reentrant).load()
+    assert PretrainedPolicy(str(tmp_path), adapter=adapters["visual"], gradient_checkpointing=True).load()
+    assert PretrainedPolicy(str(tmp_path), adapter=adapters["language_model"], **reentrant).load()
+    assert PretrainedPolicy(str(tmp_path), **reentrant).load()
 
 
 def test_arguments_of_checkpointing_are_checked(qwen):
