@@ -155,7 +155,7 @@ class GRPO(PolicyGradientModule):
 
     def _greedy(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
         """Reward columns of one greedy rollout of each prompt."""
-        prompts = [Prompt(group.prompt_ids, group.prompt, group.columns, group.data_source) for group in groups]
+        prompts = [Prompt(g.prompt_ids, g.prompt, g.columns, g.data_source, g.media) for g in groups]
         with self._timed("rollout"):
             greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=0)
         with self._timed("reward"):

@@ -124,3 +124,15 @@ def test_steps_with_rollouts_of_its_own(family, make_trainer):
     scored_N = logits_NV.log_softmax(-1).gather(1, batch.targets_N[:, None]).flatten()
     reported_N = torch.tensor([logprob for rollout in sampled for logprob in rollout.logprobs])
     torch.testing.assert_close(reported_N, scored_N, atol=1e-4, rtol=0)
+
+
+def test_the_greedy_baseline_of_remax_sees_the_images(make_trainer):
+    """Rollouts, and then their baselines, of the same prompts."""
+    engine = GivenRollouts()
+    module, data = make("qwen2_5_vl", engine, advantage_estimator="remax")
+    make_trainer(max_steps=1).fit(module, data)
+    sampled, greedy = engine.media
+    assert any("pixel_values" in own for own in sampled)
+    for seen, expected in zip(greedy, sampled, strict=True):
+        assert seen.keys() == expected.keys()
+        assert all(torch.equal(seen[name], expected[name]) for name in expected)
