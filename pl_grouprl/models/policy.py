@@ -122,9 +122,9 @@ class PretrainedPolicy:
         if has_adapters(model):  # transformers has loaded its base too, and frozen both
             self._refuse_adapter()
         if self.gradient_checkpointing:
-            options = self._checkpointing_options
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-            if options["use_reentrant"] and not hasattr(model, "_require_grads_hook"):
+            arguments = self._checkpointing_options
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+            if arguments["use_reentrant"] and not hasattr(model, "_require_grads_hook"):
                 # A layer whose input needs no gradient would give its own weights none: behind frozen embeddings.
                 model.enable_input_require_grads()
         return model
