@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.cascade_plan import CascadePlan, Index, plan_cascade
+from pl_grouprl.attention.cascade_plan import CascadePlan, Index, longest_block, plan_cascade
 from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenKernel
 from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
@@ -87,10 +87,11 @@ def cascade_forward(
     kernel: VarlenKernel,
 ) -> tuple[Tensor, Tensor]:
     """The output, shape [T, H, V], and the log-sum-exp of all scores, sinks included, shape [H, T]."""
-    out, lse = _own_pieces(query, key, value, plan, scale, kernel)
-    if plan.ancestors or sinks_H is not None:
+    own = plan.own
+    out, lse = kernel.forward(query, _take(key, own.keys), _take(value, own.keys), own.call, scale)
+    if plan.others or sinks_H is not None:
         out = out.to(lse.dtype)  # partial outputs are merged in float32
-    for step in plan.ancestors:
+    for step in plan.others:
         part, part_lse = kernel.forward(
             _take(query, step.queries), _take(key, step.keys), _take(value, step.keys), step.call, scale
         )
@@ -116,7 +117,7 @@ def cascade_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and sinks, given that of the output and what the forward pass returned."""
     grad, parts = grad.contiguous(), _Gradients(query, key, value)
-    for step in (*plan.own, *plan.ancestors):
+    for step in (plan.own, *plan.others):
         asked, asking = step.keys, step.queries
         parts.add(
             asking,
@@ -134,21 +135,6 @@ def cascade_backward(
         grad_sinks = -(shares_HT * inner_HT).sum(dim=-1).to(sinks_H.dtype)
     grad_query, grad_key, grad_value = parts.total()
     return grad_query, grad_key, grad_value, grad_sinks
-
-
-def _own_pieces(
-    query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, scale: float, kernel: VarlenKernel
-) -> tuple[Tensor, Tensor]:
-    if len(plan.own) == 1:  # its queries are the whole row
-        step = plan.own[0]
-        return kernel.forward(query, _take(key, step.keys), _take(value, step.keys), step.call, scale)
-    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-    lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
-    for step in plan.own:
-        out[step.queries], lse[:, step.queries] = kernel.forward(
-            _take(query, step.queries), _take(key, step.keys), _take(value, step.keys), step.call, scale
-        )
-    return out, lse
 
 
 class _Gradients:
@@ -205,8 +191,9 @@ def has_fast_kernel(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRu
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
-    if rule.window is not None and rule.blocks is not None:
-        return "it has no call for images seen both ways under a window; use backend 'flex' or 'reference'."
+    blocks_beyond = rule.blocks is not None and rule.window is not None and not rule.window_bounds_blocks
+    if blocks_beyond and longest_block(rule.blocks or ()) > (rule.window or 0):
+        return "it has no call for an image that reaches beyond the window; use backend 'flex' or 'reference'."
     if rule.chunk is not None and (rule.blocks is not None or rule.window is not None):
         return "it has no call for chunks together with windows or images; use backend 'flex' or 'reference'."
     return None

@@ -1,15 +1,15 @@
 """From a forest and a layer's rule to the calls that its attention takes.
 
-Segments are cut into *pieces*: at the borders of chunks, where a piece forgets what came before, and at the borders of
-blocks (images), which are not causal in themselves. Every piece attends to itself; all that lies below a piece attends
-to it whole, as one long run of queries. Under a window, each piece attends to itself and to the short tail of its path
-that the window reaches, in one call.
+Segments are cut into *pieces* at the borders of chunks, where a piece forgets what came before. Every piece attends to
+itself, causally; all that lies below a piece attends to it whole, as one long run of queries. Under a window, each
+segment attends to itself and to the short tail of its path that the window reaches, in one call. What the tokens of a
+block (an image) see ahead is a causal call too, of the block read backwards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -36,12 +36,12 @@ class CascadePlan:
     """The calls that a layout takes under a rule.
 
     Attributes:
-        own: Calls in which every token asks exactly once.
-        ancestors: Calls whose results are merged into those, by depth of what is asked.
+        own: The call in which every token asks once, of what is in its own piece or window.
+        others: Calls whose results are merged into that one: what is above a piece, by depth, and ahead in a block.
     """
 
-    own: tuple[Step, ...]
-    ancestors: tuple[Step, ...]
+    own: Step
+    others: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -52,57 +52,69 @@ class Piece:
         start: Index of its first token in the row.
         stop: Index after its last.
         parent: The piece that it continues, or None if it sees nothing before itself.
-        causal: Whether its tokens see only what is before them in it.
     """
 
     start: int
     stop: int
     parent: int | None
-    causal: bool
 
 
 def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> CascadePlan:
     """Turn a layout into calls; done once per layout, rule and device."""
+    ahead = [] if rule.blocks is None else _ahead_in_blocks(rule.blocks, device)
     if rule.window is not None:
-        return CascadePlan((_windowed(layout, rule.window, device),), ())
-    pieces = cut(layout, rule)
-    own = []
-    for causal in (True, False):
-        runs = [slice(piece.start, piece.stop) for piece in pieces if piece.causal is causal]
-        if runs:
-            lengths = tuple(run.stop - run.start for run in runs)
-            index = _index(runs, device)
-            own.append(Step(index, index, VarlenCall(lengths, lengths, causal=causal)))
-    return CascadePlan(tuple(own), tuple(_ancestor_steps(pieces, device)))
+        return CascadePlan(_windowed(layout, rule.window, device), tuple(ahead))
+    pieces = cut(layout, rule.chunk)
+    lengths = tuple(piece.stop - piece.start for piece in pieces)
+    row = slice(0, layout.num_tokens)
+    own = Step(row, row, VarlenCall(lengths, lengths, causal=True))
+    return CascadePlan(own, (*_ancestor_steps(pieces, device), *ahead))
 
 
-def cut(layout: SharedPrefixLayout, rule: AttentionRule) -> list[Piece]:
+def cut(layout: SharedPrefixLayout, chunk: int | None) -> list[Piece]:
     """Cut segments into pieces, in the order of the row."""
     pieces: list[Piece] = []
     last_of_segment: list[int | None] = []
     for segment in layout.segments:
         last = None if segment.parent is None else last_of_segment[segment.parent]
-        borders = [segment.start, *_inner_borders(segment.start, segment.stop, segment.position, rule), segment.stop]
+        left_of_chunk = segment.length if chunk is None else chunk - segment.position % chunk
+        inner = range(segment.start + left_of_chunk, segment.stop, chunk or 1)
+        borders = [segment.start, *inner, segment.stop]
         for start, stop in pairwise(borders):
             if start == stop:
                 continue
             position = segment.position + start - segment.start
-            forgets = rule.chunk is not None and position % rule.chunk == 0
-            causal = rule.blocks is None or rule.blocks[start] < 0
-            pieces.append(Piece(start, stop, None if forgets else last, causal))
+            forgets = chunk is not None and position % chunk == 0
+            pieces.append(Piece(start, stop, None if forgets else last))
             last = len(pieces) - 1
         last_of_segment.append(last)
     return pieces
 
 
-def _inner_borders(start: int, stop: int, position: int, rule: AttentionRule) -> list[int]:
-    borders: set[int] = set()
-    if rule.chunk is not None:
-        first = start + (-position) % rule.chunk
-        borders.update(range(first, stop, rule.chunk))
-    if rule.blocks is not None:
-        borders.update(i for i in range(start + 1, stop) if rule.blocks[i] != rule.blocks[i - 1])
-    return sorted(borders - {start})
+def longest_block(blocks: tuple[int, ...]) -> int:
+    """Tokens of the longest run that sees both ways."""
+    return max((stop - start for start, stop in _blocks(blocks)), default=0)
+
+
+def _blocks(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
+    runs, start = [], 0
+    for number, members in groupby(blocks):
+        stop = start + sum(1 for _ in members)
+        if number >= 0:
+            runs.append((start, stop))
+        start = stop
+    return runs
+
+
+def _ahead_in_blocks(blocks: tuple[int, ...], device: torch.device) -> list[Step]:
+    """Each token of a block asks those behind it: read backwards, those before it, itself left out."""
+    runs = [(start, stop) for start, stop in _blocks(blocks) if stop - start > 1]
+    if not runs:
+        return []
+    queries = torch.cat([torch.arange(stop - 2, start - 1, -1) for start, stop in runs])
+    keys = torch.cat([torch.arange(stop - 1, start, -1) for start, stop in runs])
+    lengths = tuple(stop - start - 1 for start, stop in runs)
+    return [Step(queries.to(device), keys.to(device), VarlenCall(lengths, lengths, causal=True))]
 
 
 def _ancestor_steps(pieces: list[Piece], device: torch.device) -> list[Step]:

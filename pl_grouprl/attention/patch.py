@@ -21,8 +21,8 @@ from pl_grouprl.attention.choice import get_backend
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.registration import LayoutCall, register
-from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, share_rows, unsharable
-from pl_grouprl.attention.stateful import STATEFUL, install
+from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, pads_left, share_rows, unsharable
+from pl_grouprl.attention.stateful import STATEFUL, has_bias, install, stateful_mixers
 from pl_grouprl.attention.structure import check_structure
 from pl_grouprl.attention.support import (
     check_supported,
@@ -95,11 +95,16 @@ class SharedPrefix:
         self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
         self._positions_are_relative = positions_are_relative(self.decoder)
         self._frequencies_move = frequencies_move(self.decoder)
+        self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(self.decoder))
         self._labels_need_padding = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
         """A copy of a patched model has its hooks; they let every call through once this context is left."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled model's copy of this context is never in force."""
+        return self.__dict__ | {"_handles": [], "listeners": [], "last_call": None}
 
     def __enter__(self) -> SharedPrefix:
         if self._handles:
@@ -157,6 +162,7 @@ class SharedPrefix:
             check_packed_row(kwargs, layout)
             kwargs |= self._packed_row(kwargs, layout)
             self._report(kwargs, layout)
+            start_packed_masks(layout)
             return (), kwargs
         if self.paused:
             return (), kwargs
@@ -167,6 +173,7 @@ class SharedPrefix:
         kwargs |= {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
         kwargs |= self._packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
+        start_packed_masks(shared.layout)
         return (), kwargs
 
     def _share(self, decoder: nn.Module, kwargs: dict[str, Any], group_ids: Any) -> SharedRows | str:
@@ -178,6 +185,8 @@ class SharedPrefix:
             return "its labels train tokens that padding predicts"
         if self._sees_columns() and has_holes(kwargs.get("attention_mask")):
             return "its padding lies between tokens, which windows, chunks and states count"
+        if self._padding_reaches_states and pads_left(kwargs.get("attention_mask")):
+            return "its padding on the left reaches the states of its layers through a bias"
         shared = share_rows(
             kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
             positions_are_relative=self._positions_are_relative,
@@ -207,6 +216,7 @@ class SharedPrefix:
             )
         kwargs |= self._packed_row(kwargs, layout)
         self._report(kwargs, layout)
+        start_packed_masks(layout)
         return (), kwargs
 
     def _look_at_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,7 +249,6 @@ class SharedPrefix:
         positions = kwargs.get("position_ids")
         positions = layout.position_ids if positions is None else positions
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
-        start_packed_masks(layout)
         changed = {
             "position_ids": row_of_positions(positions.to(tokens.device)),
             # Of two dimensions and full of ones: the model makes its masks, which is where ours says what they are.
@@ -276,17 +285,19 @@ class SharedPrefix:
 
     def _look_at_structure(self) -> None:
         """Run a few tokens both ways, once per decoder and backend; nobody hears of these calls."""
-        seen = _KINDS_SEEN.setdefault(self.decoder, {})
+        seen = _SEEN.setdefault(self.decoder, {})
         if self.backend not in seen:
             listeners, self.listeners, paused, self.paused = self.listeners, [], self.paused, True
             last_call = self.last_call
             try:
-                check_structure(self.model, self._max_depth)
+                relative = check_structure(self.model, self._max_depth)
             finally:
                 self.listeners, self.paused, self.last_call = listeners, paused, last_call
-            if self.layers:
-                seen[self.backend] = self.layers
-        self.layers = seen.get(self.backend, {})
+            if relative is not None:
+                seen[self.backend] = (self.layers, relative)
+        if self.backend in seen:
+            self.layers, relative = seen[self.backend]
+            self._positions_are_relative = self._positions_are_relative and relative
 
     def describe(self) -> str:
         """Which backend runs which layers, in words: `window 512: cascade (20 layers); full: cascade (4 layers)`."""
@@ -360,8 +371,8 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 """The contexts that each decoder is in, outermost first."""
 
 
-_KINDS_SEEN: WeakKeyDictionary[nn.Module, dict[str, dict[str, tuple[str, int]]]] = WeakKeyDictionary()
-"""For each decoder and backend that a context has been entered with, the kinds of layers that were found."""
+_SEEN: WeakKeyDictionary[nn.Module, dict[str, tuple[dict[str, tuple[str, int]], bool]]] = WeakKeyDictionary()
+"""For each decoder and backend that was looked at, the kinds of layers, and whether it sees distances only."""
 
 
 @dataclass

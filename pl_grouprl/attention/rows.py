@@ -122,6 +122,11 @@ def has_holes(attention_mask: Tensor | None) -> bool:
     return bool((starts.sum(dim=1) > 1).any())
 
 
+def pads_left(attention_mask: Tensor | None) -> bool:
+    """Whether a row of a padding mask [B, L] begins with padding."""
+    return attention_mask is not None and bool((attention_mask[:, 0] == 0).any())
+
+
 def share_rows(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,

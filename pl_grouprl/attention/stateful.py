@@ -81,6 +81,11 @@ def stateful_mixers(decoder: nn.Module) -> list[nn.Module]:
     return [module for module in decoder.modules() if _continues_from_cache(module)]
 
 
+def has_bias(mixer: nn.Module) -> bool:
+    """Whether padding on the left reaches a mixer's state; without a bias zeros stay zeros on their way into it."""
+    return any(isinstance(getattr(part, "bias", None), Tensor) for part in mixer.modules())
+
+
 def unsupported_mixers(decoder: nn.Module) -> list[str]:
     """Class names of the modules that carry a state, or seem to, and cannot be run segment by segment; sorted."""
     return sorted({type(module).__name__ for module in _outside_mixers(decoder) if _seems_stateful(module)})
@@ -182,8 +187,7 @@ def _refuse_what_is_not_applied(mixer: nn.Module, kwargs: dict[str, Any], cache_
 
 
 def _plan(call: LayoutCall, mixer: nn.Module, device: torch.device) -> RunPlan:
-    # Without a bias zeros stay zeros on their way into the state, so that a state begins with the first token.
-    pad_roots = not any(isinstance(getattr(part, "bias", None), Tensor) for part in mixer.modules())
+    pad_roots = not has_bias(mixer)
     return call.layout.memo(
         ("plan_runs", pad_roots, device), lambda: plan_runs(call.layout, pad_roots=pad_roots, device=device)
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.support import find_decoder, refusal
+from pl_grouprl.attention.support import find_decoder, positions_are_relative, refusal
 from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
 
 if TYPE_CHECKING:
@@ -32,19 +32,22 @@ _FORESTS = {
 """By the deepest forest that a backend runs."""
 
 
-def check_structure(model: PreTrainedModel, max_depth: int | None) -> None:
+def check_structure(model: PreTrainedModel, max_depth: int | None) -> bool | None:
     """Compare both paths on a few tokens. A model whose weights are not whole here (sharded, on meta) is not looked at.
 
     Args:
         model: In a `shared_prefix` context that lets ordinary calls through.
         max_depth: Deepest forest that the context's backend runs.
 
+    Returns:
+        Whether the model gives the same at positions moved by a constant; None if it was not looked at.
+
     Raises:
         UnsupportedModelError: If the results differ, or the shared path refuses.
     """
     decoder = find_decoder(model)
     if not _is_whole(decoder):
-        return
+        return None
     layout = _FORESTS[max_depth]
     vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     tokens = torch.arange(1, layout.num_tokens + 1, device=decoder.device)[None] * 7 % vocabulary
@@ -52,6 +55,7 @@ def check_structure(model: PreTrainedModel, max_depth: int | None) -> None:
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(decoder, repeat_rows(layout, tokens))
+            relative = _sees_distances_only(decoder, tokens)
         except Exception as error:
             reason = str(error)
             if "sharing=" not in reason:  # not an error of ours
@@ -72,6 +76,19 @@ def check_structure(model: PreTrainedModel, max_depth: int | None) -> None:
             f"its hidden states of a few tokens differ between a shared and a repeated prefix by "
             f"{difference / max(size, 1e-30):.1e} of their size, so it mixes tokens in a way that is not known here.",
         )
+    return relative
+
+
+def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:
+    """Whether a row gives the same, up to the rounding of angles, at positions moved far away."""
+    if not positions_are_relative(decoder):
+        return False
+    longest = getattr(decoder.config, "max_position_embeddings", None) or 0
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    moved = positions + max(min(longest - tokens.shape[1], 4096), 64)
+    here, there = (_run(decoder, {"input_ids": tokens, "position_ids": p}).float() for p in (positions, moved))
+    allowed = max(_ALLOWED.get(decoder.dtype, 0.0), 1e-3)
+    return bool((here - there).abs().sum() <= allowed * here.abs().sum())
 
 
 def _without_remedy(reason: str) -> str:
@@ -94,6 +111,11 @@ def _is_whole(decoder: nn.Module) -> bool:
 def _plainly(decoder: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode, no gradient, no compilation, no autocast (its rounding would be taken for a difference)."""
     training = [module for module in decoder.modules() if module.training]
+    frequencies = [
+        (module, dict(module.__dict__), dict(module._buffers))
+        for module in decoder.modules()
+        if hasattr(module, "rope_type")
+    ]
     decoder.eval()
     try:
         with (
@@ -104,5 +126,8 @@ def _plainly(decoder: PreTrainedModel) -> Iterator[None]:
         ):
             yield
     finally:
+        for module, attributes, buffers in frequencies:  # dynamic ones are those of the longest call so far
+            module.__dict__.update(attributes)
+            module._buffers.update(buffers)
         for module in training:
             module.training = True

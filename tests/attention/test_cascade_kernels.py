@@ -128,7 +128,7 @@ def test_bfloat16_with_each_kernel(kernel, window):
 
 
 def calls_of(plan):
-    return [step.call for step in plan.own], [step.call for step in plan.ancestors]
+    return [plan.own.call], [step.call for step in plan.others]
 
 
 def test_one_call_for_all_segments_and_one_for_each_depth_with_descendants():
