@@ -6,7 +6,7 @@ Legend: N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +84,9 @@ def compare_paths(
     if groups is None:
         limit = MAX_SPANNED.get(model.device.type, 0)
         groups = random_groups(
-            decoder.config.vocab_size, spanned=max((span for span in spans if span <= limit), default=0)
+            decoder.config.vocab_size,
+            spanned=max((span for span in spans if span <= limit), default=0),
+            longest=getattr(decoder.config, "max_position_embeddings", None),
         )
     batch = pack(groups, device=model.device)
     weights = _compared_weights(model)
@@ -154,9 +156,12 @@ def _shared_run(
     With a kind of layer given, all attention of other kinds runs the oracle; None is the model as it trains.
     """
     patch.only = kind
+    # A compiled layer does not choose among backends by its kind.
+    stance = nullcontext() if kind is None else torch.compiler.set_stance("force_eager")
     try:
-        shared_N = from_batch(batch)
-        gradients = torch.autograd.grad(_probe(shared_N), weights, allow_unused=True)
+        with stance:
+            shared_N = from_batch(batch)
+            gradients = torch.autograd.grad(_probe(shared_N), weights, allow_unused=True)
     finally:
         patch.only = None
     difference_N = (repeated[0] - shared_N).detach().abs()
@@ -174,10 +179,13 @@ def _spans(config: Any) -> list[int]:
     return [span for span in spans if isinstance(span, int)]
 
 
-def random_groups(vocabulary: int, seed: int = 0, *, spanned: int = 0) -> list[RolloutGroup]:
+def random_groups(
+    vocabulary: int, seed: int = 0, *, spanned: int = 0, longest: int | None = None
+) -> list[RolloutGroup]:
     """Two groups of random tokens: four rollouts of uneven length, one of them empty, and one rollout alone.
 
-    The first prompt alone is longer than `spanned` tokens.
+    The first prompt alone is longer than `spanned` tokens. With a `longest` of less than 64 all lengths are smaller, so
+    that no sequence has more tokens.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -185,6 +193,9 @@ def random_groups(vocabulary: int, seed: int = 0, *, spanned: int = 0) -> list[R
         return torch.randint(vocabulary, (count,), generator=generator).tolist()
 
     shapes = [(max(24, spanned + 8), (7, 1, 12, 0)), (9, (5,))]
+    if longest is not None and longest < 64:
+        third = max(longest // 3, 1)
+        shapes = [(longest - third, (third, 1, third // 2, 0)), (third, (third,))]
     return [RolloutGroup(tokens(prefix), [Rollout(tokens(n)) for n in suffixes]) for prefix, suffixes in shapes]
 
 

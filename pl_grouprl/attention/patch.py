@@ -7,6 +7,7 @@ ordinary padded batch; rows with a common prefix are found, packed, run once and
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ from pl_grouprl.packing import SharedPrefixLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -286,17 +289,24 @@ class SharedPrefix:
     def _look_at_structure(self) -> None:
         """Run a few tokens both ways, once per decoder and backend; nobody hears of these calls."""
         seen = _SEEN.setdefault(self.decoder, {})
-        if self.backend not in seen:
+        built_of = (self.backend, *map(id, self.decoder.modules()))  # a layer that was exchanged is looked at again
+        if built_of not in seen:
             listeners, self.listeners, paused, self.paused = self.listeners, [], self.paused, True
             last_call = self.last_call
             try:
                 relative = check_structure(self.model, self._max_depth)
             finally:
                 self.listeners, self.paused, self.last_call = listeners, paused, last_call
-            if relative is not None:
-                seen[self.backend] = (self.layers, relative)
-        if self.backend in seen:
-            self.layers, relative = seen[self.backend]
+            seen[built_of] = None if relative is None else (self.layers, relative)
+            if relative is None:
+                _LOG.warning(
+                    "%s was not compared on a few tokens with a shared and a repeated prefix, as its weights are not "
+                    "whole here (sharded, quantized or on meta); check_parity compares it.",
+                    type(self.model).__name__,
+                )
+        found = seen[built_of]
+        if found is not None:
+            self.layers, relative = found
             self._positions_are_relative = self._positions_are_relative and relative
 
     def describe(self) -> str:
@@ -371,8 +381,10 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 """The contexts that each decoder is in, outermost first."""
 
 
-_SEEN: WeakKeyDictionary[nn.Module, dict[str, tuple[dict[str, tuple[str, int]], bool]]] = WeakKeyDictionary()
-"""For each decoder and backend that was looked at, the kinds of layers, and whether it sees distances only."""
+_Kinds = dict[str, tuple[str, int]]
+_SEEN: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[_Kinds, bool] | None]] = WeakKeyDictionary()
+"""For each decoder, by backend and modules: the kinds of layers, and whether it sees distances only; None: not looked.
+"""
 
 
 @dataclass

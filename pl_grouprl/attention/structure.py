@@ -50,7 +50,7 @@ def check_structure(model: PreTrainedModel, max_depth: int | None) -> bool | Non
         return None
     layout = _FORESTS[max_depth]
     vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
-    tokens = torch.arange(1, layout.num_tokens + 1, device=decoder.device)[None] * 7 % vocabulary
+    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None] % vocabulary
     with _plainly(decoder):
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]

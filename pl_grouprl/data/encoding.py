@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pl_grouprl.data.media_prompts import MediaPrompt, check_media, count_media, has_places, place_media
+from pl_grouprl.data.media_places import (
+    check_contents,
+    check_tokens,
+    has_parts,
+    has_tags,
+    place_media,
+    without_empty_keys,
+)
+from pl_grouprl.data.media_prompts import MediaPrompt, check_media, check_processor_options, count_media
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.types import Messages, Prompt
 
@@ -29,10 +37,13 @@ class EncodingOptions:
     video_column: str = "videos"
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def media_columns(self) -> dict[str, str]:
-        """The column of each kind of media."""
-        return {"image": self.image_column, "video": self.video_column}
+    def media_columns(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """The column of each kind of media in a row; the singular (TRL's) where that is all there is."""
+        columns = {"image": self.image_column, "video": self.video_column}
+        for kind, column in columns.items():
+            if column == f"{kind}s" and values.get(column) is None and kind in values:
+                columns[kind] = kind
+        return columns
 
     def __post_init__(self) -> None:
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
@@ -51,6 +62,7 @@ def encode_rows(
     options: EncodingOptions,
     split: str,
     load_processor: Callable[[], Any] | None = None,
+    reads_media: bool = False,
 ) -> list[Prompt]:
     """Turn rows with TRL's or verl's columns into prompts.
 
@@ -60,7 +72,8 @@ def encode_rows(
         tokenizer: A transformers tokenizer.
         options: Column name, length limit, tokenizer and template options.
         split: Names the data in messages.
-        load_processor: Returns a transformers processor; called if a row has images or videos.
+        load_processor: Returns a transformers processor; called if a row has images or videos, or `reads_media`.
+        reads_media: Whether the model reads images or videos: text is then searched for tags and tokens of them.
 
     Returns:
         The prompts in the order of the rows, without those dropped for their length. Images and videos are processed
@@ -73,7 +86,11 @@ def encode_rows(
     read = [_read_prompt(row, options) for row in rows]
     made: dict[int, Prompt] = {}
     made |= _media_prompts(rows, read, tokenizer, options, load_processor)
-    made |= _text_prompts(rows, read, [index for index in range(len(rows)) if index not in made], tokenizer, options)
+    text_rows = [index for index in range(len(rows)) if index not in made]
+    for index in text_rows:
+        _check_text(rows[index], read[index], options, reads_media)
+    processor = _find(load_processor) if reads_media and text_rows else None
+    made |= _text_prompts(rows, read, text_rows, tokenizer, options, processor)
     prompts = [made[index] for index in range(len(rows))]
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt.token_ids:
@@ -89,11 +106,11 @@ def _text_prompts(
     indices: Sequence[int],
     tokenizer: Any,
     options: EncodingOptions,
+    processor: Any,
 ) -> dict[int, Prompt]:
-    """The prompts of some rows, by their index."""
-    token_ids = _tokenize(
-        [read[index] for index in indices], [rows[index].where for index in indices], tokenizer, options
-    )
+    """The prompts of some rows, by their index; none of them may hold a token that the processor has for images."""
+    wheres = [rows[index].where for index in indices]
+    token_ids = _tokenize([read[index] for index in indices], wheres, tokenizer, options, processor)
     return {
         index: Prompt(ids, read[index], **_other_columns(rows[index], options))
         for index, ids in zip(indices, token_ids, strict=True)
@@ -111,11 +128,12 @@ def _media_prompts(
     made: dict[int, MediaPrompt] = {}
     processor: Any = None
     for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
-        counts = count_media(row.values, options.media_columns)
+        counts = count_media(row.values, options.media_columns(row.values))
         if not any(counts.values()):
             continue
         if processor is None:
-            processor = _load(load_processor, row.where, options)
+            processor = _load(load_processor, row, options)
+            check_processor_options(processor, options.processor_kwargs)
         special_tokens = isinstance(prompt, str) and options.add_special_tokens
         if isinstance(prompt, str):
             text = prompt
@@ -127,7 +145,7 @@ def _media_prompts(
             list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"]),
             prompt,
             **_other_columns(row, options),
-            encode=check_media(row, text, processor, options.media_columns, processor_options),
+            encode=check_media(row, text, processor, options.media_columns(row.values), processor_options),
         )
     return made
 
@@ -137,18 +155,41 @@ def _other_columns(row: SourceRow, options: EncodingOptions) -> dict[str, Any]:
     return {"columns": columns, "data_source": str(row.values.get("data_source") or "default")}
 
 
-def _load(load_processor: Callable[[], Any] | None, where: str, options: EncodingOptions) -> Any:
-    problem = "there is no processor"
+def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: EncodingOptions) -> Any:
+    (where, values), problem = row, "there is no processor"
     try:
         if load_processor is not None:
             return load_processor()
     except ValueError as error:
         problem = str(error)
-    names = f"{options.image_column!r} or {options.video_column!r}"
+    names = " or ".join(repr(name) for name in options.media_columns(values).values())
     raise ValueError(
         f"{where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=... to "
-        "PromptDataModule, train a model that reads images, or remove the column."
+        "PromptDataModule, train a model that reads images, remove the column, or, if it holds something else, set "
+        "image_column and video_column to other names."
     )
+
+
+def _find(load_processor: Callable[[], Any] | None) -> Any:
+    """The processor, or None where it cannot be loaded: text alone does without."""
+    try:
+        return load_processor() if load_processor is not None else None
+    except Exception as error:  # a run on text alone does not fail for a processor that it does not use
+        log.info("Texts are not searched for the tokens of images: %s", error)
+        return None
+
+
+def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions, reads_media: bool) -> None:
+    """Refuse places for images and videos in a row without any. A tag is one if the row has a column for them."""
+    columns = options.media_columns(row.values)
+    tags = (reads_media or any(name in row.values for name in columns.values())) and has_tags(prompt)
+    if tags or (not isinstance(prompt, str) and has_parts(prompt)):
+        names = " and ".join(repr(name) for name in columns.values())
+        raise ValueError(
+            f"{row.where}: the prompt has places for images or videos (parts of a message, or tags <image> and "
+            f"<video>), and the columns {names} are empty; put the images there, name the columns with image_column "
+            "and video_column, or take the places out."
+        )
 
 
 def _read_prompt(row: SourceRow, options: EncodingOptions) -> str | Messages:
@@ -165,13 +206,9 @@ def _read_prompt(row: SourceRow, options: EncodingOptions) -> str | Messages:
             f"{where}: column {column!r} is {_shorten(prompt)}; it must be a string or a list of messages, each with "
             "'role' and 'content'."
         )
-    if has_places(prompt) and not any(count_media(values, options.media_columns).values()):
-        raise ValueError(
-            f"{where}: the messages have places for images or videos, and the columns {options.image_column!r} and "
-            f"{options.video_column!r} are empty; put the images there, or name the columns with image_column and "
-            "video_column."
-        )
-    return [dict(message) for message in prompt]
+    messages = [dict(message) for message in prompt]
+    check_contents(messages, where)
+    return messages
 
 
 def _is_message(message: Any) -> bool:
@@ -179,7 +216,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _tokenize(
-    prompts: Sequence[str | Messages], wheres: Sequence[str], tokenizer: Any, options: EncodingOptions
+    prompts: Sequence[str | Messages], wheres: Sequence[str], tokenizer: Any, options: EncodingOptions, processor: Any
 ) -> list[list[int]]:
     token_ids: list[list[int]] = [[] for _ in prompts]
     plain = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
@@ -192,6 +229,8 @@ def _tokenize(
     texts = {index: prompts[index] for index in plain} | {
         index: _render(prompts[index], wheres[index], tokenizer, options) for index in chats
     }
+    for index, text in texts.items() if processor is not None else ():
+        check_tokens({}, str(text), processor, wheres[index])
     # A template writes the special tokens itself.
     for indices, special in ((plain, options.add_special_tokens), (chats, False)):
         if indices:
@@ -206,7 +245,7 @@ def _render(messages: Any, where: str, template: Any, options: EncodingOptions) 
     open_ended = messages[-1]["role"] == "assistant"
     try:
         return template.apply_chat_template(
-            messages,
+            without_empty_keys(messages),
             tokenize=False,
             add_generation_prompt=not open_ended,
             continue_final_message=open_ended,

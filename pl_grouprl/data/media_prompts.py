@@ -1,20 +1,20 @@
-"""Prompts with images and videos: where these stand in the text, and when they are processed."""
+"""Prompts with images and videos: what a row has of them, and when they are processed."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from pl_grouprl.data.images import as_list, check_image, check_video, read_image, read_video
+from pl_grouprl.data.media_places import KINDS, check_tokens
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.packing.media import is_per_token
-from pl_grouprl.types import Media, Messages, Prompt
+from pl_grouprl.types import Media, Prompt
 
-KINDS = ("image", "video")
-_TAGS = re.compile("(<image>|<video>)")
+# Given to the processor for each prompt.
+_GIVEN = ("text", "images", "videos", "return_tensors")
 
 
 @dataclass
@@ -49,49 +49,6 @@ def count_media(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[s
     return {kind: len(as_list(values.get(columns[kind]))) for kind in KINDS}
 
 
-def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Messages:
-    """Give every image and video its place among the parts of the messages.
-
-    Places are the parts `{"type": "image"}` and `{"type": "video"}` of a message, or the tags `<image>` and `<video>`
-    in its text (verl). Where there is no place at all, all come before the text of the first message of the user (TRL).
-
-    Args:
-        messages: Left as they are.
-        counts: How many images and videos there are.
-        where: Names the row.
-
-    Raises:
-        ValueError: If there are not as many places as images and videos of each kind.
-    """
-    placed = [{**message, "content": _parts(message["content"])} for message in messages]
-    found = {kind: sum(part["type"] == kind for m in placed for part in m["content"]) for kind in KINDS}
-    users = [message for message in placed if message["role"] == "user"]
-    if not any(found.values()) and users:
-        users[0]["content"] = [{"type": kind} for kind in KINDS for _ in range(counts[kind])] + users[0]["content"]
-        return placed
-    for kind in KINDS:
-        if found[kind] != counts[kind]:
-            raise ValueError(
-                f"{where}: the row has {counts[kind]} {kind}s and the messages have places for {found[kind]} (parts of "
-                f"type {kind!r}, or tags <{kind}>); correct the row."
-            )
-    return placed
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        pieces = [piece for piece in _TAGS.split(content) if piece]
-        return [{"type": p[1:-1]} if _TAGS.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
-    # Parquet fills up the keys that a part does not have; templates ask which keys there are.
-    return [{name: value for name, value in part.items() if value is not None} for part in content]
-
-
-def has_places(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a message has a part for an image or video."""
-    contents = [message["content"] for message in messages if isinstance(message["content"], (list, tuple))]
-    return any(isinstance(part, Mapping) and part.get("type") in KINDS for content in contents for part in content)
-
-
 def check_media(
     row: SourceRow, text: str, processor: Any, columns: Mapping[str, str], options: Mapping[str, Any]
 ) -> Callable[[], tuple[list[int], Media]]:
@@ -111,8 +68,8 @@ def check_media(
         ValueError: If an image or video is not there or is none, or has no place in the text.
     """
     media = {kind: as_list(row.values.get(columns[kind])) for kind in KINDS}
+    check_tokens({kind: len(media[kind]) for kind in KINDS}, text, processor, row.where)
     for kind in KINDS:
-        _check_places(kind, len(media[kind]), text, processor, row.where)
         for number, item in enumerate(media[kind]):
             try:
                 (check_image if kind == "image" else check_video)(item)
@@ -121,16 +78,43 @@ def check_media(
     return partial(_encode, processor, text, media, options, row.where)
 
 
-def _check_places(kind: str, count: int, text: str, processor: Any, where: str) -> None:
-    token = getattr(processor, f"{kind}_token", None)
-    if token is None:
-        if count:
-            raise ValueError(f"{where}: {type(processor).__name__} has no {kind} token; remove the {kind}s.")
-    elif text.count(token) != count:
-        raise ValueError(
-            f"{where}: the row has {count} {kind}s, and its text as the model reads it has {text.count(token)} times "
-            f"the {kind} token {token!r}; correct the row, or use a chat template that writes that token."
-        )
+def check_processor_options(processor: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what a processor would ignore, or refuse later.
+
+    Args:
+        processor: A transformers processor; one that does not say what it takes is left to refuse it itself.
+        options: Keyword arguments for it.
+
+    Raises:
+        ValueError: If it takes no such argument.
+    """
+    groups = getattr(getattr(processor, "valid_processor_kwargs", None), "__annotations__", None)
+    if groups is None:
+        return
+    known = {name: _names_in(processor, name, group) for name, group in groups.items()}
+    anywhere = {*known, *(name for names in known.values() for name in names), "common_kwargs"} - {*_GIVEN}
+    for name, value in options.items():
+        if name not in anywhere:
+            raise _unknown(name, processor, sorted(name for name, names in known.items() if names))
+        if known.get(name) and not isinstance(value, Mapping):
+            raise ValueError(f"processor_kwargs[{name!r}] is {value!r}; it must be a mapping.")
+        for inner in value if known.get(name) else ():
+            if inner not in known[name]:
+                raise _unknown(f"{name}.{inner}", processor, sorted(known[name]))
+
+
+def _names_in(processor: Any, group: str, declared: Any) -> set[str]:
+    """The options of a group such as `images_kwargs`: those of the processor's class, and those of its parts."""
+    part = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}.get(group, "")
+    both = (declared, getattr(getattr(processor, part, None), "valid_kwargs", None))
+    return {name for source in both for name in getattr(source, "__annotations__", ())}
+
+
+def _unknown(name: str, processor: Any, known: list[str]) -> ValueError:
+    return ValueError(
+        f"processor_kwargs: {type(processor).__name__} takes no {name!r}, or it is given already; choose among "
+        f"{', '.join(known)}."
+    )
 
 
 def _encode(

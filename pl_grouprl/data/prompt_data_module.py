@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from pl_grouprl.data.encoding import EncodingOptions, OverlongPrompts, encode_rows
 from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
-from pl_grouprl.models.media import load_processor
+from pl_grouprl.models.media import load_processor, reads_media
 from pl_grouprl.types import Prompt
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}
@@ -169,7 +169,7 @@ class PromptDataModule(LightningDataModule):
 
     def _load(self, split: str) -> list[Prompt]:
         rows = read_source(self.sources[split], split)
-        return encode_rows(rows, self._tokenizer(), self.encoding, split, self._processor)
+        return encode_rows(rows, self._tokenizer(), self.encoding, split, self._processor, self._reads_media())
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer that was passed, or the LightningModule's."""
@@ -197,6 +197,16 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError("PromptDataModule.processor is None and there is no LightningModule with a policy")
             self.processor = load_processor(source)
         return self.processor
+
+    def _reads_media(self) -> bool:
+        """Whether images and videos have a meaning in this run, even if no row has any.
+
+        Raises:
+            ValueError: If a processor was named that cannot be loaded.
+        """
+        if self.processor is None:
+            return reads_media(getattr(self._module(), "policy_source", None))
+        return self._processor() is not None
 
     def _module(self) -> Any:
         return getattr(self.trainer, "lightning_module", None)

@@ -84,6 +84,24 @@ def load_processor(source: Any) -> Any:
     return processor
 
 
+def reads_media(source: Any) -> bool:
+    """Whether the policy of a source reads images or videos, as far as its processor or its config tells.
+
+    Args:
+        source: A source of a policy, or None.
+    """
+    if callable(getattr(source, "load_processor", None)):
+        return True
+    load_config = getattr(source, "load_config", None)
+    if not callable(load_config):
+        return False
+    try:
+        config = load_config()
+    except (OSError, ValueError):  # the policy itself says what is wrong with its path
+        return False
+    return any(isinstance(getattr(config, name, None), int) for name in _PLACEHOLDERS)
+
+
 def check_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
     """Refuse a batch whose images and videos the model cannot place.
 

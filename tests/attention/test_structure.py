@@ -1,5 +1,7 @@
 """The first look at a model: whatever mixes tokens in an unknown way is refused at entry, and nothing else changes."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,8 +97,13 @@ def counted(model):
     return runs
 
 
-LOOK = [(False, False, True), (False, False, False)]
-"""One run of a packed row, one of the repeated rows; no gradient, evaluation mode."""
+LOOK = [(False, False, True), *[(False, False, False)] * 3]
+"""One run of a packed row, one of the repeated rows, two at positions far apart; no gradient, evaluation mode."""
+
+
+def look_at(family):
+    """A model without rotary positions is not run at other positions."""
+    return LOOK if family != "gpt2" else LOOK[:2]
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -133,18 +140,18 @@ def test_a_decoder_is_looked_at_once_for_each_backend(family):
     for _ in range(3):
         with shared_prefix(model):
             pass
-    assert runs == LOOK
+    assert runs == look_at(family)
     for backend in ("reference", "reference", "auto", "cascade", "prefix_grouper"):
         with shared_prefix(model, backend):
             pass
-    assert runs == LOOK * 4
+    assert runs == look_at(family) * 4
     with shared_prefix(model.get_decoder()):  # the same decoder without its head
         pass
-    assert runs == LOOK * 4
+    assert runs == look_at(family) * 4
     runs_of_another = counted(other := tiny_model(family))
     with shared_prefix(other):
         pass
-    assert runs_of_another == LOOK
+    assert runs_of_another == look_at(family)
 
 
 def test_kinds_of_layers_are_known_at_every_entry():
@@ -248,3 +255,73 @@ def test_sharded_models_are_not_looked_at():
     with shared_prefix(model):
         pass
     assert runs == []
+
+
+def test_a_layer_that_was_exchanged_is_looked_at_again():
+    model = tiny_model("llama")
+    with shared_prefix(model):
+        pass
+    model.model.layers[1].mlp = Roll()
+    with pytest.raises(UnsupportedModelError, match="mixes tokens"), shared_prefix(model):
+        pass
+
+
+def test_a_vocabulary_of_seven_hides_nothing():
+    model = with_mixer(Roll)
+    model.resize_token_embeddings(7)
+    with pytest.raises(UnsupportedModelError, match="mixes tokens"), shared_prefix(model):
+        pass
+
+
+def test_entering_leaves_dynamic_frequencies_alone():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16)
+    model(torch.arange(40)[None])  # the frequencies are now those of 40 tokens
+    before = model.model.rotary_emb.inv_freq.clone()
+    with shared_prefix(model):
+        pass
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert model.model.rotary_emb.max_seq_len_cached == 40
+
+
+def test_positions_that_do_more_than_rotate_are_found_out():
+    model = tiny_model("llama")
+
+    def scale(layer, args, kwargs):
+        return (args[0] * (1 + 0.01 * kwargs["position_ids"][..., None]), *args[1:]), kwargs
+
+    model.model.layers[0].register_forward_pre_hook(scale, with_kwargs=True)
+    rows = torch.arange(1, 41).repeat(2, 1)
+    rows[1, 30:] = 5
+    mask = torch.ones_like(rows)
+    rows[1], mask[1, :3] = rows[1].roll(3), 0  # the second row is padded on the left
+    with torch.no_grad():
+        expected = model(rows, attention_mask=mask).logits
+        with shared_prefix(model, min_saved_tokens=1):
+            actual = model(rows, attention_mask=mask).logits
+    torch.testing.assert_close(actual[mask == 1], expected[mask == 1], atol=1e-5, rtol=0)
+
+
+def test_a_listener_that_fails_leaves_ordinary_calls_alone():
+    model = tiny_model("llama")
+    rows = torch.arange(40).repeat(2, 1)
+    rows[1, 30:] = 5
+    expected = model(rows[:1]).logits
+    with shared_prefix(model) as context:
+        context.listeners.append(lambda report: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(rows)
+        context.listeners.clear()
+        torch.testing.assert_close(model(rows[:1]).logits, expected)
+
+
+def test_a_model_pickled_inside_is_unpatched():
+    model = tiny_model("llama")
+    rows = torch.arange(40).repeat(2, 1)
+    rows[1, 30:] = 5
+    mask = torch.ones_like(rows)
+    mask[1, -2:] = 0
+    expected = model(rows, attention_mask=mask).logits
+    with shared_prefix(model):
+        twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(rows, attention_mask=mask).logits, expected)

@@ -7,7 +7,7 @@ from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor
 from pyarrow import parquet
 
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.data.media_prompts import place_media
+from pl_grouprl.data.media_places import place_media
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "what?"}
 
@@ -157,7 +157,7 @@ def test_the_limit_counts_the_tokens_of_images():
         ({"prompt": user("<image><video>"), "images": [1]}, "has 0 videos and the messages have places for 1"),
         (
             {"prompt": user([IMAGE, TEXT])},
-            "have places for images or videos, and the columns .* are empty",
+            "has places for images or videos .* and the columns 'images' and 'videos' are empty",
         ),
         ({"prompt": "what?", "images": [1]}, r"has 1 images, and its text .* 0 times the image token"),
         ({"prompt": user("what?"), "images": ["missing.png"]}, r"images\[0\]: 'missing.png' cannot be read"),
