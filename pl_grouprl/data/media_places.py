@@ -1,0 +1,161 @@
+"""Where images and videos stand in a prompt: parts of its messages, tags in its text, the model's own tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pl_grouprl.types import Messages
+
+KINDS = ("image", "video")
+_TAGS = re.compile("(<image>|<video>)")
+_OTHER_TYPES = ("image_url", "video_url", "input_image", "input_video")
+_OWN = ("image", "video", "url", "path", "base64")
+
+
+def check_contents(messages: Messages, where: str) -> None:
+    """Check the contents of messages as far as images and videos are concerned.
+
+    Contents that are strings are left to the chat template, and so is what a tool returned.
+
+    Args:
+        messages: Each has `role` and `content`.
+        where: Names the row.
+
+    Raises:
+        ValueError: If a user says nothing (None), a part has no type, or holds an image in the way of a web API.
+    """
+    for number, message in enumerate(messages):
+        content, place = message["content"], f"{where}: messages[{number}].content"
+        if content is None and message["role"] in ("user", "system"):
+            raise ValueError(f"{place} is None; write what the {message['role']} says, or remove the message.")
+        if not isinstance(content, (list, tuple)) or message["role"] == "tool":
+            continue
+        for index, part in enumerate(content):
+            if not _is_part(part):
+                raise ValueError(
+                    f"{place}[{index}] is {str(part)[:80]!r}; a part is a dictionary with a 'type', such as "
+                    "{'type': 'text', 'text': ...} or {'type': 'image'}."
+                )
+            if part["type"] in _OTHER_TYPES:
+                raise ValueError(
+                    f"{place}[{index}] has the type {part['type']!r}; put what it shows into the column of "
+                    "images or videos, and write {'type': 'image'} or {'type': 'video'} here."
+                )
+
+
+def has_parts(messages: Messages) -> bool:
+    """Whether a message has a part for an image or video."""
+    return any(part["type"] in KINDS for message in messages for part in _own_parts(message["content"]))
+
+
+def has_tags(prompt: str | Messages) -> bool:
+    """Whether a text holds the tag of an image or video (verl)."""
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return any(_TAGS.search(text) for content in contents for text in _texts(content))
+
+
+def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Messages:
+    """Give every image and video its place among the parts of the messages.
+
+    Places are the parts `{"type": "image"}` and `{"type": "video"}` of a message, or the tags `<image>` and `<video>`
+    in its text (verl). Where there is no place at all, all come before the text of the first message of the user (TRL).
+
+    Args:
+        messages: Left as they are.
+        counts: How many images and videos there are.
+        where: Names the row.
+
+    Raises:
+        ValueError: If there are not as many places as images and videos of each kind, or a part holds one itself.
+    """
+    placed = [{**message, "content": _parts(message["content"])} for message in messages]
+    parts = [part for message in placed for part in _own_parts(message["content"])]
+    found = {kind: sum(part["type"] == kind for part in parts) for kind in KINDS}
+    for part in parts:
+        own = [name for name in _OWN if part["type"] in KINDS and part.get(name) is not None]
+        if own:
+            raise ValueError(
+                f"{where}: a part of type {part['type']!r} holds {own[0]!r}, and the row has {part['type']}s in a "
+                f"column too; put them all into the column, and write {{'type': {part['type']!r}}} in their places."
+            )
+    users = [message for message in placed if message["role"] == "user"]
+    if not any(found.values()) and users:
+        users[0]["content"] = [{"type": kind} for kind in KINDS for _ in range(counts[kind])] + users[0]["content"]
+        return placed
+    for kind in KINDS:
+        if found[kind] != counts[kind]:
+            raise ValueError(
+                f"{where}: the row has {counts[kind]} {kind}s and the messages have places for {found[kind]} (parts of "
+                f"type {kind!r}, or tags <{kind}>); correct the row."
+            )
+    return placed
+
+
+def check_tokens(counts: Mapping[str, int], text: str, processor: Any, where: str) -> None:
+    """Compare the images and videos of a row with the model's own tokens for them.
+
+    Args:
+        counts: How many of each kind there are; none of a kind that is missing.
+        text: The prompt, as the model reads it.
+        processor: A transformers processor; knows the tokens.
+        where: Names the row.
+
+    Raises:
+        ValueError: If the text has another number of tokens of a kind, or there is no such token.
+    """
+    for kind in (*KINDS, "audio"):
+        count, token = counts.get(kind, 0), getattr(processor, f"{kind}_token", None)
+        if not token:
+            if count:
+                raise ValueError(f"{where}: {type(processor).__name__} has no {kind} token; remove the {kind}s.")
+        elif (there := text.count(str(token))) != count:
+            raise ValueError(
+                f"{where}: the row has {count} {kind}s, and its text as the model reads it has {there} times "
+                f"the {kind} token {str(token)!r}; correct the row, or use a chat template that writes that token."
+            )
+
+
+def without_empty_keys(messages: Messages) -> Messages:
+    """The messages without the keys that parquet fills up in their parts; templates ask which keys there are."""
+    return [{**message, "content": _without_none(message["content"])} for message in messages]
+
+
+def _without_none(content: Any) -> Any:
+    if not _own_parts(content):
+        return content
+    return [{name: value for name, value in part.items() if value is not None} for part in content]
+
+
+def _parts(content: Any) -> Any:
+    """A content as a list of parts, split at tags; what a tool returned otherwise is left as it is."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if len(_own_parts(content)) != len(content):
+        return content
+    return [piece for part in content for piece in _split(part)]
+
+
+def _split(part: dict[str, Any]) -> list[dict[str, Any]]:
+    if part["type"] != "text" or not isinstance(part.get("text"), str):
+        return [part]
+    pieces = [piece for piece in _TAGS.split(part["text"]) if piece]
+    return [{"type": p[1:-1]} if _TAGS.fullmatch(p) else {**part, "text": p} for p in pieces]
+
+
+def _texts(content: Any) -> list[str]:
+    texts = [content] if isinstance(content, str) else [part.get("text") for part in _own_parts(content)]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _own_parts(content: Any) -> Sequence[dict[str, Any]]:
+    """The parts of a content that is made of them; none of a string, or of anything else."""
+    is_parts = isinstance(content, (list, tuple)) and all(_is_part(part) for part in content)
+    return content if is_parts else ()
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str)
