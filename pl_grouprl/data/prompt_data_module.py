@@ -42,8 +42,8 @@ class PromptDataModule(LightningDataModule):
             the number of ranks.
         val_batch_size: Largest number of prompts in one batch of validation or test, over all ranks.
         prompt_column: Column that holds the prompt.
-        image_column: Column that holds a prompt's images, or its image.
-        video_column: Column that holds a prompt's videos, or its video.
+        image_column: Column that holds a prompt's images, or its image. Without `images` a row's `image` is read (TRL).
+        video_column: Column that holds a prompt's videos, or its video; without `videos`, `video`.
         max_prompt_length: Longest prompt in tokens, template, images and videos included; None for no limit.
         overlong_prompts: What happens to longer ones: `drop` leaves them out, `truncate` keeps their last
             `max_prompt_length` tokens (of text; with images it is an error), `error` refuses the data. The number of
@@ -57,7 +57,7 @@ class PromptDataModule(LightningDataModule):
             `shuffle` is on.
         tokenizer: A transformers tokenizer, or the path or name of one; by default the LightningModule's `tokenizer`.
         processor: A transformers processor, or the path or name of one, for images and videos; by default that of the
-            LightningModule's policy, loaded if a row has any.
+            LightningModule's policy, loaded if a row has any or the policy reads them.
         processor_kwargs: Passed to the processor, for example `images_kwargs: {size: {longest_edge: 802816}}`.
     """
 
