@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from pl_grouprl.attention import find_decoder, in_force
+from pl_grouprl.attention import find_backbone, find_decoder, in_force
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
@@ -49,10 +49,10 @@ class PolicyCopyCritic:
         check_head_std(self, self.head_std)
 
     def load(self, policy: nn.Module) -> Critic:
-        """Copy the policy's decoder and put a new head on it."""
-        decoder = unpatched_decoder(policy)
-        trunk = copy.deepcopy(merged_copy(decoder) if has_adapters(decoder) else decoder)
-        if has_adapters(decoder):
+        """Copy the policy's decoder, with its vision tower if it has one, and put a new head on it."""
+        backbone = unpatched_backbone(policy)
+        trunk = copy.deepcopy(merged_copy(backbone) if has_adapters(backbone) else backbone)
+        if has_adapters(backbone):
             trunk.requires_grad_(True)
         zero_dropout_rates(trunk)
         return Critic(trunk, ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)).train()
@@ -77,7 +77,7 @@ class SharedTrunkCritic:
 
     def load(self, policy: nn.Module) -> Critic:
         """Put a new head beside the policy's decoder."""
-        trunk = find_decoder(policy)  # type: ignore[arg-type]
+        trunk = find_backbone(policy)  # type: ignore[arg-type]
         head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
         return Critic(trunk, head, shares_trunk=True, detach_trunk=self.detach).train()
 
@@ -132,7 +132,7 @@ class PretrainedCritic:
             check_score_head(model, score, owner)
             head = ValueHead.from_score(score)
         else:
-            trunk = find_decoder(self._checkpoint.load_as("AutoModel"))
+            trunk = find_backbone(self._checkpoint.load_as("AutoModel"))
             check_causal(trunk, owner)
             head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
         self._check_vocabulary(trunk, policy)
@@ -159,8 +159,8 @@ class PretrainedCritic:
         )
 
 
-def unpatched_decoder(policy: Any) -> Any:
-    """The policy's decoder, for copying.
+def unpatched_backbone(policy: Any) -> Any:
+    """The policy's decoder, with its vision tower if it has one, for copying.
 
     Raises:
         RuntimeError: If it shares prefixes at the moment: a copy would take the patch along.
@@ -170,7 +170,7 @@ def unpatched_decoder(policy: Any) -> Any:
             f"{type(policy).__name__} is inside a shared_prefix context, which a copied critic would take along; make "
             "the critic before the context is entered."
         )
-    return find_decoder(policy)
+    return find_backbone(policy)
 
 
 def zero_dropout_rates(model: nn.Module) -> None:

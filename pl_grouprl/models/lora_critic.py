@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pl_grouprl.attention import find_decoder
+from pl_grouprl.attention import find_backbone
 from pl_grouprl.models.adapter_layers import aliased_copy, leave_parameters_out_of_checkpoints, remove_adapters
 from pl_grouprl.models.adapters import LoRAOptions
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
-from pl_grouprl.models.critic_sources import check_head_std, unpatched_decoder, zero_dropout_rates
+from pl_grouprl.models.critic_sources import check_head_std, unpatched_backbone, zero_dropout_rates
 from pl_grouprl.models.probe import hidden_size
 
 
@@ -52,7 +52,7 @@ class LoRACritic(LoRAOptions):
         Raises:
             ValueError: If no layer has one of the names in `target_modules`.
         """
-        trunk, names = aliased_copy(unpatched_decoder(policy))
+        trunk, names = aliased_copy(unpatched_backbone(policy))
         remove_adapters(trunk)
         zero_dropout_rates(trunk)
         self.put_on(trunk, "critic")
@@ -87,7 +87,7 @@ class TiedCritic(Critic):
             ValueError: If the policy's parameters are not whole tensors of the same shapes (sharded by FSDP, say).
         """
         own = dict(self.trunk.named_parameters())
-        theirs = dict(find_decoder(policy).named_parameters())  # type: ignore[arg-type]
+        theirs = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]
         for name, source in self.tied.items():
             parameter = theirs.get(source)
             if parameter is None or type(parameter) is not nn.Parameter or parameter.shape != own[name].shape:
