@@ -129,7 +129,7 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     """Positions of a batch for models whose rotary positions depend on images and videos (Qwen-VL).
 
     Those of a prompt come from the model's own `get_rope_index`; the tokens of a rollout go on, in time, height and
-    width alike, behind the largest of its prompt, as in transformers' generation. The vision tower is not run.
+    width alike, behind the prompt's last token, as in one forward of both. The vision tower is not run.
 
     Returns:
         Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L]; None where the batch has no
@@ -172,7 +172,15 @@ def prompt_positions(
     accepted = inspect.signature(backbone.get_rope_index).parameters
     known = {name: value for name, value in media.items() if name in accepted}
     position_ids, deltas_S1 = backbone.get_rope_index(input_ids_SL, attention_mask=attention_mask_SL, **known)
-    return PromptPositions(position_ids, attention_mask_SL.sum(dim=1) + deltas_S1.flatten())
+    # Text goes on behind the last token, which a long video may reach beyond in time; behind an image it is the largest.
+    places = torch.arange(input_ids_SL.shape[1]).expand_as(input_ids_SL)
+    last_S = (places * attention_mask_SL.cpu()).argmax(dim=1)
+    rows_S = torch.arange(len(last_S))
+    behind_last_S = position_ids[:, rows_S, last_S].amax(dim=0) + 1
+    types_SL = media.get("mm_token_type_ids", torch.zeros_like(input_ids_SL))
+    ends_in_text_S = types_SL[rows_S, last_S] == 0
+    largest_S = attention_mask_SL.sum(dim=1) + deltas_S1.flatten()
+    return PromptPositions(position_ids, torch.where(ends_in_text_S, behind_last_S, largest_S))
 
 
 def _packed_row(batch: ScoringBatch, positions: PromptPositions) -> Tensor:

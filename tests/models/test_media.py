@@ -82,8 +82,8 @@ def test_positions_go_on_behind_the_largest_of_the_prompt(family):
     assert rows[:, 2, :3].tolist() == [[0, 1, 2]] * 3
 
 
-def test_rollouts_behind_a_long_video_are_placed_as_in_generation():
-    """Ten seconds of video reach further in time than the one token behind it: generation goes on from there."""
+def test_rollouts_behind_a_long_video_are_placed_as_in_one_forward():
+    """Ten seconds of video reach further in time than the one token behind it; text goes on from that token."""
     model = tiny_vision_model("qwen2_5_vl")
     media = {
         "pixel_values_videos": torch.zeros(5 * 16, 96),
@@ -94,13 +94,13 @@ def test_rollouts_behind_a_long_video_are_placed_as_in_generation():
     prompt = [5, *[model.config.video_token_id] * 20, 6]
     group = RolloutGroup(prompt, [Rollout([7, 8]), Rollout([9])], media=media)
     # The last of the five frames is at 1 + 4 * (2 tokens per second) * (2 seconds) = 17; the text behind it at 1 + 2.
-    tokens = torch.tensor([prompt])
-    inputs = {**media, "input_ids": tokens, "mm_token_type_ids": media["mm_token_type_ids"][None]}
-    expected = model._prepare_position_ids_for_generation(tokens, inputs)
+    tokens = torch.tensor([[*prompt, 7, 8]])
+    types = torch.nn.functional.pad(media["mm_token_type_ids"], (0, 2))[None]
+    grids = {name: media[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+    expected, _ = model.model.get_rope_index(tokens, mm_token_type_ids=types, **grids)
     packed = media_position_ids(model, pack([group]))
-    assert packed[:, 0, :22].tolist() == expected[1:, 0].tolist()
-    assert packed[:, 0, 20:].tolist() == [[17, 3, 18, 19, 18], [2, 3, 18, 19, 18], [2, 3, 18, 19, 18]]
-    assert model.model.rope_deltas.item() + len(prompt) == 18
+    assert packed[:, 0, :24].tolist() == expected[:, 0].tolist()
+    assert packed[:, 0, 20:].tolist() == [[17, 3, 4, 5, 4], [2, 3, 4, 5, 4], [2, 3, 4, 5, 4]]
 
 
 def test_text_and_gemma_have_positions_of_text():
