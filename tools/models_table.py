@@ -122,7 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
-    outcomes = sweep(select(options.families), workers=options.workers, backend=options.backend)
+    try:
+        chosen = select(options.families)
+    except ValueError as error:
+        parser.error(str(error))
+    outcomes = sweep(chosen, workers=options.workers, backend=options.backend)
     text = page(outcomes, options.backend)
     if options.write is not None:
         options.write.write_text(text, encoding="utf-8")

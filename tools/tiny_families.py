@@ -54,6 +54,8 @@ def _rope(kind: str, **options: Any) -> dict[str, Any]:
 _ORIGINAL = {"original_max_position_embeddings": 16}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _FACTORS = {"short_factor": [1.0, 1.1] * 4, "long_factor": [1.5, 4.0] * 4}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("llama", "linear rope", _rope("linear", factor=4.0)),
     ("llama", "yarn rope", _rope("yarn", factor=4.0, **_ORIGINAL)),
@@ -65,8 +67,11 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gemma3_text", "untied embeddings", {"tie_word_embeddings": False}),
     ("gemma3_text", "all soft caps", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0}),
     ("mistral", "no window", {"sliding_window": None}),
-    ("qwen2", "windows", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    ("qwen3", "windows", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("qwen2", "windows", {**_WINDOWS, "use_sliding_window": True}),
+    ("qwen3", "windows", {**_WINDOWS, "use_sliding_window": True}),
+    ("lfm2", "short convolutions", {"layer_types": ["conv", "full_attention"]}),
+    ("lfm2", "short convolutions with bias", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    ("lfm2_moe", "short convolutions", {"layer_types": ["conv", "full_attention"]}),
     ("qwen3", "biases", {"attention_bias": True}),
 )
 """Options of the config that change what attention sees, on families whose defaults leave them off."""

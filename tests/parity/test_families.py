@@ -11,6 +11,7 @@ sys.path.append(str(ROOT / "tools"))
 from family_parity import try_family  # noqa: E402
 from models_page import key, page, state, statuses  # noqa: E402
 from models_table import select, sweep  # noqa: E402
+from tiny_families import build  # noqa: E402
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ALWAYS = (
@@ -23,7 +24,7 @@ ALWAYS = (
     ),  # rotary, windows
     *("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss", "llama4_text", "mimo_v2_flash"),
     *("deepseek_v2", "deepseek_v3", "gpt2", "opt", "phi", "mixtral", "glm4", "hunyuan_v1_dense"),  # latent, positions
-    *("qwen3_next", "qwen3_5_text", "lfm2"),  # layers with state
+    *("qwen3_next", "qwen3_5_text", "lfm2 short convolutions"),  # layers with state
     *("qwen2_5_vl", "qwen3_vl", "gemma3"),  # models that take images
     *("mamba", "bloom", "doge", "bart", "roberta"),  # refused
 )
@@ -60,3 +61,17 @@ def test_no_family_is_wrong_and_the_page_is_what_the_command_writes():
     outcomes = sweep(select(None))
     assert [f"{one.family.name}: {one.reason}" for one in outcomes if one.status == "wrong" or not one.expected] == []
     assert page(outcomes, "auto") == PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen2 windows", "sliding_attention"),
+        ("qwen3 windows", "sliding_attention"),
+        ("lfm2 short convolutions", "conv"),
+        ("lfm2_moe short convolutions", "conv"),
+    ],
+)
+def test_variants_have_the_layers_that_they_are_named_for(name, kind):
+    (family,) = families([name])
+    assert kind in build(family).config.layer_types
