@@ -46,7 +46,16 @@ class SharedRows:
         return 0.0 if self.kept is None else 1 - self.kept.float().mean().item()
 
     def hand_back(self, packed: Tensor) -> Tensor:
-        """[1, T, D] -> [B, L, D], zero at padding."""
+        """[1, T, D] -> [B, L, D], zero at padding.
+
+        Raises:
+            NotImplementedError: If the states have further dimensions (those that Gemma 3n keeps of its layers).
+        """
+        if packed.dim() != 3 or packed.shape[0] != 1:
+            raise NotImplementedError(
+                f"hidden states of shape {list(packed.shape)} cannot be handed back row by row; leave out "
+                "output_hidden_states, or call the model outside of shared_prefix."
+            )
         rows = packed[0].index_select(0, self.packed_index.flatten()).unflatten(0, self.packed_index.shape)
         return rows if self.kept is None else rows * self.kept[..., None]
 
