@@ -172,7 +172,7 @@ def prompt_positions(
     accepted = inspect.signature(backbone.get_rope_index).parameters
     known = {name: value for name, value in media.items() if name in accepted}
     position_ids, deltas_S1 = backbone.get_rope_index(input_ids_SL, attention_mask=attention_mask_SL, **known)
-    # Text goes on behind the last token, beyond which a long video may reach in time; behind an image it is the largest.
+    # Text goes on behind the last token, beyond which a long video may reach; behind an image, behind the largest.
     places = torch.arange(input_ids_SL.shape[1]).expand_as(input_ids_SL)
     last_S = (places * attention_mask_SL.cpu()).argmax(dim=1)
     rows_S = torch.arange(len(last_S))
