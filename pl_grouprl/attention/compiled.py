@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.cascade import CASCADE, cascade_backward, cascade_forward, prepare
-from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.cascade import CASCADE, cascade_backward, cascade_forward, prepare
+from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.reference import REFERENCE
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
 from pl_grouprl.attention.mask import forest_of_marker, from_marker
-from pl_grouprl.attention.reference import REFERENCE
-from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.mask import MaskRule
-from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 OWN_MASK = (

@@ -18,12 +18,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, pads_left, share_rows, unsharable
-from pl_grouprl.attention.stateful import STATEFUL, has_bias, install, stateful_mixers
+from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, install, stateful_mixers
 from pl_grouprl.attention.structure import check_structure
 from pl_grouprl.attention.support import (
     check_supported,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.choice import choose, get_backend
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.choice import choose, get_backend
 from pl_grouprl.attention.compiled import attend_compiled
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pl_grouprl.attention.stateful import stateful_mixers, unsupported_mixers
+from pl_grouprl.attention.state.stateful import stateful_mixers, unsupported_mixers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.attention import CallReport, SharedPrefix, check_parity, find_decoder, in_force, shared_prefix
-from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.measure import measure_speedup
 from pl_grouprl.attention.rows import CACHE_IN_USE
 from pl_grouprl.packing import ModelCost

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.attention import SharedPrefix, find_backbone, in_force, shared_prefix, sharing_paused
-from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.models.head import logits_function

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.attention import check_supported, find_decoder, shared_prefix
-from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.probe import check_causal, check_score_head
 from pl_grouprl.models.score import hidden_states

@@ -8,11 +8,11 @@ import torch
 from helpers.flash_attention import flash_attention_on_cpu
 from helpers.forests import attention_by_sequence, random_forest, relative_error, sequences
 
-from pl_grouprl.attention.cascade import cascade_attention
-from pl_grouprl.attention.cascade_plan import plan_cascade
-from pl_grouprl.attention.choice import get_backend
-from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall
-from pl_grouprl.attention.rule import AttentionRule
+from pl_grouprl.attention.backends.cascade import cascade_attention
+from pl_grouprl.attention.backends.cascade_plan import plan_cascade
+from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 SCALE = 0.25

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 
+from pl_grouprl.attention.backends.reference import dense_mask
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.mask import (
     MaskRule,
     end_packed_masks,
@@ -20,9 +22,7 @@ from pl_grouprl.attention.mask import (
     start_packed_masks,
     to_marker,
 )
-from pl_grouprl.attention.reference import dense_mask
 from pl_grouprl.attention.registration import register
-from pl_grouprl.attention.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 BLOCKS = (-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 3, 3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.flash_attention import flash_attention_on_cpu
 
-from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall, eager, runs
+from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall, eager, runs
 
 SCALE = 0.5
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ from helpers.tiny_models import FAMILIES, random_groups, tiny_model
 from pl_grouprl.attention import (
     ParityError,
     UnsupportedModelError,
-    cascade,
     check_parity,
-    choice,
     patch,
     shared_prefix,
 )
+from pl_grouprl.attention.backends import cascade, choice
 from pl_grouprl.attention.parity_report import TOLERANCES, Tolerance
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup

@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers.tiny_models import random_groups, tiny_model
 
-from pl_grouprl.attention import ParityError, check_parity, choice, shared_prefix
+from pl_grouprl.attention import ParityError, check_parity, shared_prefix
+from pl_grouprl.attention.backends import choice
 
 SHAPES = [(20, [7, 1, 12, 0]), (9, [5])]
 MIXED = {"sliding_window": 8, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.rule import AttentionRule
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.registration import LayoutCall
-from pl_grouprl.attention.segment_runs import Batch, RunPlan, plan_runs
+from pl_grouprl.attention.state.segment_runs import Batch, RunPlan, plan_runs
 
 _NAMES = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|DeltaRule|ShortConv|Recurrent|Rwkv|RWKV|LinearAttention|LightningAttention|RgLru|"

@@ -14,8 +14,8 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.kernels import VarlenCall
-from pl_grouprl.attention.rule import AttentionRule
+from pl_grouprl.attention.backends.kernels import VarlenCall
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 Index = slice | Tensor

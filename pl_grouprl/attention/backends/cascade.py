@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.cascade_plan import CascadePlan, Index, longest_block, plan_cascade
-from pl_grouprl.attention.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenKernel
-from pl_grouprl.attention.rule import AttentionRule
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.cascade_plan import CascadePlan, Index, longest_block, plan_cascade
+from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenKernel
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 MAX_CUDA_HEAD_SIZE = 256

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.rule import AttentionRule, visibility_function
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.rule import AttentionRule, visibility_function
 from pl_grouprl.packing import SharedPrefixLayout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.kernels.call import VarlenCall
+from pl_grouprl.attention.backends.kernels.call import VarlenCall
 
 
 class CUDAKernel:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pl_grouprl.attention.backend import Backend
-from pl_grouprl.attention.cascade import CASCADE, has_fast_kernel
-from pl_grouprl.attention.flex import FLEX
-from pl_grouprl.attention.prefix_grouper import PREFIX_GROUPER
-from pl_grouprl.attention.reference import REFERENCE
-from pl_grouprl.attention.rule import AttentionRule
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.cascade import CASCADE, has_fast_kernel
+from pl_grouprl.attention.backends.flex import FLEX
+from pl_grouprl.attention.backends.prefix_grouper import PREFIX_GROUPER
+from pl_grouprl.attention.backends.reference import REFERENCE
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.kernels.call import VarlenCall
-from pl_grouprl.attention.kernels.runs import Block, dense_blocks
+from pl_grouprl.attention.backends.kernels.call import VarlenCall
+from pl_grouprl.attention.backends.kernels.runs import Block, dense_blocks
 
 MOST_SCORES = 2**24
 """About how many scores exist at once."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.kernels.call import VarlenCall
-from pl_grouprl.attention.kernels.runs import Block, dense_blocks
+from pl_grouprl.attention.backends.kernels.call import VarlenCall
+from pl_grouprl.attention.backends.kernels.runs import Block, dense_blocks
 
 
 class CPUKernel:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.kernels.call import VarlenCall
+from pl_grouprl.attention.backends.kernels.call import VarlenCall
 
 SHORT = 128
 """Runs of up to this many queries are padded and run as one batch per size."""
