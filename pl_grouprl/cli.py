@@ -110,6 +110,7 @@ def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
         import torch
 
         checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+        model.on_load_checkpoint(checkpoint)  # as Lightning does: refuses one of another base or adapter
         model.load_state_dict(checkpoint["state_dict"])
     policy = getattr(model, "policy", None)
     if policy is None:

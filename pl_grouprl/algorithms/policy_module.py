@@ -14,8 +14,10 @@ from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
-from pl_grouprl.attention.choice import get_backend
+from pl_grouprl.algorithms.resume import compare_adapters
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
+from pl_grouprl.models.adapters import adapter_options
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
@@ -306,6 +308,7 @@ class PolicyModule(pl.LightningModule):
         checkpoint["pl_grouprl"] = {
             "nonfinite_steps": self.nonfinite_steps,
             "reference_fingerprint": self._reference_fingerprint,
+            "adapters": self._adapter_options(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -313,7 +316,7 @@ class PolicyModule(pl.LightningModule):
 
         Raises:
             ValueError: If the source no longer gives the weights that are no part of the checkpoint: the reference's,
-                or those under an adapter.
+                or those under an adapter; or if the adapters have other options.
         """
         state = checkpoint.get("pl_grouprl", {})
         self.nonfinite_steps = state.get("nonfinite_steps", 0)
@@ -324,6 +327,12 @@ class PolicyModule(pl.LightningModule):
                 f"checkpoint was trained with ({then}), so the reference, or the base of its adapter, would differ; "
                 "restore it or start a new run."
             )
+        compare_adapters(state.get("adapters", {}), self._adapter_options())
+
+    def _adapter_options(self) -> dict[str, dict[str, Any]]:
+        """Those of each part that is trained; none before the models are loaded."""
+        parts = {} if self.policy is None else self.optimized_parts()
+        return {name: adapter_options(part) for name, (part, _) in parts.items()}
 
 
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:

@@ -63,6 +63,30 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
     return buffer
 
 
+def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
+    """Refuse adapters that act otherwise than the checkpoint's, though their weights may have the same shapes.
+
+    Args:
+        then: In the checkpoint, by the part that has them (`policy`, `critic`), as `adapter_options` gives them.
+        now: The same of this run. Parts that are in one of both alone are left out.
+
+    Raises:
+        ValueError: If an option differs.
+    """
+    for part in (part for part in then if part in now):
+        before, after = then[part], now[part]
+        differing = [
+            f"{name} is {after.get(name)!r} (there {before.get(name)!r})"
+            for name in sorted(before.keys() | after.keys())
+            if before.get(name) != after.get(name)
+        ]
+        if differing:
+            raise ValueError(
+                f"the {part} has another adapter than in the checkpoint: {', '.join(differing)}; restore its options, "
+                "or start a new run."
+            )
+
+
 def compare_options(then: dict[str, Any], now: dict[str, Any], *, amid_rollouts: bool) -> None:
     """Refuse other options than the checkpoint's amid rollouts; elsewhere warn of them.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
+
+_ACTING_OPTIONS = {"alpha": "lora_alpha"} | {
+    name: name for name in ("r", "use_rslora", "use_dora", "target_modules", "rank_pattern", "alpha_pattern")
+}
+"""Our name and PEFT's of what decides how an adapter acts."""
 
 _KEY_PREFIX = "base_model.model."
 """What PEFT's files put in front of the names of a model's modules."""
@@ -57,8 +64,8 @@ class LoRAOptions:
         owner = type(self).__name__
         optional.require(optional.PEFT_AVAILABLE, owner, "lora")
         checks = {
-            "r": (self.r >= 1, "at least 1"),
-            "alpha": (self.alpha > 0, "larger than 0"),
+            "r": (isinstance(self.r, int) and self.r >= 1, "an integer of at least 1"),
+            "alpha": (0 < self.alpha < math.inf, "larger than 0, and finite"),
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "target_modules": (bool(self.target_modules), "'all-linear' or names of layers"),
         }
@@ -80,7 +87,8 @@ class LoRAOptions:
         """
         from peft import LoraConfig
 
-        chosen = _chosen_layers(model, self.target_modules, type(self).__name__)
+        argument = f"{type(self).__name__}.target_modules={self.target_modules!r}"
+        chosen = _chosen_layers(model, self.target_modules, argument)
         config = LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
@@ -90,12 +98,12 @@ class LoRAOptions:
             use_rslora=self.use_rslora,
             **options,
         )
-        inject(config, model, name, seed=self.seed)
+        inject(config, model, name, seed=self.seed, argument=argument)
         layers = set(adapter_layers(model))
         taken = {own for own, module in model.named_modules() if module in layers}
         if chosen is not None and taken != chosen:
             raise ValueError(
-                f"{type(self).__name__}.target_modules={self.target_modules!r} stands for {len(chosen)} layers of "
+                f"{argument} stands for {len(chosen)} layers of "
                 f"{type(model).__name__}, but PEFT takes other places for some, such as {min(taken ^ chosen)!r}: it "
                 "reads the names of an expert's layers as the parameters that all experts are in. Leave those names "
                 "out, or pass a regular expression to mean the experts."
@@ -138,7 +146,8 @@ class LoRAAdapter(LoRAOptions):
         if self.path is None:
             self.put_on(model, "default", task_type="CAUSAL_LM")
         else:
-            inject(self._saved_config(self.path), model, "default", seed=self.seed)
+            config, argument = self._saved_config(self.path), f"the adapter of path={self.path!r}"
+            inject(config, model, "default", seed=self.seed, argument=argument)
             _load_weights(model, self.path, "default")
         return model
 
@@ -161,7 +170,26 @@ class LoRAAdapter(LoRAOptions):
         return config
 
 
-def inject(config: LoraConfig, model: Any, name: str, *, seed: int) -> None:
+def adapter_options(model: nn.Module) -> dict[str, Any]:
+    """What decides how a model's adapters act, beside their weights, as plain values.
+
+    Args:
+        model: Of any kind; one without adapters has no options.
+
+    Returns:
+        By `<name of the adapter>.<option>`: those of `LoRAOptions` that are not of the training alone, and PEFT's
+        exceptions from them for single layers. The names of layers are in order, `all-linear` is spelled out.
+    """
+    configs: Any = next((own.peft_config for own in model.modules() if "peft_config" in vars(own)), {})
+    return {
+        f"{name}.{option}": sorted(value) if isinstance(value, set | list) else value
+        for name, config in configs.items()
+        for option, attribute in _ACTING_OPTIONS.items()
+        if (value := getattr(config, attribute, None)) not in (None, {})
+    }
+
+
+def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: str) -> None:
     """Put new adapter layers into a transformers model, in place, and freeze all else.
 
     The new weights are float32 (or wider) whatever the model's dtype, the same on every rank, and draw nothing from
@@ -172,10 +200,11 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int) -> None:
         model: A transformers model, with or without a head.
         name: Of the adapter.
         seed: Of its weights.
+        argument: What names the layers, for errors.
 
     Raises:
-        ValueError: If the model has adapters already, or one would be on weights that another module has too: merged,
-            it would change both.
+        ValueError: If the model has adapters already, no layer has one of the names or one takes no adapter, or one
+            would be on weights that another module has too: merged, it would change both.
     """
     if has_adapters(model):
         raise ValueError(
@@ -187,7 +216,10 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int) -> None:
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT2's transposed layers, which PEFT handles
         warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # refused below, where it matters
         torch.manual_seed(derive_seed(f"{name} adapters", seed))
-        model.add_adapter(config, name)
+        try:
+            model.add_adapter(config, name)
+        except (ValueError, re.error) as error:
+            _refuse_places(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
     for parameter in model.parameters():
         if parameter.requires_grad:  # PEFT makes them in the base weights' dtype, too coarse to be trained
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -213,7 +245,7 @@ def _refuse_tied(model: nn.Module, parameter: nn.Parameter, owners: list[str]) -
             )
 
 
-def _chosen_layers(model: Any, asked: str | list[str], owner: str) -> set[str] | None:
+def _chosen_layers(model: Any, asked: str | list[str], argument: str) -> set[str] | None:
     """Names of the layers that are to get an adapter; None for a regular expression, which PEFT reads itself."""
     if isinstance(asked, str) and asked != ALL_LINEAR:
         return None
@@ -222,9 +254,12 @@ def _chosen_layers(model: Any, asked: str | list[str], owner: str) -> set[str] |
         chosen = {name for name, module in model.named_modules() if module in inside and _is_linear(module)}
     else:
         names = {name: module in inside for name, module in model.named_modules() if name}
-        chosen = {found for target in asked for found in _find(names, target, owner)}
+        found = {target: _find(names, target) for target in asked}
+        if missing := [target for target in asked if not found[target]]:
+            _refuse_places(argument, f"no layer of {type(model).__name__} has the name {missing[0]!r}")
+        chosen = {name for own in found.values() for name in own}
     if not chosen:
-        raise ValueError(f"{type(find_decoder(model)).__name__} has no linear layers, so {owner} finds no place.")
+        _refuse_places(argument, f"{type(find_decoder(model)).__name__} has no linear layers")
     return chosen
 
 
@@ -238,12 +273,17 @@ def _shortest_names(model: nn.Module, chosen: set[str]) -> list[str]:
     return sorted(ends if matched == chosen else chosen)
 
 
-def _find(names: dict[str, bool], target: str, owner: str) -> list[str]:
+def _find(names: dict[str, bool], target: str) -> list[str]:
     """Modules whose names end in a target: those of the decoder, and where there are none those elsewhere."""
     found = [name for name in names if name == target or name.endswith(f".{target}")]
-    if not found:
-        raise ValueError(f"{owner}.target_modules has {target!r}, but no layer of the model has that name.")
     return [name for name in found if names[name]] or found
+
+
+def _refuse_places(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
+    raise ValueError(
+        f"{argument} finds no place: {reason}. target_modules are 'all-linear', a list of ends of names of linear "
+        "layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), on the model that they belong to."
+    ) from error
 
 
 def _is_linear(module: nn.Module) -> bool:

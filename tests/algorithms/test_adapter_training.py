@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
+from pl_grouprl.data import MostFrequentDigit
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, SharedTrunkCritic, rollout_logprobs
 from pl_grouprl.models.adapter_layers import adapters_off
 from pl_grouprl.models.lora_critic import LoRACritic
@@ -173,6 +174,48 @@ def test_another_base_is_noticed(make_module, make_data, make_trainer, adapted, 
     other = make_module(policy=adapted(seed=1))
     with pytest.raises(ValueError, match=r"gives another model .* or the base of its adapter, would differ"):
         make_trainer(max_steps=2).fit(other, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
+
+
+OTHERS = {
+    "alpha": ({"adapter": LoRAAdapter(r=4, alpha=64)}, r"policy .*: default.alpha is 64 \(there 16\); restore"),
+    "rslora": ({"adapter": LoRAAdapter(r=4, alpha=16, use_rslora=True)}, r"default.use_rslora is True \(there False\)"),
+    "dora": ({"adapter": DORA}, r"default.use_dora is True \(there False\)"),
+    "rank": ({"adapter": LoRAAdapter(r=8, alpha=16)}, r"default.r is 8 \(there 4\)"),
+    "layers": (
+        {"adapter": LoRAAdapter(r=4, alpha=16, target_modules=["q_proj"])},
+        r"default.target_modules is \['q_proj'\] \(there \['down_proj', .*\]\)",
+    ),
+    "several": (
+        {"by_peft": True},
+        r"default.alpha is 8 \(there 16\), default.target_modules is \['q_proj', 'up_proj'\]",
+    ),
+    "critic": ({"critic": LoRACritic(r=4, alpha=8)}, r"critic .*: critic.alpha is 8 \(there 32\); restore"),
+    "no critic's": ({"critic": PolicyCopyCritic()}, r"critic .*: critic.alpha is None \(there 32\), critic.r is None"),
+}
+
+
+def test_a_checkpoint_is_for_adapters_of_the_same_options(make_module, make_data, make_trainer, adapted, tmp_path):
+    """Weights of the same shapes act otherwise under another alpha: nothing else would notice."""
+
+    def ppo(critic=LoRACritic(r=4), **options):  # noqa: B008
+        return make_module(PPO, policy=adapted(**options), critic=critic)
+
+    make_trainer(max_steps=1, callbacks=[saving(tmp_path)]).fit(ppo(), make_data())
+    data = make_data(val=True, test=MostFrequentDigit(prompt_length=20, train_size=4, val_size=4))
+    for name, (options, difference) in OTHERS.items():
+        for stage in ("fit", "validate", "test") if name == "alpha" else ("validate",):
+            more = {"weights_only": True} if stage == "fit" else {}
+            with pytest.raises(ValueError, match=difference):
+                getattr(make_trainer(), stage)(
+                    ppo(**options), datamodule=data, ckpt_path=tmp_path / "step=1.ckpt", **more
+                )
+
+
+def test_what_trains_the_adapter_may_be_another(make_module, make_data, make_trainer, adapted, tmp_path):
+    """Dropout is an option of the training, and the seed is of weights that the checkpoint replaces."""
+    make_trainer(max_steps=1, callbacks=[saving(tmp_path)]).fit(make_module(policy=adapted()), make_data())
+    other = make_module(policy=adapted(LoRAAdapter(r=4, alpha=16, dropout=0.1, seed=3)))
+    make_trainer(max_steps=2).fit(other, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 
 
 def test_ppo_with_a_critic_beside_an_adapted_policy(make_module, make_data, make_trainer, adapted, history):

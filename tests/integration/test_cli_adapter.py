@@ -78,6 +78,21 @@ def test_its_checkpoint_is_used(config, command):
     main([command, "--config", str(config), "--ckpt_path", "last", *more])
 
 
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ("policy.init_args.adapter.alpha=64", r"policy .*: default.alpha is 64 \(there 8\)"),
+        ("critic.init_args.alpha=64", r"critic .*: critic.alpha is 64 \(there 32\)"),
+        ("policy.init_args.steps=3", "gives another model"),
+    ],
+)
+@pytest.mark.parametrize("command", ["parity", "validate"])
+def test_a_checkpoint_of_another_base_or_adapter_is_refused(config, tmp_path, command, other, difference):
+    options = [f"--model.init_args.{other}", "--model.init_args.policy.init_args.cache_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match=difference):
+        main([command, "--config", str(config), "--ckpt_path", "last", *options])
+
+
 def test_a_pretrained_policy_with_an_adapter(config, capsys, tmp_path):
     run = config.parent / "runs" / "version_0"
     (base,) = (config.parent / "cache").iterdir()

@@ -1,5 +1,8 @@
 """The adapter option: where the layers go, what is trained, the same on every rank; saved adapters to start from."""
 
+import math
+import re
+
 import pytest
 import torch
 from helpers.tiny_models import FAMILIES, random_groups, tiny_model
@@ -84,15 +87,30 @@ def test_options():
     assert layer.lora_dropout["default"].p == 0.5
     stable = LoRAAdapter(r=4, alpha=6, use_rslora=True).add_to(tiny_model("llama"))
     assert stable.model.layers[0].self_attn.q_proj.scaling["default"] == 3.0  # 6 / sqrt(4)
-    for name, wrong in {"r": 0, "alpha": 0, "dropout": 1.0, "target_modules": []}.items():
-        with pytest.raises(ValueError, match=rf"LoRAAdapter.{name} is .*; it must be"):
-            LoRAAdapter(**{name: wrong})
-    with pytest.raises(ValueError, match=r"target_modules has 'nowhere', but no layer"):
-        LoRAAdapter(target_modules=["q_proj", "nowhere"]).add_to(tiny_model("llama"))
-    with pytest.raises(ValueError, match="nowhere"):
-        LoRAAdapter(target_modules=".*nowhere").add_to(tiny_model("llama"))
     with pytest.raises(ValueError, match="has adapters already"):
         LoRAAdapter().add_to(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("r", 0), ("r", 4.5), ("r", 8.0), ("alpha", 0), ("alpha", math.inf), ("dropout", 1.0), ("target_modules", [])],
+)
+def test_options_out_of_range(name, wrong):
+    with pytest.raises(ValueError, match=rf"LoRAAdapter.{name} is {re.escape(repr(wrong))}; it must be"):
+        LoRAAdapter(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["q_proj", ".*nowhere", "(", ["q_proj", "nowhere"], ["mlp"], r".*\.mlp", ["layers.0.input_layernorm"]],
+    ids=str,
+)
+def test_layers_that_there_are_not_or_that_take_no_adapter(wrong):
+    asked = rf"LoRAAdapter.target_modules={re.escape(repr(wrong))}"
+    with pytest.raises(
+        ValueError, match=rf"(?s){asked} finds no place: .* a list of ends of names .* or a regular expression"
+    ):
+        LoRAAdapter(target_modules=wrong).add_to(tiny_model("llama"))
 
 
 def test_weights_that_two_modules_share_get_no_adapter():
