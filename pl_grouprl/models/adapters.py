@@ -110,6 +110,10 @@ class LoRAOptions:
             )
 
 
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
+"""PEFT's ways to begin an adapter that rewrite the weights under it."""
+
+
 @dataclass(frozen=True)
 class LoRAAdapter(LoRAOptions):
     """The adapter of a policy: what is trained in the place of its weights.
@@ -158,6 +162,17 @@ class LoRAAdapter(LoRAOptions):
         if not isinstance(config, LoraConfig):
             raise ValueError(f"adapter path {path!r} holds a {config.peft_type} adapter; pass one of LoRA or DoRA.")
         config.inference_mode = False
+        if str(config.init_lora_weights).startswith(_CHANGES_BASE):  # pissa_niter_16 is one of them
+            raise ValueError(
+                f"the adapter of path {path!r} was made with init_lora_weights={config.init_lora_weights!r}, which "
+                "changes the weights under it, so the base would be no reference; convert it to an ordinary LoRA "
+                "(path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge it into its model."
+            )
+        if config.trainable_token_indices is not None:
+            raise ValueError(
+                f"the adapter of path {path!r} trains token embeddings (trainable_token_indices), which cannot be "
+                "merged or taken off again; pass an adapter without them."
+            )
         names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
         for field in fields(LoRAOptions):
             own, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)

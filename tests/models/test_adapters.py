@@ -233,3 +233,19 @@ def test_without_peft_the_constructor_says_what_to_install(monkeypatch):
     monkeypatch.setattr(optional, "PEFT_AVAILABLE", False)
     with pytest.raises(ModuleNotFoundError, match=r"LoRAAdapter needs an optional package; .*'pl-grouprl\[lora\]'"):
         LoRAAdapter()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("init_lora_weights", "pissa_niter_16", "init_lora_weights='pissa_niter_16', which changes the weights"),
+        ("init_lora_weights", "olora", "so the base would be no reference"),
+        ("trainable_token_indices", [1, 2], "trains token embeddings"),
+    ],
+)
+def test_a_saved_adapter_that_changes_more_than_it_adds_is_refused(tmp_path, option, value, message):
+    from peft import LoraConfig
+
+    LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **{option: value}).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))
