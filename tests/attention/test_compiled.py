@@ -68,7 +68,12 @@ def step(model, groups, sharing="shared"):
     return logprobs.detach(), grads
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ALWAYS = ("qwen3", "gemma2", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_twenty_layouts_take_few_compilations(family):
     model = noisy_model(family, **FAMILIES[family])
     layouts = list(random_layouts(20))
