@@ -195,7 +195,8 @@ class CriticUpdate:
             self.loss = self.models.descend("critic", loss)
 
     def count_tokens(self) -> int:
-        """Run once, and return how many tokens went through the critic's trunk, padding included."""
+        """Run a second time, and return how many tokens went through the critic's trunk, padding included."""
+        self.run()  # the first time, a few tokens more are run to look at the model
         counts: list[int] = []
 
         def count(trunk: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pl_grouprl.attention import check_supported, find_decoder, shared_prefix
+from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.probe import check_causal, check_score_head
@@ -167,7 +167,8 @@ class ModelReward:
 
     def _check_model(self, model: Any, head: nn.Linear) -> None:
         if self.sharing == "shared":
-            check_supported(model)
+            with shared_prefix(model, self.attention_backend):  # looks at the model, once
+                pass
         check_score_head(model, head, repr(self))
         if self.sharing == "shared":
             check_causal(find_decoder(model), repr(self))
