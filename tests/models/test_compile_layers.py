@@ -110,6 +110,7 @@ def test_grpo_with_shared_prefixes(folder, graphs, tmp_path):
     torch.testing.assert_close(dict(exported), dict(found[0].policy.state_dict()), atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_grpo_with_repeated_prefixes(folder, graphs, tmp_path):
     options = {"num_iterations": 2, "sharing": "repeated"}
     expected = fit(PretrainedPolicy(folder), tmp_path, **options)
@@ -118,6 +119,7 @@ def test_grpo_with_repeated_prefixes(folder, graphs, tmp_path):
     assert 1 <= len(graphs) <= 3
 
 
+@pytest.mark.slow
 def test_grpo_with_an_adapter(folder, graphs, tmp_path):
     """With the adapter on and off."""
     options = {"adapter": LoRAAdapter(r=4), "gradient_checkpointing": True}
