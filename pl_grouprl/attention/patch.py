@@ -288,8 +288,13 @@ class SharedPrefix:
 
     def _look_at_structure(self) -> None:
         """Run a few tokens both ways, once per decoder and backend; nobody hears of these calls."""
+        outer = _IN_FORCE[self.decoder][0]
+        if outer is not self:  # which has looked already, and whose backend runs the calls
+            self.layers, self._positions_are_relative = outer.layers, outer._positions_are_relative
+            return
         seen = _SEEN.setdefault(self.decoder, {})
-        built_of = (self.backend, *map(id, self.decoder.modules()))  # a layer that was exchanged is looked at again
+        # A layer that was exchanged is looked at again.
+        built_of = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
         if built_of not in seen:
             listeners, self.listeners, paused, self.paused = self.listeners, [], self.paused, True
             last_call = self.last_call

@@ -325,3 +325,14 @@ def test_a_model_pickled_inside_is_unpatched():
     with shared_prefix(model):
         twin = pickle.loads(pickle.dumps(model))
     assert torch.equal(twin(rows, attention_mask=mask).logits, expected)
+
+
+def test_an_inner_context_takes_over_what_the_outer_one_has_seen():
+    model, heard = tiny_model("gemma2", sliding_window=8), []
+    with shared_prefix(model, min_saved_tokens=1) as outer:
+        outer.listeners.append(heard.append)
+        with shared_prefix(model, "reference") as inner:
+            assert inner.layers == outer.layers
+        assert heard == []
+    with shared_prefix(model, "reference") as alone:  # not taken as seen by having been inside
+        assert {ran for ran, _ in alone.layers.values()} == {"reference"}
