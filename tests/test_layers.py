@@ -13,6 +13,7 @@ LAYERS = [
     {"attention"},
     {"models"},
     {"rewards", "rollout", "data"},
+    {"strategies"},
     {"algorithms"},
     {"callbacks"},
     {"cli"},
