@@ -1,0 +1,61 @@
+"""Where the time of a training step goes: parts that add up to the whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StepClock:
+    """Charges every moment of a step to one part: the innermost that is running, or `other` where none is.
+
+    A part that is entered inside another stops the outer one meanwhile, so no time counts twice, and the parts add up
+    to the step whatever calls whatever. The clock is monotonic. It belongs to the main thread.
+
+    Time counts when it is charged, which `enter`, `leave` and `mark` do. What passes after the last of them is in no
+    part: a step that ends with a `mark` leaves out what callbacks do behind it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step. Parts of earlier steps are known still, with 0 seconds."""
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._running = ["other"]
+        self._charged_until = time.perf_counter()
+
+    def enter(self, name: str) -> None:
+        """Begin a part; `part` does so for a block of code."""
+        self.mark()
+        self._running.append(name)
+        self._seconds.setdefault(name, 0.0)
+
+    def leave(self) -> None:
+        """End the part that was entered last."""
+        self.mark()
+        self._running.pop()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Charge what runs inside to a part."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def mark(self) -> None:
+        """Charge the time until now to the part that is running; it goes on running."""
+        now = time.perf_counter()
+        name = self._running[-1]
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._charged_until
+        self._charged_until = now
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part of the present step, `other` and their sum `step` among them."""
+        parts = {"other": 0.0} | self._seconds
+        return parts | {"step": sum(parts.values())}
