@@ -1,19 +1,27 @@
 """Packed rows: which tokens share a prefix, and how groups of rollouts are laid out for one decoder call."""
 
+from pl_grouprl.packing.balance import balance, imbalance
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.cost import ModelCost
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
 from pl_grouprl.packing.repeat import repeat_rows
+from pl_grouprl.packing.rows import RowPlan, SplitGroup, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.shorten import ShortenedGroups, shorten
 
 __all__ = [
     "ModelCost",
+    "RowPlan",
     "ScoringBatch",
     "Segment",
     "SharedPrefixLayout",
     "Sharing",
     "ShortenedGroups",
+    "SplitGroup",
+    "balance",
+    "imbalance",
     "pack",
+    "plan_repeated_rows",
+    "plan_rows",
     "repeat_rows",
     "shorten",
 ]
