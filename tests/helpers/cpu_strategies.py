@@ -1,0 +1,51 @@
+"""FSDPStrategy and DeepSpeedStrategy on gloo ranks: Lightning refuses both on CPU, these skip that check alone."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+
+class CPUFSDPStrategy(FSDPStrategy):
+    """FSDP1 with flat parameters in main memory. Checkpoints must be sharded (`state_dict_type='sharded'`)."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=self.sharding_strategy,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
+
+
+class CPUDeepSpeedStrategy(DeepSpeedStrategy):
+    """ZeRO of two gloo ranks. Needs ninja and g++ at first use."""
+
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()  # without the check of the accelerator's type
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        import deepspeed
+
+        engine, optimizer, *_ = deepspeed.initialize(
+            args=Namespace(device_rank=self.local_rank),  # a whole device's index would be that of a GPU
+            model=model,
+            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            config=self.config,
+            dist_init_required=False,
+        )
+        return engine, optimizer
