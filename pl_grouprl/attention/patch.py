@@ -23,6 +23,7 @@ from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, pads_left, share_rows, unsharable
+from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
 from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, install, stateful_mixers
 from pl_grouprl.attention.structure import check_structure
 from pl_grouprl.attention.support import (
@@ -163,10 +164,7 @@ class SharedPrefix:
             kwargs["past_key_values"].get_seq_length()  # raises
         if layout is not None:
             check_packed_row(kwargs, layout)
-            kwargs |= self._packed_row(kwargs, layout)
-            self._report(kwargs, layout)
-            start_packed_masks(layout)
-            return (), kwargs
+            return (), self._start_packed_row(kwargs, layout)
         if self.paused:
             return (), kwargs
         shared = self._share(decoder, kwargs, group_ids)
@@ -217,10 +215,17 @@ class SharedPrefix:
                 f"{', '.join(media)} without position_ids: {type(backbone).__name__} would count positions "
                 "along the packed row; pass those of pl_grouprl.models.media, or score with pl_grouprl.models.score."
             )
+        return (), self._start_packed_row(kwargs, layout)
+
+    def _start_packed_row(self, kwargs: dict[str, Any], layout: SharedPrefixLayout) -> dict[str, Any]:
+        """Arguments of the call on a row that the caller has packed, or on this rank's part of it."""
+        group = kwargs.pop("sequence_group", None)
         kwargs |= self._packed_row(kwargs, layout)
         self._report(kwargs, layout)
-        start_packed_masks(layout)
-        return (), kwargs
+        if group is not None:
+            kwargs |= shard_call(self.model, kwargs, group)
+        start_packed_masks(kwargs["prefix_layout"].layout)
+        return kwargs
 
     def _look_at_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
@@ -270,6 +275,8 @@ class SharedPrefix:
         if not isinstance(call, _OwnCall) or call.owner is not self:
             return None
         self._account_for_layers(decoder, call)
+        if call.shards is not None:
+            output = gather_output(output, call.shards)
         if call.expects_cache and isinstance(output, dict):
             output["past_key_values"] = _NoCache()
         return output if call.rows is None else _hand_back(output, call.rows)

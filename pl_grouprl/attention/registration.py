@@ -21,6 +21,7 @@ from pl_grouprl.attention.compiled import attend_compiled
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
 from pl_grouprl.attention.row_scale import rescale_by_position, scales_by_row
+from pl_grouprl.attention.row_shards import RowShards
 from pl_grouprl.packing import SharedPrefixLayout
 
 _WITHOUT_EFFECT = {
@@ -40,12 +41,14 @@ class LayoutCall:
         reached: Identities of the modules that mixed tokens by it: attention, and layers with a state.
         ran: Of each of those the kind of layer and what ran it.
         only: The kind of layer that the chosen backend runs, other attention runs the `reference`; None is any.
+        shards: How the row lies on several ranks; None where this one has all of it.
     """
 
     layout: SharedPrefixLayout
     reached: set[int] = field(default_factory=set)
     ran: dict[int, tuple[str, str]] = field(default_factory=dict)
     only: str | None = None
+    shards: RowShards | None = None
     _rules: dict[tuple[int, ...], tuple[Tensor, MaskRule | None]] = field(default_factory=dict, repr=False)
 
     def mask_rule(self, mask: Any) -> MaskRule | None:
@@ -103,6 +106,10 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
         options = _options_of_layer(module, query, kwargs)
         query, key, value = _same_dtype(query, key, value)
         if torch.compiler.is_compiling():
+            if prefix_layout.shards is not None:
+                raise NotImplementedError(
+                    "compiled layers do not run with sequence_parallel_size; leave out compile_layers."
+                )
             if scales_by_row(module):
                 raise NotImplementedError(
                     f"{type(module).__name__} scales queries by their place in the row, which is put right outside "
@@ -132,6 +139,9 @@ def _attend_packed(
     mask = call.mask_rule(attention_mask)
     if mask is None:
         raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
+    if call.shards is not None:
+        query, key, value = call.shards.to_heads(query, key, value)
+        options = options._replace(sinks_H=call.shards.own_heads(options.sinks_H))
     rule = options.rule(mask, call.layout)
     kind, rule = rule.kind, rule.narrowed(call.layout)
     call.reached.add(id(module))
@@ -142,7 +152,8 @@ def _attend_packed(
     elif backend.name == "auto":
         backend = choose(query, key, value, rule)
     call.ran[id(module)] = (kind, backend.name)
-    return backend(query, key, value, call.layout, rule)
+    attended = backend(query, key, value, call.layout, rule)
+    return attended if call.shards is None else call.shards.to_tokens(attended)
 
 
 def _checked(attention_mask: Tensor | None) -> Tensor:

@@ -1,0 +1,188 @@
+"""A decoder's call on the peers of a sequence group: the row padded and cut before it, put together behind it.
+
+The peers of a group run the same packed row at the same time, each the decoder on its own tokens (`row_shards`). All
+get the hidden states of the whole row, so each computes the whole loss of the row. **Each counts that loss 1 / s**:
+then the gradients of all ranks add up to those of one process, of the decoder (each peer has the part of its tokens)
+and of what is behind it (each peer has 1 / s of all of it).
+
+Legend: T packed tokens, t = ceil(T / s) tokens of a peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pl_grouprl.attention.registration import LayoutCall
+from pl_grouprl.attention.row_scale import scales_by_row
+from pl_grouprl.attention.row_shards import RowShards, check_heads
+from pl_grouprl.attention.state.stateful import stateful_mixers
+from pl_grouprl.attention.support import find_decoder, frequencies_move
+from pl_grouprl.packing import SharedPrefixLayout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
+
+_CUT = ("input_ids", "position_ids")
+"""Arguments with an entry for each token, along the last dimension, that are cut into those of the peers."""
+
+_PER_TOKEN = {"last_hidden_state": 1, "hidden_states": 1, "router_logits": 0}
+"""What a decoder returns for each token, and along which dimension."""
+
+
+def sequence_mesh(sequence_parallel_size: int, device_type: str) -> DeviceMesh:
+    """Arrange all ranks as (data, sequence): s consecutive ranks run one row. To be called by all ranks together.
+
+    It belongs to no strategy: parameters stay replicated or sharded over all ranks.
+
+    Args:
+        sequence_parallel_size: s, peers that run one row.
+        device_type: `cuda` or `cpu`.
+
+    Returns:
+        The mesh; `mesh.get_group("sequence")` is this rank's sequence group.
+
+    Raises:
+        ValueError: If s does not divide the number of ranks.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    check_sequence_parallel_size(sequence_parallel_size, num_ranks)
+    shape = (num_ranks // sequence_parallel_size, sequence_parallel_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "sequence"))
+
+
+def check_sequence_parallel_size(sequence_parallel_size: int, num_ranks: int) -> None:
+    """Refuse a size that does not divide the ranks.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    if sequence_parallel_size < 1 or num_ranks % sequence_parallel_size:
+        raise ValueError(
+            f"sequence_parallel_size={sequence_parallel_size} does not divide the {num_ranks} ranks of this run; "
+            "choose a divisor of devices times num_nodes."
+        )
+
+
+def check_sequence_parallel(model: PreTrainedModel, sequence_parallel_size: int) -> None:
+    """Refuse a model whose tokens cannot lie on several ranks; to be called at setup, and checked again at each call.
+
+    Raises:
+        NotImplementedError: If its layers carry a state, are compiled, or depend on the row in a way that is not cut.
+        ValueError: If s does not divide the query heads.
+    """
+    if sequence_parallel_size == 1:
+        return
+    decoder = find_decoder(model)
+    reason = _why_not(decoder)
+    if reason is not None:
+        raise NotImplementedError(
+            f"sequence_parallel_size={sequence_parallel_size} for {type(decoder).__name__}: {reason}; use "
+            "sequence_parallel_size=1."
+        )
+    num_heads = getattr(decoder.config, "num_attention_heads", None)
+    if isinstance(num_heads, int):
+        check_heads(num_heads, sequence_parallel_size)
+
+
+def _why_not(decoder: nn.Module) -> str | None:
+    stateful = sorted({type(mixer).__name__ for mixer in stateful_mixers(decoder)})
+    if stateful:
+        return f"the state of its layers {', '.join(stateful)} runs from token to token, over all ranks"
+    if any(scales_by_row(module) for module in decoder.modules()):
+        return "it scales queries by their place in the row, which is not that in a rank's part of it"
+    if frequencies_move(decoder):
+        return "its rotary frequencies depend on the largest position, which differs among the parts of a row"
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in decoder.modules()):
+        return "its layers are compiled, where tokens cannot be exchanged (compile_layers)"
+    return None
+
+
+def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
+    """Arguments that turn the decoder's call on a packed row into that on this peer's tokens of it.
+
+    Args:
+        model: What is called.
+        kwargs: Arguments of the whole row: `input_ids` [1, T], `position_ids` [1, T] or [kinds, 1, T], and a
+            `LayoutCall` as `prefix_layout`.
+        group: The sequence group. Each peer makes this call, with the same row.
+
+    Raises:
+        NotImplementedError: If the model or the arguments (images, embeddings) cannot be cut.
+        ValueError: If s does not divide the query heads.
+        RuntimeError: If the peers have different rows.
+    """
+    check_sequence_parallel(model, group.size())
+    call: LayoutCall = kwargs["prefix_layout"]
+    allowed = (*_CUT, "attention_mask")
+    whole = sorted(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in allowed)
+    if whole:
+        raise NotImplementedError(
+            f"sequence_parallel_size={group.size()} with {', '.join(whole)}: only rows of text are cut into parts; use "
+            "sequence_parallel_size=1."
+        )
+    shards = RowShards(group, call.layout.num_tokens)
+    _check_same_row(kwargs["input_ids"], call.layout, shards)
+    cut = {
+        name: nn.functional.pad(kwargs[name], (0, shards.num_filler))[..., shards.own_tokens]
+        for name in _CUT
+        if kwargs.get(name) is not None
+    }
+    mask = torch.ones_like(cut["input_ids"], dtype=torch.long)
+    return {
+        **cut,
+        "attention_mask": mask,
+        "prefix_layout": replace(call, layout=_with_filler(call.layout, shards.num_filler), shards=shards),
+    }
+
+
+def gather_output(output: Any, shards: RowShards) -> Any:
+    """Put what the decoder returns for this peer's tokens together with that of the others.
+
+    Raises:
+        NotImplementedError: If it returns something else.
+    """
+    for name, value in list(output.items()):
+        if name not in _PER_TOKEN:
+            raise NotImplementedError(
+                f"sequence_parallel_size={shards.num_peers}: {name} of a row that is cut into parts is not put "
+                "together; do not ask the decoder for it, or use sequence_parallel_size=1."
+            )
+        dim = _PER_TOKEN[name]
+        is_tensor = isinstance(value, Tensor)
+        output[name] = shards.gather(value, dim) if is_tensor else tuple(shards.gather(one, dim) for one in value)
+    return output
+
+
+def _with_filler(layout: SharedPrefixLayout, num_filler: int) -> SharedPrefixLayout:
+    """The layout with a root of so many tokens at its end, which nothing sees and nobody reads."""
+    if not num_filler:
+        return layout
+
+    def extended() -> SharedPrefixLayout:
+        lengths = [segment.length for segment in layout.segments]
+        parents = [segment.parent for segment in layout.segments]
+        return SharedPrefixLayout([*lengths, num_filler], [*parents, None])
+
+    return layout.memo(("filler", num_filler), extended)
+
+
+def _check_same_row(input_ids: Tensor, layout: SharedPrefixLayout, shards: RowShards) -> None:
+    """Compare numbers made of the row's layout and tokens: different rows would give wrong gradients silently."""
+    forest = tuple((s.length, -1 if s.parent is None else s.parent) for s in layout.segments)
+    places = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+    tokens = (input_ids.flatten() * places).sum()
+    own = torch.stack([torch.full_like(tokens, hash(forest)), tokens])
+    found = [torch.empty_like(own) for _ in range(shards.num_peers)]
+    dist.all_gather(found, own, group=shards.group)
+    if any(not torch.equal(other, own) for other in found):
+        raise RuntimeError(
+            f"the {shards.num_peers} ranks of a sequence group were given different rows; give each of them the rows "
+            "of all, in the same order."
+        )
