@@ -46,6 +46,13 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
             "would ignore the layout; score it inside `with shared_prefix(model):`, or pack with sharing='repeated'."
         )
     inputs = batch.model_inputs
+    if batch.sequence_group is not None:
+        if batch.sharing != "shared":
+            raise ValueError(
+                f"a batch with sharing={batch.sharing!r} is not run by several ranks together; pack it with "
+                "sharing='shared', or use sequence_parallel_size=1."
+            )
+        inputs = inputs | {"sequence_group": batch.sequence_group}
     if batch.media:
         check_media(model, batch)
         positions = media_position_ids(model, batch)

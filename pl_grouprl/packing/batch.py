@@ -39,6 +39,8 @@ class ScoringBatch:
         rollout_lengths: Response tokens of each of the B rollouts.
         layout: The forest of the groups, whichever way they are encoded.
         sharing: Which way that is.
+        sequence_group: The process group whose ranks run this row together, each of them with the same batch; None
+            where this rank runs it alone. See `attention.sequence_parallel`.
     """
 
     model_inputs: dict[str, Any]
@@ -50,6 +52,7 @@ class ScoringBatch:
     rollout_lengths: tuple[int, ...]
     layout: SharedPrefixLayout
     sharing: Sharing
+    sequence_group: Any = None
 
     @property
     def media(self) -> dict[str, Tensor]:
