@@ -1,6 +1,13 @@
 """Reward functions: TRL's and verl's signatures are accepted as they are."""
 
-from pl_grouprl.rewards.apply import Rewards, apply_rewards, check_columns, prepare_rewards
+from pl_grouprl.rewards.apply import (
+    PendingRewards,
+    Rewards,
+    apply_rewards,
+    check_columns,
+    prepare_rewards,
+    start_rewards,
+)
 from pl_grouprl.rewards.base import FunctionFromFile, RewardConfigurationError, RewardFunction, Weighted
 from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.exact_match import ExactMatch
@@ -9,6 +16,7 @@ from pl_grouprl.rewards.model_reward import ModelReward
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
 from pl_grouprl.rewards.overlong import OverlongPenalty
 from pl_grouprl.rewards.repetition import RepetitionPenalty
+from pl_grouprl.rewards.workers import RewardWorkers
 
 __all__ = [
     "CosineLengthReward",
@@ -18,12 +26,15 @@ __all__ = [
     "ModelReward",
     "NumericAnswer",
     "OverlongPenalty",
+    "PendingRewards",
     "RepetitionPenalty",
     "RewardConfigurationError",
     "RewardFunction",
+    "RewardWorkers",
     "Rewards",
     "Weighted",
     "apply_rewards",
     "check_columns",
     "prepare_rewards",
+    "start_rewards",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted
-from pl_grouprl.rewards.calls import score_all
+from pl_grouprl.rewards.calls import CallRunner, PendingScores
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
     Score,
@@ -63,39 +63,44 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
                 raise ValueError(f"{split}, prompt {number}: {error}") from error
 
 
-def apply_rewards(
+class PendingRewards:
+    """Rewards that are being computed; made by `start_rewards`."""
+
+    def __init__(
+        self, groups: Sequence[RolloutGroup], prepared: Sequence[PreparedReward], scores: PendingScores
+    ) -> None:
+        self._groups = groups
+        self._prepared = prepared
+        self._scores = scores
+
+    def wait(self) -> dict[str, float]:
+        """Run the functions that run on this thread, wait for the others, and write the rewards into the rollouts.
+
+        Call it once. Returns and raises what `apply_rewards` does.
+        """
+        scores = self._scores.wait()
+        rollouts = [rollout for group in self._groups for rollout in group.rollouts]
+        for index, rollout in enumerate(rollouts):
+            _write_reward(rollout, self._prepared, [own[index] for own in scores])
+        metrics: dict[str, float] = {}
+        for reward, own in zip(self._prepared, scores, strict=True):
+            metrics |= _metrics(f"rewards/{reward.name}", own)
+        return metrics
+
+
+def start_rewards(
     groups: Sequence[RolloutGroup],
     rewards: Rewards,
     *,
     tokenizer: Any = None,
     retries: int = 1,
     max_failed_share: float = 0.5,
-) -> dict[str, float]:
-    """Reward every rollout: sets `Rollout.rewards` (per function, unweighted) and `Rollout.reward`.
+    workers: CallRunner | None = None,
+) -> PendingRewards:
+    """Begin what `apply_rewards` does, and go on with something else: `wait` on the result finishes it.
 
-    The combined reward is the weighted sum over the functions that apply, where None means "does not apply". It is
-    None, and the rollout is not trained, if no function applies, or if one with a weight other than 0 raised or gave
-    NaN or infinity (of float32): the sum of the rest would not be comparable with the other rollouts of the group.
-
-    Args:
-        groups: Any number of groups of any size. Changed in place.
-        rewards: One reward function or several, weighted or not.
-        tokenizer: Decodes completions whose `text` is None (and sets it). May be left out if all have their text.
-        retries: How often a call that raised is repeated.
-        max_failed_share: Share of rollouts on which a function may raise or give no finite number before that is an
-            error, from 0 to 1.
-
-    Returns:
-        For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
-        are none), `/none` (rollouts to which it did not apply), `/invalid` (NaN, infinite, or the function raised),
-        and the mean of every other number that a verl function returned, as `rewards/{name}/{key}`. The keys of the
-        last kind depend on the data, so ranks may differ in them.
-
-    Raises:
-        ValueError: If a function returns the wrong type or length, or needs a column that the data lacks; if a text is
-            missing and there is no tokenizer.
-        RewardConfigurationError: If a function says that it cannot work as it is configured.
-        RuntimeError: If a function fails on more rollouts than allowed.
+    Coroutine functions, and all that runs in worker processes, begin here. Plain functions of this process run on the
+    thread that waits, when it waits. The rollouts must be left as they are until then.
     """
     if retries < 0:
         raise ValueError(f"retries is {retries}; it must be 0 or larger.")
@@ -104,14 +109,50 @@ def apply_rewards(
     prepared = prepare_rewards(rewards)
     _decode(groups, tokenizer)
     inputs = flatten_groups(groups)
-    scores = score_all(prepared, inputs, retries=retries, max_failed_share=max_failed_share)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    for index, rollout in enumerate(rollouts):
-        _write_reward(rollout, prepared, [own[index] for own in scores])
-    metrics: dict[str, float] = {}
-    for reward, own in zip(prepared, scores, strict=True):
-        metrics |= _metrics(f"rewards/{reward.name}", own)
-    return metrics
+    scores = PendingScores(prepared, inputs, retries=retries, max_failed_share=max_failed_share, workers=workers)
+    return PendingRewards(groups, prepared, scores)
+
+
+def apply_rewards(
+    groups: Sequence[RolloutGroup],
+    rewards: Rewards,
+    *,
+    tokenizer: Any = None,
+    retries: int = 1,
+    max_failed_share: float = 0.5,
+    workers: CallRunner | None = None,
+) -> dict[str, float]:
+    """Reward every rollout: sets `Rollout.rewards` (per function, unweighted) and `Rollout.reward`.
+
+    The combined reward is the weighted sum over the functions that apply, where None means "does not apply". It is
+    None, and the rollout is not trained, if no function applies, or if one with a weight other than 0 failed (raised,
+    took too long, or gave NaN or infinity of float32): the sum of the rest would not be comparable with the other
+    rollouts of the group.
+
+    Args:
+        groups: Any number of groups of any size. Changed in place.
+        rewards: One reward function or several, weighted or not.
+        tokenizer: Decodes completions whose `text` is None (and sets it). May be left out if all have their text.
+        retries: How often a call that raised is repeated.
+        max_failed_share: Share of rollouts on which a function may fail before that is an error, from 0 to 1.
+        workers: `RewardWorkers` made for the same rewards: functions run in its processes, side by side. None: in this
+            process, one after another.
+
+    Returns:
+        For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
+        are none), `/none` (rollouts to which it did not apply), `/invalid` (on which it failed), and the mean of every
+        other number that a verl function returned, as `rewards/{name}/{key}`. The keys of the last kind depend on the
+        data, so ranks may differ in them.
+
+    Raises:
+        ValueError: If a function returns the wrong type or length, or needs a column that the data lacks; if a text is
+            missing and there is no tokenizer.
+        RewardConfigurationError: If a function says that it cannot work as it is configured.
+        RuntimeError: If a function fails on more rollouts than allowed.
+    """
+    return start_rewards(
+        groups, rewards, tokenizer=tokenizer, retries=retries, max_failed_share=max_failed_share, workers=workers
+    ).wait()
 
 
 def _decode(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:

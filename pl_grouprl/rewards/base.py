@@ -30,7 +30,9 @@ one number or None per rollout::
     f(groups) -> list[list[float | None]]
 
 An object with a method `set_up()` has it called when a run is set up, and perhaps again: what must be loaded is then
-loaded, and refused, before the first rollout.
+loaded, and refused, before the first rollout. One with a true attribute `stays_in_process` is never sent to worker
+processes, nor is an `async` function; every other one must then give a group's rewards whatever the other groups are,
+since workers call it once per group.
 
 This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
 a YAML file would be refused for not naming them.

@@ -84,6 +84,7 @@ class PreparedReward:
         parameters: Names that the function takes; None if it takes any (`**kwargs`).
         required: Names without which it cannot be called.
         is_async: True for a coroutine function.
+        in_process: True where the function is never sent to a worker process: it is async, or says so itself.
     """
 
     function: RewardFunction
@@ -93,6 +94,7 @@ class PreparedReward:
     parameters: frozenset[str] | None
     required: frozenset[str]
     is_async: bool
+    in_process: bool
 
 
 def prepare_reward(weighted: Weighted) -> PreparedReward:
@@ -105,7 +107,7 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
         ValueError: If it is none of these.
     """
     function, name = weighted.function, weighted.name or ""
-    if isinstance(function, FunctionFromFile):
+    if isinstance(function, FunctionFromFile):  # called through it, since it can be pickled and the function cannot
         function = function.function
     try:
         signature = inspect.signature(function)
@@ -127,14 +129,16 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
             "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict (verl) or "
             "f(groups) -> list[list[float | None]]."
         )
+    is_async = _is_async(function)
     return PreparedReward(
-        function=function,
+        function=weighted.function,
         name=name,
         weight=weighted.weight,
         convention=convention,
         parameters=None if takes_any else frozenset(by_name),
         required=frozenset(key for key, parameter in by_name.items() if parameter.default is parameter.empty),
-        is_async=_is_async(function),
+        is_async=is_async,
+        in_process=is_async or getattr(function, "stays_in_process", False),
     )
 
 
@@ -163,22 +167,35 @@ def flatten_groups(groups: Sequence[RolloutGroup]) -> RewardInputs:
     )
 
 
-def call_units(reward: PreparedReward, inputs: RewardInputs) -> list[list[int]]:
-    """Return the rollouts of each call: one per call for verl's signature, all in one call for the others."""
+def call_units(reward: PreparedReward, inputs: RewardInputs, *, by_group: bool = False) -> list[list[int]]:
+    """Return the rollouts of each call.
+
+    Args:
+        reward: The function. verl's signature is called once per rollout.
+        inputs: All rollouts.
+        by_group: Call functions of the other signatures once per group, instead of once for all rollouts.
+    """
     everything = list(range(len(inputs.texts)))
     if not everything:
         return []
-    return [[index] for index in everything] if reward.convention == "verl" else [everything]
+    if reward.convention == "verl":
+        return [[index] for index in everything]
+    return _by_group(everything, inputs) if by_group else [everything]
 
 
 def smaller_units(reward: PreparedReward, unit: list[int], inputs: RewardInputs) -> list[list[int]]:
     """Divide a call that failed into one call per group, so that a single bad completion costs only its group."""
     if reward.convention == "verl":
         return []
-    by_group: dict[int, list[int]] = {}
+    parts = _by_group(unit, inputs)
+    return parts if len(parts) > 1 else []
+
+
+def _by_group(unit: list[int], inputs: RewardInputs) -> list[list[int]]:
+    parts: dict[int, list[int]] = {}
     for index in unit:
-        by_group.setdefault(inputs.groups[index], []).append(index)
-    return list(by_group.values()) if len(by_group) > 1 else []
+        parts.setdefault(inputs.groups[index], []).append(index)
+    return list(parts.values())
 
 
 def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
@@ -200,8 +217,13 @@ def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]
     return {key: value for key, value in available.items() if key in reward.parameters}
 
 
-def read_result(reward: PreparedReward, result: Any, unit: list[int], inputs: RewardInputs) -> list[Score]:
+def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int]) -> list[Score]:
     """Turn what a function returned into one score per rollout of the call.
+
+    Args:
+        reward: The function.
+        result: What it returned.
+        group_of: Which group each rollout of the call is from.
 
     Raises:
         ValueError: If it has the wrong type or length.
@@ -216,19 +238,19 @@ def read_result(reward: PreparedReward, result: Any, unit: list[int], inputs: Re
     if not isinstance(result, (list, tuple)):
         raise ValueError(
             f"Reward function {reward.name!r} returned {type(result).__name__} instead of a list; "
-            f"return one number or None per completion ({len(unit)} of them)."
+            f"return one number or None per completion ({len(group_of)} of them)."
         )
     if reward.convention == "groups":
-        result = _join_groups(reward, result, [inputs.groups[index] for index in unit])
-    if len(result) != len(unit):
+        result = _join_groups(reward, result, group_of)
+    if len(result) != len(group_of):
         raise ValueError(
-            f"Reward function {reward.name!r} returned {len(result)} rewards for {len(unit)} completions; "
+            f"Reward function {reward.name!r} returned {len(result)} rewards for {len(group_of)} completions; "
             "return one number or None per completion, in their order."
         )
     return [Score(_number(reward, value)) for value in result]
 
 
-def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: list[int]) -> list[Any]:
+def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
     """Check that there is one list per group and one entry per rollout in it; return the entries of all groups.
 
     Raises:

@@ -82,6 +82,11 @@ class CosineLengthReward:
                 "pass a function of completions, or add that reward beside this one."
             )
 
+    @property
+    def stays_in_process(self) -> bool:
+        """As `correct` does, unless it is only async."""
+        return self.correct.in_process and not self.correct.is_async
+
     def __call__(
         self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]
     ) -> list[float | None]:

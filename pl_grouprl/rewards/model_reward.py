@@ -54,6 +54,9 @@ class ModelReward:
         ValueError: If an option is out of range.
     """
 
+    stays_in_process = True
+    """Its model is loaded once per rank; workers would each load their own."""
+
     def __init__(
         self,
         model: Any,

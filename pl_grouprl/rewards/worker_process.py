@@ -1,0 +1,94 @@
+"""What runs in a reward worker: calls arrive on a pipe, scores go back as JSON.
+
+The process that trains sends pickles, which it made itself. What comes back is never unpickled: a reward function may
+be talked into much by the completions that it reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.rewards.calls import Call, Failure, Outcome, attempt
+from pl_grouprl.rewards.conventions import PreparedReward, Score
+
+
+class RemoteError(RuntimeError):
+    """An error of a worker, with its traceback as the text."""
+
+
+def run_worker(pipe: Connection, pickled: Mapping[str, bytes]) -> None:
+    """Serve calls on the main thread, where graders that use signals work, until the pipe is closed.
+
+    Args:
+        pipe: Where calls arrive and scores go.
+        pickled: The functions by name.
+    """
+    os.setsid()  # so that the functions' own processes are killed with this one
+    rewards: dict[str, PreparedReward] = {}
+    for name, data in pickled.items():
+        try:
+            rewards[name] = pickle.loads(data)  # noqa: S301 (made by the process that trains)
+            if callable(set_up := getattr(rewards[name].function, "set_up", None)):
+                set_up()
+        except Exception as error:
+            _send(pipe, {"configuration": _unloadable(name, error), "trace": traceback.format_exc()})
+            return
+    _send(pipe, {"scores": []})
+    while True:
+        try:
+            name, call = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
+        except EOFError:
+            return
+        _send(pipe, _serve(rewards[name], call))
+
+
+def read_answer(message: bytes) -> Outcome:
+    """Turn a worker's message into the outcome of the call.
+
+    Raises:
+        RewardConfigurationError: If the function cannot work as it is configured, or could not be loaded.
+        ValueError: If it returned the wrong type or length.
+    """
+    answer = json.loads(message)
+    if "scores" in answer:
+        return [Score(**fields) for fields in answer["scores"]]
+    cause = RemoteError(f"in a reward worker:\n{answer['trace']}")
+    if "raised" in answer:
+        return Failure(answer["raised"], cause)
+    if "configuration" in answer:
+        raise RewardConfigurationError(answer["configuration"]) from cause
+    raise ValueError(answer["result"]) from cause
+
+
+def _serve(reward: PreparedReward, call: Call) -> dict[str, Any]:
+    try:
+        outcome = attempt(reward, call)
+    except RewardConfigurationError as error:
+        return {"configuration": str(error), "trace": traceback.format_exc()}
+    except ValueError as error:  # of the wrong type or length
+        return {"result": str(error), "trace": traceback.format_exc()}
+    if isinstance(outcome, Failure):
+        assert outcome.error is not None
+        return {"raised": outcome.what, "trace": "".join(traceback.format_exception(outcome.error))}
+    return {"scores": [dataclasses.asdict(score) for score in outcome]}
+
+
+def _unloadable(name: str, error: BaseException) -> str:
+    if isinstance(error, RewardConfigurationError):
+        return str(error)
+    return (
+        f"Reward function {name!r} could not be loaded in a worker ({type(error).__name__}: {error}); define it at the "
+        "top level of a module that can be imported, or of a file (FunctionFromFile), or set reward_workers to 0."
+    )
+
+
+def _send(pipe: Connection, answer: Mapping[str, Any]) -> None:
+    pipe.send_bytes(json.dumps(answer).encode())
