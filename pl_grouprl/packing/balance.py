@@ -6,13 +6,9 @@ The ranks of a step wait for the slowest one, so what counts is the largest load
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-_GOOD_ENOUGH = 1.001
-"""Largest load over the mean at which the search for better assignments ends."""
 
 
-def balance(costs: Sequence[float], num_ranks: int) -> list[int]:
+def balance(costs: Sequence[float], num_ranks: int, *, good_enough: float = 1.001) -> list[int]:
     """Assign groups to ranks so that the largest load is small.
 
     The costliest group first, each to the rank with the least load; then groups move from the rank with the largest
@@ -21,6 +17,7 @@ def balance(costs: Sequence[float], num_ranks: int) -> list[int]:
     Args:
         costs: Of each group, in any unit, 0 or more.
         num_ranks: How many ranks there are.
+        good_enough: Largest load over the mean at which the search ends.
 
     Returns:
         The rank of each group. Every rank has a group if there are as many groups as ranks.
@@ -29,17 +26,17 @@ def balance(costs: Sequence[float], num_ranks: int) -> list[int]:
         ValueError: If `num_ranks` is less than 1, or a cost is negative or not finite.
     """
     _check(costs, num_ranks)
-    ranks = [0] * len(costs)
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
-    counts = [0] * num_ranks
     for group in sorted(range(len(costs)), key=lambda group: -costs[group]):
-        rank = min(range(num_ranks), key=lambda rank: (loads[rank], counts[rank]))
-        ranks[group] = rank
+        rank = min(range(num_ranks), key=lambda rank: (loads[rank], len(shares[rank])))
+        shares[rank].append(group)
         loads[rank] += costs[group]
-        counts[rank] += 1
-    while (step := _best_step(costs, ranks, loads)) is not None:
-        _take(step, costs, ranks, loads)
-    return ranks
+    enough = good_enough * sum(loads) / num_ranks
+    while max(loads) > enough and _relieve(shares, loads, costs):
+        pass
+    rank_of = {group: rank for rank, share in enumerate(shares) for group in share}
+    return [rank_of[group] for group in range(len(costs))]
 
 
 def imbalance(costs: Sequence[float], ranks: Sequence[int], num_ranks: int) -> float:
@@ -57,44 +54,37 @@ def imbalance(costs: Sequence[float], ranks: Sequence[int], num_ranks: int) -> f
     return max(loads) / mean if mean else 1.0
 
 
-class _Step(NamedTuple):
-    """A group goes to another rank; in return one of that rank's groups comes back, or none."""
-
-    largest: float
-    group: int
-    rank: int
-    returned: int | None
-
-
-def _best_step(costs: Sequence[float], ranks: Sequence[int], loads: Sequence[float]) -> _Step | None:
-    """The step away from the rank with the largest load after which the larger of both loads is smallest."""
-    heaviest = max(range(len(loads)), key=loads.__getitem__)
-    if loads[heaviest] * len(loads) <= _GOOD_ENOUGH * sum(loads):
-        return None
-    own = [group for group, rank in enumerate(ranks) if rank == heaviest]
-    best: _Step | None = None
-    # A move must leave a group behind. None stands for a move; the others are exchanged.
-    partners: list[tuple[int, int | None]] = [(rank, group) for group, rank in enumerate(ranks) if rank != heaviest]
-    if len(own) > 1:
-        partners += [(rank, None) for rank in range(len(loads)) if rank != heaviest]
-    for group in own:
-        for rank, returned in partners:
-            shifted = costs[group] - (0.0 if returned is None else costs[returned])
-            largest = max(loads[heaviest] - shifted, loads[rank] + shifted)
-            if largest < (loads[heaviest] * (1 - 1e-9) if best is None else best.largest):
-                best = _Step(largest, group, rank, returned)
-    return best
+def _relieve(shares: list[list[int]], loads: list[float], costs: Sequence[float]) -> bool:
+    """Make the largest load smaller with the help of the least loaded rank that can help; whether one could."""
+    largest, *others = sorted(range(len(loads)), key=lambda rank: -loads[rank])
+    for rank in reversed(others):
+        shift = _best_shift(shares[largest], shares[rank], loads[largest] - loads[rank], costs)
+        if shift is not None:
+            given, returned = shift
+            shares[largest] = [group for group in shares[largest] if group != given] + returned
+            shares[rank] = [group for group in shares[rank] if group not in returned] + [given]
+            for changed in (largest, rank):
+                loads[changed] = sum(costs[group] for group in shares[changed])
+            return True
+    return False
 
 
-def _take(step: _Step, costs: Sequence[float], ranks: list[int], loads: list[float]) -> None:
-    left = ranks[step.group]
-    shifted = costs[step.group]
-    ranks[step.group] = step.rank
-    if step.returned is not None:
-        shifted -= costs[step.returned]
-        ranks[step.returned] = left
-    loads[left] -= shifted
-    loads[step.rank] += shifted
+def _best_shift(
+    heavy: Sequence[int], light: Sequence[int], difference: float, costs: Sequence[float]
+) -> tuple[int, list[int]] | None:
+    """Which group to give, and which one to get for it if any, so that two loads come as close as they can."""
+    returns: list[list[int]] = [[group] for group in light]
+    if len(heavy) > 1:  # otherwise a group given for nothing would leave the rank without any
+        returns.append([])
+    shifts = [(group, returned) for group in heavy for returned in returns]
+
+    def remaining(shift: tuple[int, list[int]]) -> float:
+        given, returned = shift
+        return abs(difference - 2 * (costs[given] - sum(costs[group] for group in returned)))
+
+    best = min(shifts, key=remaining, default=None)
+    # Less than rounding errors is no gain: the search must end.
+    return best if best is not None and remaining(best) < difference * (1 - 1e-9) else None
 
 
 def _check(costs: Sequence[float], num_ranks: int) -> None:

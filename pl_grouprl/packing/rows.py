@@ -1,13 +1,15 @@
 """Which groups of rollouts share one packed row, so that no row has more tokens than a budget and few rows are needed.
 
-Rows are packed by best fit decreasing; where that needs more rows than the tokens do, rows are filled one after another
-to the last token that the remaining groups can reach. Nothing is random: every rank plans alike.
+Rows are packed by best fit decreasing. Where that takes more rows than so many tokens need, the groups are spread
+evenly over fewer rows, as over ranks: if none is much fuller than the mean, all fit. Nothing is random.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from pl_grouprl.packing.balance import balance
 
 
 @dataclass(frozen=True)
@@ -138,21 +140,23 @@ def _split(group: int, prompt: int, rollouts: Sequence[int], max_tokens: int) ->
 def _pack_sizes(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     """Indices of the sizes, in bins of at most `capacity`; the fullest bin first."""
     bins = _best_fit(sizes, capacity)
-    if len(bins) > -(-sum(sizes) // capacity):
-        bins = min(bins, _fill(sizes, capacity), key=len)
-    bins.sort(key=lambda items: (-sum(sizes[item] for item in items), min(items)))
+    fewest = -(-sum(sizes) // capacity) or 1
+    while fewest < len(bins):
+        count = (fewest + len(bins)) // 2
+        even = _even(sizes, count, capacity)
+        if max(_total(sizes, items) for items in even) <= capacity:
+            bins = even
+        else:
+            fewest = count + 1
+    bins.sort(key=lambda items: (-_total(sizes, items), min(items)))
     return [tuple(sorted(items)) for items in bins]
-
-
-def _largest_first(sizes: Sequence[int]) -> list[int]:
-    return sorted(range(len(sizes)), key=lambda item: -sizes[item])
 
 
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Each item, the largest first, into the bin that it fills best."""
     bins: list[list[int]] = []
     rooms: list[int] = []
-    for item in _largest_first(sizes):
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         fitting = [place for place, room in enumerate(rooms) if room >= sizes[item]]
         if fitting:
             place = min(fitting, key=rooms.__getitem__)
@@ -165,29 +169,13 @@ def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def _fill(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """One bin after another: the largest item that is left, and those of the others that leave least room."""
-    remaining = _largest_first(sizes)
-    bins = []
-    while remaining:
-        first, *others = remaining
-        chosen = {first, *_best_subset(others, sizes, capacity - sizes[first])}
-        bins.append([item for item in remaining if item in chosen])
-        remaining = [item for item in remaining if item not in chosen]
+def _even(sizes: Sequence[int], count: int, capacity: int) -> list[list[int]]:
+    """So many bins, filled alike, at least until all are within the capacity if they can be."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for item, place in enumerate(balance(sizes, count, good_enough=count * capacity / sum(sizes))):
+        bins[place].append(item)
     return bins
 
 
-def _best_subset(items: Sequence[int], sizes: Sequence[int], room: int) -> list[int]:
-    """The items whose sizes add up to most within `room`: bit s of an integer says that the sum s can be reached."""
-    within = (1 << (room + 1)) - 1
-    reachable = [1]
-    for item in items:
-        reachable.append(reachable[-1] | (reachable[-1] << sizes[item]) & within)
-    best = reachable[-1].bit_length() - 1
-    chosen = []
-    for item, before in zip(reversed(items), reversed(reachable[:-1]), strict=True):
-        # An item is taken only where the sum cannot be reached by those before it, which are larger.
-        if not before >> best & 1:
-            chosen.append(item)
-            best -= sizes[item]
-    return chosen
+def _total(sizes: Sequence[int], items: Iterable[int]) -> int:
+    return sum(sizes[item] for item in items)
