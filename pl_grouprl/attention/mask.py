@@ -6,7 +6,7 @@ function registered for the attention implementation. In a packed call ours read
 A composition with a part that is not known is refused. So windows and the like come from what the model does, not from
 a list of models.
 
-Legend: T packed tokens.
+Legend: S tokens that are run, those of the packed row that are not given.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
 def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
     """Pack a rule and the forest into pairs of int64 on the CPU, so that reading them waits for no device.
 
-    Shape [1, 1, rows, 2], with other than T rows: that fits no attention over T tokens, so a layer that runs again
+    Shape [1, 1, rows, 2], with other than S rows: that fits no attention over S tokens, so a layer that runs again
     after the context is left fails instead of lying.
     """
     rows = [
         (_MAGIC, rule.window or 0),
         (rule.chunk or 0, int(rule.window_bounds_blocks) + 2 * (rule.blocks is not None)),
-        (layout.num_tokens, len(layout.segments)),
+        (layout.num_queries, len(layout.segments)),
         *((segment.length, -1 if segment.parent is None else segment.parent) for segment in layout.segments),
         *((block, 0) for block in rule.blocks or ()),
     ]
-    if len(rows) == layout.num_tokens:
+    if len(rows) == layout.num_queries:
         rows.append((0, 0))
     return torch.tensor(rows)[None, None]
 

@@ -18,17 +18,18 @@ def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None
     """
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     rows = tokens.shape if kwargs.get("input_ids") is not None else tokens.shape[:-1]
-    if tuple(rows) not in ((layout.num_tokens,), (1, layout.num_tokens)):
+    length = layout.num_queries
+    if tuple(rows) not in ((length,), (1, length)):
         raise ValueError(
-            f"prefix_layout has {layout.num_tokens} tokens, but the model was given input of shape {list(rows)}; "
-            f"pass one packed row, of shape [1, {layout.num_tokens}]."
+            f"prefix_layout has {length} tokens, but the model was given input of shape {list(rows)}; "
+            f"pass one packed row, of shape [1, {length}]."
         )
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions is not None and not (
-        positions.shape[-1] == layout.num_tokens and (positions.dim() == 3 or positions.numel() == layout.num_tokens)
+        positions.shape[-1] == length and (positions.dim() == 3 or positions.numel() == length)
     ):
         raise ValueError(
-            f"position_ids has shape {list(positions.shape)} for a prefix_layout of {layout.num_tokens} tokens; pass "
+            f"position_ids has shape {list(positions.shape)} for a prefix_layout of {length} tokens; pass "
             "prefix_layout.position_ids, or leave it out."
         )
     if positions is not None and positions.dim() < 3:
@@ -43,8 +44,8 @@ def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None
 
 def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
     """Positions may be those of the layout, all moved by a constant in each tree: a caller may count from 1."""
-    moved_T = positions_T - layout.positions_on(positions_T.device)
-    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)
+    moved_T = positions_T - layout.positions_on(positions_T.device)[layout.given :]
+    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)[layout.given :]
     if not torch.equal(moved_T, moved_T[roots]):
         raise ValueError(
             "position_ids do not count on from a prefix to what continues it; pass prefix_layout.position_ids, or "

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
+from pl_grouprl.attention.prefix_states import check_prefix_states
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, pads_left, share_rows, unsharable
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
@@ -219,8 +220,10 @@ class SharedPrefix:
 
     def _start_packed_row(self, kwargs: dict[str, Any], layout: SharedPrefixLayout) -> dict[str, Any]:
         """Arguments of the call on a row that the caller has packed, or on this rank's part of it."""
-        group = kwargs.pop("sequence_group", None)
+        group, states = kwargs.pop("sequence_group", None), kwargs.pop("prefix_states", None)
+        check_prefix_states(states, layout)
         kwargs |= self._packed_row(kwargs, layout)
+        kwargs["prefix_layout"].states = states
         self._report(kwargs, layout)
         if group is not None:
             kwargs |= shard_call(self.model, kwargs, group)
@@ -255,12 +258,12 @@ class SharedPrefix:
         """Arguments that turn a decoder call into that of a packed row."""
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         positions = kwargs.get("position_ids")
-        positions = layout.position_ids if positions is None else positions
+        positions = layout.position_ids[layout.given :] if positions is None else positions
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
         changed = {
             "position_ids": row_of_positions(positions.to(tokens.device)),
             # Of two dimensions and full of ones: the model makes its masks, which is where ours says what they are.
-            "attention_mask": torch.ones(1, layout.num_tokens, dtype=torch.long, device=tokens.device),
+            "attention_mask": torch.ones(1, layout.num_queries, dtype=torch.long, device=tokens.device),
             "prefix_layout": _OwnCall(layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache),
             "past_key_values": None,
             "use_cache": False,
@@ -275,6 +278,8 @@ class SharedPrefix:
         if not isinstance(call, _OwnCall) or call.owner is not self:
             return None
         self._account_for_layers(decoder, call)
+        if call.states is not None:
+            call.states.close()
         if call.shards is not None:
             output = gather_output(output, call.shards)
         if call.expects_cache and isinstance(output, dict):

@@ -20,6 +20,7 @@ from pl_grouprl.attention.backends.choice import choose, get_backend
 from pl_grouprl.attention.compiled import attend_compiled
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
+from pl_grouprl.attention.prefix_states import PrefixStates
 from pl_grouprl.attention.row_scale import rescale_by_position, scales_by_row
 from pl_grouprl.attention.row_shards import RowShards
 from pl_grouprl.packing import SharedPrefixLayout
@@ -42,6 +43,7 @@ class LayoutCall:
         ran: Of each of those the kind of layer and what ran it.
         only: The kind of layer that the chosen backend runs, other attention runs the `reference`; None is any.
         shards: How the row lies on several ranks; None where this one has all of it.
+        states: What the row's given tokens left, or, where none are given, what its tokens leave is recorded there.
     """
 
     layout: SharedPrefixLayout
@@ -49,6 +51,7 @@ class LayoutCall:
     ran: dict[int, tuple[str, str]] = field(default_factory=dict)
     only: str | None = None
     shards: RowShards | None = None
+    states: PrefixStates | None = None
     _rules: dict[tuple[int, ...], tuple[Tensor, MaskRule | None]] = field(default_factory=dict, repr=False)
 
     def mask_rule(self, mask: Any) -> MaskRule | None:
@@ -110,6 +113,10 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                 raise NotImplementedError(
                     "compiled layers do not run with sequence_parallel_size; leave out compile_layers."
                 )
+            if prefix_layout.states is not None:
+                raise NotImplementedError(
+                    "compiled layers do not run a group in slices; do not compile them, or use a larger token budget."
+                )
             if scales_by_row(module):
                 raise NotImplementedError(
                     f"{type(module).__name__} scales queries by their place in the row, which is put right outside "
@@ -139,6 +146,8 @@ def _attend_packed(
     mask = call.mask_rule(attention_mask)
     if mask is None:
         raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
+    if call.states is not None:
+        key, value = call.states.join(module, call.layout, key, value)
     if call.shards is not None:
         query, key, value = call.shards.to_heads(query, key, value)
         options = options._replace(sinks_H=call.shards.own_heads(options.sinks_H))

@@ -18,8 +18,8 @@ def scales_by_row(module: nn.Module) -> bool:
 
 
 def rescale_by_position(module: nn.Module, query: Tensor, layout: SharedPrefixLayout) -> Tensor:
-    """Replace the factor of each query's index in the row by that of its position; [1, H, T, D] to the same."""
-    positions = layout.positions_on(query.device)
+    """Replace the factor of each query's index in the row by that of its position; [1, H, S, D] to the same."""
+    positions = layout.positions_on(query.device)[layout.given :]
     rows = torch.arange(len(positions), device=query.device)
     ratio_T = _factor(module, positions) / _factor(module, rows)
     return query * ratio_T[:, None].to(query.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     For a batch with shared prefixes, one row, that is [T, D]. The batch's indices (`predict_index_N`, `final_index_B`)
     point into it. Images and videos of the prompts are encoded in the same call.
 
+    A slice of a group (`packing.slices`) runs its S tokens behind the prompt of `batch.prefix`, which is run now if it
+    has not been: that gives [1 + S, D], the prompt's last position first.
+
     Args:
         model: A decoder, with or without a head, or a model of which one is a part.
         batch: What `packing.pack` made, on the model's device.
@@ -45,7 +48,18 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
             f"batch has sharing='shared', but no shared_prefix context is in force for {type(model).__name__}, which "
             "would ignore the layout; score it inside `with shared_prefix(model):`, or pack with sharing='repeated'."
         )
-    inputs = batch.model_inputs
+    return run_decoder(model, batch) if batch.prefix is None else batch.prefix.hidden_states(model, batch)
+
+
+def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Tensor:
+    """Run the decoder on the tokens of a batch, without a prompt that was run before; see `hidden_states`.
+
+    Args:
+        model: As there.
+        batch: As there.
+        more: Further keyword arguments of the decoder.
+    """
+    inputs = batch.model_inputs | more
     if batch.sequence_group is not None:
         if batch.sharing != "shared":
             raise ValueError(

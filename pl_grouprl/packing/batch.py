@@ -41,6 +41,8 @@ class ScoringBatch:
         sharing: Which way that is.
         sequence_group: The process group whose ranks run this row together, each of them with the same batch; None
             where this rank runs it alone. See `attention.sequence_parallel`.
+        prefix: The pass of the prompt that a slice of rollouts stands behind (`models.PrefixPass`); None where the
+            batch has its prompts.
     """
 
     model_inputs: dict[str, Any]
@@ -53,6 +55,7 @@ class ScoringBatch:
     layout: SharedPrefixLayout
     sharing: Sharing
     sequence_group: Any = None
+    prefix: Any = None
 
     @property
     def media(self) -> dict[str, Tensor]:
@@ -70,6 +73,11 @@ class ScoringBatch:
         return self.model_inputs["input_ids"].numel()
 
     @property
+    def num_prefix_tokens_run(self) -> int:
+        """Tokens of the prompt that a slice stands behind, to be counted with its first slice; 0 for others."""
+        return 0 if self.prefix is None else self.prefix.count_once()
+
+    @property
     def num_tokens_repeated(self) -> int:
         """Tokens of the same sequences with the prompt repeated, without padding."""
         return sum(self.layout.repeated_lengths)
@@ -77,7 +85,7 @@ class ScoringBatch:
     @property
     def padding_fraction(self) -> float:
         """Share of the encoded tokens that is padding; 0 where prefixes are shared."""
-        kept = self.layout.num_tokens if self.sharing == "shared" else self.num_tokens_repeated
+        kept = self.layout.num_queries if self.sharing == "shared" else self.num_tokens_repeated
         return 1 - kept / max(self.num_tokens_run, 1)
 
 

@@ -51,15 +51,29 @@ class SharedPrefixLayout:
         lengths: Tokens of each segment, in the order of the row.
         parents: Index of each segment's parent, or None for a root.
         group_ids: A name for each segment's group; by default the index of its root.
+        given: Tokens at the start of the row that have been run before, in a call of their own: they are seen, but do
+            not look. 0, or the length of the first segment, the root of all others.
+
+    Attributes:
+        segments: The segments, in the order of the row.
+        num_tokens: T.
+        given: See above.
 
     Raises:
-        ValueError: If the arguments differ in length, a length is negative, or the order is not depth-first.
+        ValueError: If the arguments differ in length, a length is negative, the order is not depth-first, or `given` is
+            another number of tokens.
     """
 
     def __init__(
-        self, lengths: Sequence[int], parents: Sequence[int | None], group_ids: Sequence[Hashable] | None = None
+        self,
+        lengths: Sequence[int],
+        parents: Sequence[int | None],
+        group_ids: Sequence[Hashable] | None = None,
+        *,
+        given: int = 0,
     ) -> None:
         _check_forest(lengths, parents, group_ids)
+        _check_given(given, lengths, parents)
         segments: list[Segment] = []
         roots: list[int] = []
         start = 0
@@ -71,17 +85,23 @@ class SharedPrefixLayout:
             start += length
         self.segments: tuple[Segment, ...] = tuple(segments)
         self.num_tokens: int = start
+        self.given = given
         self._memo: dict[Hashable, Any] = {}
 
     @classmethod
     def from_groups(
-        cls, groups: Sequence[tuple[int, Sequence[int]]], group_ids: Sequence[Hashable] | None = None
+        cls,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        group_ids: Sequence[Hashable] | None = None,
+        *,
+        given: int = 0,
     ) -> SharedPrefixLayout:
         """Lay out prompts, each followed by its rollouts.
 
         Args:
             groups: For each group the length of its prompt and the lengths of its rollouts.
             group_ids: A name for each group; by default its root's index.
+            given: Tokens of the only group's prompt, if that has been run before.
 
         Raises:
             ValueError: If `group_ids` does not have one entry per group.
@@ -96,7 +116,12 @@ class SharedPrefixLayout:
             lengths += [prefix_len, *suffix_lens]
             parents += [None, *[root] * len(suffix_lens)]
             names += [root if group_ids is None else group_ids[number]] * (1 + len(suffix_lens))
-        return cls(lengths, parents, names)
+        return cls(lengths, parents, names, given=given)
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens that are run: all but the given ones."""
+        return self.num_tokens - self.given
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -153,13 +178,14 @@ class SharedPrefixLayout:
 
     @property
     def token_ratio(self) -> float:
-        """Tokens of the repeated run over tokens of this row; 1 where nothing is shared."""
-        return sum(self.repeated_lengths) / self.num_tokens if self.num_tokens else 1.0
+        """Tokens of the repeated run over tokens that are run; 1 where nothing is shared."""
+        return sum(self.repeated_lengths) / self.num_queries if self.num_queries else 1.0
 
     @property
     def attention_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, over the whole row."""
-        return sum(s.length * s.position + s.length * (s.length + 1) // 2 for s in self.segments)
+        """Pairs of a query and a key that it sees, over the tokens that are run."""
+        run = [segment for segment in self.segments if segment.start >= self.given]
+        return sum(s.length * s.position + s.length * (s.length + 1) // 2 for s in run)
 
     @property
     def repeated_attention_pairs(self) -> int:
@@ -223,6 +249,14 @@ class SharedPrefixLayout:
         return (
             f"SharedPrefixLayout(tokens={self.num_tokens}, segments={len(self.segments)}, "
             f"token_ratio={self.token_ratio:.2f})"
+        )
+
+
+def _check_given(given: int, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
+    if given and (given != lengths[0] or list(parents).count(None) > 1):
+        raise ValueError(
+            f"given is {given}; it must be the length of the first segment ({lengths[0]}), which all others continue, "
+            "or 0."
         )
 
 

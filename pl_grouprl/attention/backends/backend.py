@@ -1,6 +1,7 @@
 """What an attention backend is.
 
-Legend: T packed tokens, H query heads, K key/value heads (H is a multiple of K), D head size.
+Legend: T packed tokens, S of them that are run (all but those that the layout gives), H query heads, K key/value heads
+(H is a multiple of K), D head size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor, SharedPrefixLayout, AttentionRule], Tensor]
-"""(query [1, H, T, D], key [1, K, T, D], value [1, K, T, V], layout, rule) -> output [1, T, H, V], differentiable."""
+"""(query [1, H, S, D], key [1, K, T, D], value [1, K, T, V], layout, rule) -> output [1, S, H, V], differentiable."""
 
 Refusal = Callable[[Tensor, Tensor, Tensor, AttentionRule], str | None]
 """Why a backend cannot serve these tensors under this rule, with the remedy, or None if it can."""
@@ -30,12 +31,14 @@ class Backend:
         attend: The computation.
         refusal: What it cannot serve.
         max_depth: Deepest forest that it can run: 1 is prompts with rollouts; None is any.
+        takes_given: Whether it runs rows whose first tokens are given (`SharedPrefixLayout.given`).
     """
 
     name: str
     attend: Attend
     refusal: Refusal = lambda query, key, value, rule: None
     max_depth: int | None = None
+    takes_given: bool = True
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
@@ -44,13 +47,18 @@ class Backend:
 
         Raises:
             ValueError: If the row and the layout differ in tokens, or the forest is deeper than the backend can run.
-            RuntimeError: If the backend cannot serve the device, dtype, rule or need of a gradient.
+            RuntimeError: If the backend cannot serve the device, dtype, rule, given tokens or need of a gradient.
         """
-        if query.shape[0] != 1 or query.shape[2] != layout.num_tokens or key.shape[2] != layout.num_tokens:
+        if query.shape[0] != 1 or query.shape[2] != layout.num_queries or key.shape[2] != layout.num_tokens:
             raise ValueError(
-                f"prefix_layout has {layout.num_tokens} tokens, but attention was given queries of shape "
-                f"[{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one packed row, of shape "
-                f"[1, {layout.num_tokens}]."
+                f"prefix_layout has {layout.num_tokens} tokens, of which {layout.num_queries} are run, but attention "
+                f"was given queries of shape [{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one "
+                f"packed row, of shape [1, {layout.num_queries}]."
+            )
+        if layout.given and not self.takes_given:
+            raise RuntimeError(
+                f"attention backend {self.name!r} refuses: it does not run rollouts behind a prompt that was run "
+                "before (a group split into slices); use backend 'auto', or a larger token budget."
             )
         if self.max_depth is not None and max(layout.depths, default=0) > self.max_depth:
             raise ValueError(

@@ -5,7 +5,7 @@ partial outputs are merged by their log-sum-exp. In the backward pass each parti
 the final log-sum-exp, so that the partial gradients simply add up. The idea of splitting attention over the keys and
 merging by log-sum-exp is that of FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
 
-Legend: T packed tokens, H query heads, K key/value heads, D head size of keys, V head size of values.
+Legend: T packed tokens, S of them that are run, H query heads, K key/value heads, D head size of keys, V of values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cascade_attention(
     """Run a plan on packed tensors, differentiably.
 
     Args:
-        query: Shape [T, H, D].
+        query: Shape [S, H, D].
         key: Shape [T, K, D].
         value: Shape [T, K, V].
         plan: The calls of the row's layout.
@@ -47,7 +47,7 @@ def cascade_attention(
         sinks_H: See `AttentionRule`.
 
     Returns:
-        Shape [T, H, V].
+        Shape [S, H, V].
     """
     return _Cascade.apply(query, key, value, sinks_H, plan, scale, kernel)
 
@@ -86,7 +86,7 @@ def cascade_forward(
     scale: float,
     kernel: VarlenKernel,
 ) -> tuple[Tensor, Tensor]:
-    """The output, shape [T, H, V], and the log-sum-exp of all scores, sinks included, shape [H, T]."""
+    """The output, shape [S, H, V], and the log-sum-exp of all scores, sinks included, shape [H, S]."""
     own = plan.own
     out, lse = kernel.forward(query, _take(key, own.keys), _take(value, own.keys), own.call, scale)
     if plan.others or sinks_H is not None:
@@ -167,7 +167,7 @@ class _Gradients:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
-    """Fold a partial softmax over more keys into `out` [T, H, V] and `lse` [H, T] at the tokens `where`."""
+    """Fold a partial softmax over more keys into `out` [S, H, V] and `lse` [H, S] at the tokens `where`."""
     old_lse = _take(lse.t(), where).t()
     new_lse = torch.logaddexp(old_lse, part_lse)
     old_weight = (old_lse - new_lse).exp_().t()[..., None]

@@ -24,7 +24,7 @@ Index = slice | Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """One call: which tokens ask, which are asked."""
+    """One call: which of the tokens that are run ask, which of the row are asked."""
 
     queries: Index
     keys: Index
@@ -60,15 +60,15 @@ class Piece:
 
 
 def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> CascadePlan:
-    """Turn a layout into calls; done once per layout, rule and device."""
+    """Turn a layout into calls; done once per layout, rule and device. Tokens that are given ask nothing."""
     ahead = [] if rule.blocks is None else _ahead_in_blocks(rule.blocks, device)
     if rule.window is not None:
         return CascadePlan(_windowed(layout, rule.window, device), tuple(ahead))
     pieces = cut(layout, rule.chunk)
-    lengths = tuple(piece.stop - piece.start for piece in pieces)
-    row = slice(0, layout.num_tokens)
-    own = Step(row, row, VarlenCall(lengths, lengths, causal=True))
-    return CascadePlan(own, (*_ancestor_steps(pieces, device), *ahead))
+    lengths = tuple(piece.stop - piece.start for piece in pieces if piece.start >= layout.given)
+    queries, keys = slice(0, layout.num_queries), slice(layout.given, layout.num_tokens)
+    own = Step(queries, keys, VarlenCall(lengths, lengths, causal=True))
+    return CascadePlan(own, (*_ancestor_steps(pieces, layout.given, device), *ahead))
 
 
 def cut(layout: SharedPrefixLayout, chunk: int | None) -> list[Piece]:
@@ -117,14 +117,14 @@ def _ahead_in_blocks(blocks: tuple[int, ...], device: torch.device) -> list[Step
     return [Step(queries.to(device), keys.to(device), VarlenCall(lengths, lengths, causal=True))]
 
 
-def _ancestor_steps(pieces: list[Piece], device: torch.device) -> list[Step]:
+def _ancestor_steps(pieces: list[Piece], given: int, device: torch.device) -> list[Step]:
     depths: list[int] = []
     below: dict[int, list[slice]] = {}
     for piece in pieces:
         depths.append(0 if piece.parent is None else depths[piece.parent] + 1)
-        above = piece.parent
+        above = piece.parent if piece.start >= given else None
         while above is not None:
-            _extend(below.setdefault(above, []), slice(piece.start, piece.stop))
+            _extend(below.setdefault(above, []), slice(piece.start - given, piece.stop - given))
             above = pieces[above].parent
     steps = []
     for depth in sorted({depths[asked] for asked in below}):
@@ -144,14 +144,14 @@ def _windowed(layout: SharedPrefixLayout, window: int, device: torch.device) -> 
     keys: list[slice] = []
     query_lens, key_lens = [], []
     for segment in layout.segments:
-        if not segment.length:
+        if not segment.length or segment.start < layout.given:
             continue
         tail = _tail(layout, segment.parent, window - 1)
         keys += [*tail, slice(segment.start, segment.stop)]
         query_lens.append(segment.length)
         key_lens.append(segment.length + sum(run.stop - run.start for run in tail))
     call = VarlenCall(tuple(query_lens), tuple(key_lens), causal=True, window=window)
-    return Step(slice(0, layout.num_tokens), _index(keys, device), call)
+    return Step(slice(0, layout.num_queries), _index(keys, device), call)
 
 
 def _tail(layout: SharedPrefixLayout, index: int | None, wanted: int) -> list[slice]:

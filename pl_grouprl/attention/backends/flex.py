@@ -31,10 +31,16 @@ def _block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.d
 
     sees = visibility_function(layout, rule, device)
 
+    places = torch.arange(layout.given, layout.num_tokens, device=device)
+
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(query, key)
 
-    return create_block_mask(visible, None, None, layout.num_tokens, layout.num_tokens, device=device)
+    def visible_behind_given(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(places[query], key)
+
+    rule_of_mask = visible_behind_given if layout.given else visible
+    return create_block_mask(rule_of_mask, None, None, layout.num_queries, layout.num_tokens, device=device)
 
 
 def _soft_cap(softcap: float) -> Callable[..., Tensor]:

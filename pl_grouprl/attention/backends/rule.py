@@ -63,10 +63,12 @@ class AttentionRule:
 
         Raises:
             NotImplementedError: If a block reaches from one segment into another: what a prefix becomes would depend on
-                what follows it. Or if tokens of one block do not stand side by side.
+                what follows it. Or if tokens of one block do not stand side by side, or stand behind given tokens.
         """
         longest = max(layout.repeated_lengths, default=0)
         has_blocks = self.blocks is not None and _has_blocks(self.blocks, layout)
+        if has_blocks and layout.given:
+            raise NotImplementedError("tokens that see both ways stand behind the prompt of a group that is split.")
         return replace(
             self,
             window=None if self.window is not None and longest <= self.window else self.window,
@@ -111,7 +113,9 @@ def visibility_function(layout: SharedPrefixLayout, rule: AttentionRule, device:
 
 
 def _has_blocks(blocks: tuple[int, ...], layout: SharedPrefixLayout) -> bool:
-    """Whether any token is in a block; none may reach over the end of a segment that has children."""
+    """Whether any token that is run is in a block; none may reach over the end of a segment that has children."""
+    if layout.given:
+        return max(blocks, default=-1) >= 0
     for segment in layout.segments:
         if segment.parent is None or not segment.length:
             continue

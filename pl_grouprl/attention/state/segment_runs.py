@@ -3,7 +3,7 @@
 Each segment starts from the final state of its parent, so parents come first. Within that order, segments are batched:
 those whose state nobody needs may be padded behind, which no real token sees; those whose state is needed may not.
 
-Legend: T packed tokens, R runs of a batch, L length of its rows.
+Legend: T packed tokens that are run, R runs of a batch, L length of its rows.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Batch:
     Attributes:
         size: Number of rows R and of places L.
         places: Place in the flattened batch, R * L places, of each token, int64.
-        tokens: Place in the packed row of each of these tokens, int64.
+        tokens: Place among the tokens that are run of each of these tokens, int64.
         starts: Index of the final state that each row starts from, shape [R], int64; None where all start from nothing.
-        keeps_state: Whether other runs start from the final states. They are counted in the order of the batches.
+        keeps_state: Whether other runs start from the final states. They are counted in the order of the batches; where
+            tokens are given, their final state comes before all others.
     """
 
     size: tuple[int, int]
@@ -46,7 +47,7 @@ class RunPlan:
 
     Attributes:
         batches: In this order.
-        outputs: For each token of the packed row its place among the tokens of all batches, shape [T], int64.
+        outputs: For each token that is run its place among the tokens of all batches, shape [T], int64.
     """
 
     batches: tuple[Batch, ...]
@@ -78,8 +79,8 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
     """
     runs = _runs(layout)
     batches: list[Batch] = []
-    outputs = torch.empty(layout.num_tokens, dtype=torch.long)
-    num_states = num_tokens = 0
+    outputs = torch.empty(layout.num_queries, dtype=torch.long)
+    num_states, num_tokens = int(layout.given > 0), 0
     for group in _groups(runs, pad_roots):
         length = max(len(run.tokens) for run in group)
         keeps_state, starts = group[0].keeps_state, None
@@ -109,7 +110,10 @@ def _runs(layout: SharedPrefixLayout) -> list[_Run]:
     handed_on: list[_Run] = []  # for each segment a run whose start and tokens its children begin with
     for index, segment in enumerate(layout.segments):
         above = _Run([], None, 0) if segment.parent is None else handed_on[segment.parent]
-        tokens = [*above.tokens, *range(segment.start, segment.stop)]
+        if segment.start < layout.given:
+            handed_on.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
+            continue
+        tokens = [*above.tokens, *range(segment.start - layout.given, segment.stop - layout.given)]
         run = _Run(tokens, above.start, above.level, own=segment.length)
         handed_on.append(run)
         if index not in leaves and len(tokens) > (0 if run.start is None else 1):

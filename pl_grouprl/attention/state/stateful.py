@@ -161,7 +161,7 @@ def _run_packed(
     call.ran[id(mixer)] = (type(mixer).__name__, STATEFUL)
     options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}
     plan = _plan(call, mixer, hidden_states.device)
-    states = _States()
+    states = _States(call, mixer)
     outputs: list[Tensor] = []
     for batch in plan.batches:
         rows, length = batch.size
@@ -172,6 +172,7 @@ def _run_packed(
         if batch.keeps_state:
             states.keep(cache)
         outputs.append(output.reshape(rows * length, -1)[batch.places])
+    states.hand_on(call, mixer)
     return torch.cat(outputs)[plan.outputs][None]
 
 
@@ -194,10 +195,18 @@ def _plan(call: LayoutCall, mixer: nn.Module, device: torch.device) -> RunPlan:
 
 
 class _States:
-    """Final states of runs, each kind concatenated in the order of the runs."""
+    """Final states of runs, each kind concatenated in the order of the runs; that of given tokens first."""
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], Tensor] = {}
+    def __init__(self, call: LayoutCall, mixer: nn.Module) -> None:
+        self._kept: dict[tuple[str | int, ...], Tensor] = {}
+        if call.states is not None and call.layout.given:
+            self._kept = call.states.of(mixer)
+
+    def hand_on(self, call: LayoutCall, mixer: nn.Module) -> None:
+        """Record the final state of a prompt that runs by itself."""
+        if call.states is not None and not call.layout.given:
+            for kind, states in self._kept.items():
+                call.states.keep(mixer, kind, states)
 
     def cache_for(self, batch: Batch) -> _StateCache:
         if batch.starts is None:
@@ -216,9 +225,9 @@ class _StateCache:
         final: States after the call by kind and number: convolution [R, C, K], recurrent as the mixer keeps it.
     """
 
-    def __init__(self, initial: dict[tuple[str, int], Tensor]) -> None:
+    def __init__(self, initial: dict[tuple[str | int, ...], Tensor]) -> None:
         self._initial = initial
-        self.final: dict[tuple[str, int], Tensor] = {}
+        self.final: dict[tuple[str | int, ...], Tensor] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None: the state is for single tokens, to be changed in place. Others get it from `update_conv_state`."""

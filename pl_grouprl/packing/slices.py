@@ -1,0 +1,57 @@
+"""A slice of a group: some of its rollouts, to be run behind a prompt that has been run before.
+
+Legend: B rollouts of the slice, S their tokens, N response tokens, P tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pl_grouprl.packing.batch import ScoringBatch, pack
+from pl_grouprl.packing.layout import SharedPrefixLayout
+from pl_grouprl.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from pl_grouprl.models.prefix_pass import PrefixPass
+
+
+def pack_slice(
+    group: RolloutGroup, rollout_indices: Sequence[int], prefix: PrefixPass, device: torch.device | str = "cpu"
+) -> ScoringBatch:
+    """Lay out some rollouts of a group for a decoder call that continues the prompt of `prefix`.
+
+    Args:
+        group: Whose rollouts they are; its own prompt is not read.
+        rollout_indices: Which of its rollouts, in this order.
+        prefix: The pass of the prompt.
+        device: Where the tensors are put.
+
+    Returns:
+        A batch whose indices point into [1 + S, D]: the hidden state of the prompt's last token, then those of the
+        rollouts' tokens. Where all rollouts are empty one token is run that nobody reads, so that every slice is a call
+        of the decoder.
+
+    Raises:
+        ValueError: If no rollout is chosen.
+    """
+    rollouts = [group.rollouts[index] for index in rollout_indices]
+    if not rollouts:
+        raise ValueError("rollout_indices is empty; a slice holds at least one rollout.")
+    # Packed behind a prompt of one token, whose hidden state comes first: exactly the indices that are wanted.
+    batch = pack([RolloutGroup([0], rollouts, group.group_id)], device=device)
+    tokens, given = batch.model_inputs["input_ids"][:, 1:], prefix.num_tokens
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    if not tokens.numel():
+        tokens, lengths = tokens.new_zeros(1, 1), [*lengths, 1]
+    name = group.group_id if group.group_id is not None else 0
+    layout = SharedPrefixLayout.from_groups([(given, lengths)], [name], given=given)
+    inputs = {
+        "input_ids": tokens,
+        "position_ids": layout.position_ids[None, given:].to(device),
+        "prefix_layout": layout,
+    }
+    return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix)
