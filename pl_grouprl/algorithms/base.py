@@ -7,58 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from pl_grouprl.algorithms.distribution import deal
 from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
-from pl_grouprl.algorithms.policy_module import LossTerms, evaluating
+from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
+from pl_grouprl.algorithms.passes import Passes, RowOptions
+from pl_grouprl.algorithms.policy_module import evaluating
 from pl_grouprl.algorithms.resume import compare_options, mark_epoch_unfinished, restore_rollouts
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
 from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
+from pl_grouprl.algorithms.step_clock import StepClock
+from pl_grouprl.algorithms.step_terms import LossTerms, StepTerms
+from pl_grouprl.attention import find_decoder
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.policy import PolicySource
+from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import score
-from pl_grouprl.packing import ScoringBatch, pack
+from pl_grouprl.packing import ModelCost, ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards
 from pl_grouprl.types import Prompt, RolloutGroup
-from pl_grouprl.utilities.distributed import gather_plain, num_ranks
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """Whole groups, laid out for one decoder call, with their per-token quantities on the same axis N.
-
-    Attributes:
-        scoring: The decoder call.
-        tokens: What the buffer holds, by name, on the module's device.
-        groups: The groups themselves.
-    """
-
-    scoring: ScoringBatch
-    tokens: dict[str, Tensor]
-    groups: Sequence[RolloutGroup]
-
-    @property
-    def mask_N(self) -> Tensor:
-        """Which tokens are trained."""
-        return self.tokens["loss_mask"]
-
-    @property
-    def rollouts(self) -> dict[str, Any]:
-        """Which rollout each token belongs to, and their number: keyword arguments of the losses."""
-        return {"rollout_index_N": self.scoring.rollout_index_N, "num_rollouts": self.scoring.num_rollouts}
-
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 
 class RolloutModule(SamplingModule, ABC):
     """Trains a policy on rollouts of its own. A subclass says what is prepared after a rollout and what the loss is.
@@ -73,6 +51,11 @@ class RolloutModule(SamplingModule, ABC):
         num_generations: Rollouts per prompt.
         num_iterations: Passes over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
+        max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
+            packed into as many rows as that takes; a group that is larger is split by schedule: its prompt is encoded
+            once and its rollouts follow in slices of so many tokens. The result is the same. None: all at once.
+        sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
+            that a row may be as many times as long. It divides the number of ranks.
         mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards count in the
             statistics of their group all the same.
         dynamic_sampling: Train only groups whose rewards differ (DAPO, arXiv:2503.14476, section 3.2): prompts that
@@ -96,6 +79,8 @@ class RolloutModule(SamplingModule, ABC):
         num_generations: int = 8,
         num_iterations: int = 1,
         num_mini_batches: int = 1,
+        max_tokens_per_micro_batch: int | None = None,
+        sequence_parallel_size: int = 1,
         mask_truncated_completions: bool = False,
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
@@ -107,6 +92,8 @@ class RolloutModule(SamplingModule, ABC):
             "num_iterations": num_iterations,
             "num_mini_batches": num_mini_batches,
             "max_generation_batches": max_generation_batches,
+            "sequence_parallel_size": sequence_parallel_size,
+            "max_tokens_per_micro_batch": 1 if max_tokens_per_micro_batch is None else max_tokens_per_micro_batch,
         }
         for name, count in counts.items():
             if count < 1:
@@ -116,13 +103,18 @@ class RolloutModule(SamplingModule, ABC):
         self.num_generations = num_generations
         self.num_iterations = num_iterations
         self.num_mini_batches = num_mini_batches
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.sequence_parallel_size = sequence_parallel_size
         self.mask_truncated_completions = mask_truncated_completions
         self.dynamic_sampling = dynamic_sampling
         self.max_generation_batches = max_generation_batches
         self.last_rollouts: RolloutBuffer | None = None
         self.num_tokens = 0
-        self._seconds: dict[str, float] = {}
-        self._step_start = self._update_start = self._update_end = self._cycle_seconds = 0.0
+        self._clock = StepClock()
+        self._cycle_seconds = 0.0
+        self._cycle_is_whole = False
+        self._cost: ModelCost | None = None
+        self._sequence_group: Any = None
 
     # What a subclass fills in.
 
@@ -134,7 +126,28 @@ class RolloutModule(SamplingModule, ABC):
     def compute_loss(self, batch: MiniBatch) -> LossTerms:
         """Compute the loss of one mini-batch, not yet divided by its denominator."""
 
+    def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
+        """What `compute_loss` divides by, known before it is called: needed where an update takes several passes.
+
+        Args:
+            tokens: Per-token quantities of some rollouts, by name, shape [N].
+            rollouts: `rollout_index_N` and `num_rollouts`, as losses take them.
+
+        Returns:
+            By the name of each part in `LossTerms.losses`, the sum of the denominators that `compute_loss` returns.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what its losses are divided by, which an update of several passes has "
+            "to know in advance; override loss_denominators, or leave out max_tokens_per_micro_batch and "
+            "sequence_parallel_size."
+        )
+
     # Rollouts.
+
+    @property
+    def moves_groups(self) -> bool:
+        """Whether groups may be trained on another rank than the one that sampled them."""
+        return True
 
     @property
     def updates_per_rollout(self) -> int:
@@ -172,14 +185,17 @@ class RolloutModule(SamplingModule, ABC):
             groups, selection = self._replace_uniform_groups(batch, generated, calls)
         if self.mask_truncated_completions:
             leave_out_truncated(groups)
-        buffer = RolloutBuffer(groups, batch.rollout_number, self.num_mini_batches, self.seed)
+        groups, mini_batches, balance = self._deal(groups, batch.rollout_number)
+        buffer = RolloutBuffer(
+            groups, batch.rollout_number, self.num_mini_batches, self.seed, mini_batches=mini_batches
+        )
         sampler_reports = "rollout_logprobs" in buffer.tokens
         per_rank = gather_plain((summarize(generated), calls, sampler_reports), self.device)
         if not all(reports for *_, reports in per_rank):  # the ranks have to exchange the same figures in every step
             buffer.tokens.pop("rollout_logprobs", None)
         records = [record for own, *_ in per_rank for record in own]
         reward_metrics = merge_reward_metrics([call for _, own, _ in per_rank for call in own])
-        buffer.metrics = reward_metrics | rollout_metrics(records) | selection
+        buffer.metrics = reward_metrics | rollout_metrics(records) | selection | balance
         buffer.num_tokens = count_tokens(records)
         if math.isnan(buffer.metrics["reward"]):
             rank_zero_warn(
@@ -190,15 +206,38 @@ class RolloutModule(SamplingModule, ABC):
         self.prepare(buffer)
         return buffer
 
+    def _deal(
+        self, groups: list[RolloutGroup], rollout_number: int
+    ) -> tuple[list[RolloutGroup], list[int], dict[str, float]]:
+        """Exchange groups among ranks for equal work; the groups of this rank, their mini-batches, and metrics."""
+        if num_ranks() == 1:
+            return groups, [], {}
+        if self._cost is None:
+            self._cost = ModelCost.of(find_decoder(self.policy))
+        with self._timed("exchange"):
+            share = deal(
+                groups,
+                self._cost,
+                self.sharing,
+                num_mini_batches=self.num_mini_batches,
+                seed=derive_seed("order", self.seed, rollout_number),
+                rank=self.global_rank,
+                device=self.device,
+                moves=self.moves_groups,
+            )
+        return share.groups, share.mini_batches, share.metrics
+
     def _sample(
         self, prompts: Sequence[Prompt], rollout_number: int, attempt: int = 0
     ) -> tuple[list[RolloutGroup], list[RewardCall]]:
         """Sample and reward rollouts of prompts; returns the metrics of the reward functions beside the groups."""
         if not prompts:
             return [], []
-        seed = self._derive_seed("rollout", rollout_number, *([attempt] if attempt else []))
+        seed = ("rollout", rollout_number, *([attempt] if attempt else []))
         with self._timed("rollout"):
             groups = self.generate(prompts, self.sampling, self.num_generations, seed=seed)
+        for group in groups:  # places in the whole batch of all ranks, those of replacements behind
+            group.group_id = (attempt << 32) + group.group_id
         with self._timed("reward"):
             metrics = apply_rewards(groups, self.rewards, tokenizer=self.tokenizer)
         return groups, [(sum(len(group.rollouts) for group in groups), metrics)]
@@ -232,31 +271,55 @@ class RolloutModule(SamplingModule, ABC):
             TypeError: If the batch is of a loader that knows nothing of rollouts.
         """
         check_batch(batch)
-        self._step_start = time.perf_counter()
+        self._clock.start()
         held = self.last_rollouts
         if batch.update_index == 0 or held is None or held.rollout_number != batch.rollout_number:
-            self._seconds.clear()
-            self._cycle_seconds = 0.0
+            self._cycle_seconds, self._cycle_is_whole = 0.0, True
             self.last_rollouts = self.collect_rollouts(batch)
 
-    def map_rollouts(self, model: nn.Module, buffer: RolloutBuffer, function: Callable[[ScoringBatch], T]) -> list[T]:
-        """Call a function without gradient on all rollouts of the buffer, a mini-batch's worth of groups at a time.
+    def map_rollouts(
+        self,
+        model: nn.Module,
+        buffer: RolloutBuffer,
+        function: Callable[[ScoringBatch], Sequence[Tensor | None]],
+        *,
+        per_rollout: Sequence[int] = (),
+    ) -> list[Any]:
+        """Call a function without gradient on all rollouts of the buffer, in passes like those of an update.
 
         Args:
             model: What the function runs; put into evaluation mode meanwhile.
             buffer: The rollouts.
-            function: Takes each part, laid out for one decoder call.
+            function: Takes each part, laid out for one decoder call; returns tensors of shape [N, ...], or None.
+            per_rollout: Which of those have a value per rollout, shape [B, ...], not per token.
+
+        Returns:
+            The tensors of all rollouts, in the order of the buffer, on the CPU; None where the function returned it.
         """
-        size = -(-len(buffer.groups) // self.num_mini_batches)
-        parts = [buffer.groups[start : start + size] for start in range(0, len(buffer.groups), size)]
         with evaluating(model), self.trainer.precision_plugin.forward_context():
-            return [function(self._pack(part)) for part in parts]
+            parts = self.support.call(self, "_map_passes", buffer, function)
+        numbers = [number for own, _ in parts for number in own]
+        columns = enumerate(zip(*(values for _, values in parts), strict=True))
+        return [
+            None if own[0] is None else buffer.in_order(own, numbers, per_token=place not in per_rollout)
+            for place, own in columns
+        ]
+
+    def _map_passes(
+        self, buffer: RolloutBuffer, function: Callable[[ScoringBatch], Sequence[Tensor | None]]
+    ) -> list[tuple[tuple[int, ...], list[Tensor | None]]]:
+        """What a function gives for each pass, with the rollouts that it is about. Fillers are run and left out."""
+        found = []
+        for pass_ in Passes(buffer, range(len(buffer.groups)), self._row_options(1)):
+            if isinstance(pass_, MiniBatch):
+                values = [None if value is None else value.cpu() for value in function(pass_.scoring)]
+                if pass_.rollout_numbers:
+                    found.append((pass_.rollout_numbers, values))
+        return found
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
-        """Score all rollouts of the buffer without gradient; tensors of shape [N]."""
-        parts = self.map_rollouts(model, buffer, lambda batch: self.score(model, batch, **kwargs))
-        fields = [None if own[0] is None else torch.cat(own) for own in zip(*parts, strict=True)]
-        return TokenScores(*fields)  # type: ignore[arg-type]
+        """Score all rollouts of the buffer without gradient; tensors of shape [N], on the CPU."""
+        return TokenScores(*self.map_rollouts(model, buffer, lambda batch: self.score(model, batch, **kwargs)))
 
     def score(self, model: Any, batch: ScoringBatch, **kwargs: Any) -> TokenScores:
         """Score a batch at the sampling temperature; see `pl_grouprl.models.score`."""
@@ -265,23 +328,24 @@ class RolloutModule(SamplingModule, ABC):
     # Updates.
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
-        """Return the loss of one mini-batch of the rollouts at hand."""
+        """Train one mini-batch of the rollouts at hand; return the loss of its last pass, to be differentiated."""
         buffer = self.last_rollouts
         assert buffer is not None
-        self._update_start = time.perf_counter()
+        self._clock.enter("update")
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            for optimizer in self.trainer.optimizers:  # Lightning would do it behind the first passes
+                optimizer.zero_grad()
         # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
         torch.manual_seed(self._derive_seed("update", batch.rollout_number, batch.update_index))
-        groups, tokens = buffer.mini_batch(batch.update_index)
-        on_device = {name: own.to(self.device) for name, own in tokens.items()}
-        mini_batch = MiniBatch(self._pack(groups), on_device, groups)
-        terms = self.compute_loss(mini_batch)
-        scoring = mini_batch.scoring
-        token_ratio = (torch.tensor(scoring.num_tokens_repeated), torch.tensor(scoring.num_tokens_run))
-        terms.metrics["prefix/token_ratio"] = token_ratio
-        loss, metrics = self.divide_loss(terms)
-        for name in terms.extremes:
-            if math.isinf(metrics[name]):  # nothing is trained on any rank, so there is no extreme
-                del metrics[name]
+        members = buffer.members(batch.update_index)
+        passes = Passes(buffer, members, self._row_options(self.sequence_parallel_size))
+        if passes.number > 1:
+            self.total_denominators(self._denominators_of(buffer, members))
+        terms = StepTerms()
+        loss = self._run(passes, terms)
+        if passes.number > 1:
+            self._check_denominators(terms, buffer, members)
+        metrics = terms.reduced(self.sum_over_ranks, lambda values: self.reduce_sums(values, "max"))
         buffer.updates_done = batch.update_index + 1
         shown = {"reward": buffer.metrics["reward"], "prefix/token_ratio": metrics.pop("prefix/token_ratio")}
         self.log_dict(shown, prog_bar=True, batch_size=1)
@@ -289,24 +353,80 @@ class RolloutModule(SamplingModule, ABC):
         self.log_dict({**hidden, **metrics, "num_tokens": float(self.num_tokens)}, batch_size=1)
         return loss
 
+    def _run(self, passes: Passes, terms: StepTerms) -> Tensor:
+        """Run passes forward and, but for the last, backward; returns the loss of that one."""
+        accumulates = self.trainer.fit_loop._should_accumulate()
+        for number, pass_ in enumerate(passes, start=1):
+            last = number == passes.number
+            with self.support.accumulating(self, last=last and not accumulates):
+                loss = self._pass_loss(pass_, terms, single=passes.number == 1)
+                if last:
+                    return loss
+                with torch.autocast(self.device.type, enabled=False):
+                    self.support.backward(loss)
+                del loss, pass_  # with all that they hold, before the next one
+        raise AssertionError("unreachable: there is a pass always")
+
+    def _pass_loss(self, pass_: MiniBatch | PrefixPass, terms: StepTerms, *, single: bool) -> Tensor:
+        if isinstance(pass_, PrefixPass):
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+            return pass_.loss(loss_scale=1.0 if scaler is None else scaler.get_scale())
+        own = self.compute_loss(pass_)
+        scoring = pass_.scoring
+        counts = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
+        own.metrics["prefix/token_ratio"] = torch.tensor(counts[0]), torch.tensor(counts[1])
+        if single:
+            self.total_denominators({name: count for name, (_, count) in own.losses.items()})
+        terms.add(own, pass_.weight)
+        return self.divide(own.losses, pass_.weight)
+
+    def _denominators_of(self, buffer: RolloutBuffer, members: Sequence[int]) -> dict[str, Tensor]:
+        """What this rank's share of an update adds to the denominators."""
+        if not members:
+            tokens, lengths = filler_tokens({name: values[0] for name, values in buffer.tokens.items()}), [1]
+        else:
+            chosen = [(index, range(len(buffer.groups[index].rollouts))) for index in members]
+            groups, tokens, _ = buffer.select(chosen)
+            lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+        index_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        return self.loss_denominators(tokens, {"rollout_index_N": index_N, "num_rollouts": len(lengths)})
+
+    def _check_denominators(self, terms: StepTerms, buffer: RolloutBuffer, members: Sequence[int]) -> None:
+        """Refuse a `compute_loss` that divides by something else than was said."""
+        expected, found = self._denominators_of(buffer, members), terms.denominators()
+        if self.sequence_parallel_size > 1:  # the rows of peers are among them
+            return
+        for name, count in found.items():
+            if name not in expected or not math.isclose(float(count), float(expected[name]), rel_tol=1e-4, abs_tol=1e-6):
+                raise RuntimeError(
+                    f"compute_loss of {type(self).__name__} divides {name!r} by {float(count):g}, but "
+                    f"loss_denominators said {expected.get(name)}; override both alike."
+                )
+
+    def _row_options(self, sequence_ranks: int) -> RowOptions:
+        group = self._sequence_group if sequence_ranks > 1 else None
+        return RowOptions(self.sharing, self.max_tokens_per_micro_batch, self.device, group, sequence_ranks)
+
+    def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: gradients are set to zero at the beginning of `training_step`, which differentiates passes itself."""
+
     def on_after_backward(self) -> None:
         """Stop the clock of a micro-batch that only accumulates gradients."""
-        self._update_end = time.perf_counter()
+        self._clock.mark()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Stop the clock when the update is done, before callbacks save checkpoints or measure."""
         super().optimizer_step(*args, **kwargs)
-        self._update_end = time.perf_counter()
+        self._clock.mark()
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
-        """Log where the time went."""
-        buffer, end = self.last_rollouts, self._update_end
+        """Log where the time went: the parts add up to the step."""
+        buffer, seconds = self.last_rollouts, self._clock.seconds
         assert buffer is not None
-        seconds = {"update": end - self._update_start, "step": end - self._step_start}
         self._cycle_seconds += seconds["step"]
-        metrics = {f"time/{name}": value for name, value in (self._seconds | seconds).items()}
+        metrics = {f"time/{name}": value for name, value in seconds.items()}
         # Tokens that were sampled and trained, over the time for both; unknown where a resumed run begins in between.
-        if "rollout" in self._seconds and buffer.updates_done == self.updates_per_rollout:
+        if self._cycle_is_whole and buffer.updates_done == self.updates_per_rollout:
             metrics["perf/tokens_per_second"] = buffer.num_tokens / self._cycle_seconds
         self.log_dict(metrics, batch_size=1)
 
@@ -348,11 +468,6 @@ class RolloutModule(SamplingModule, ABC):
         restored = restore_rollouts(per_rank, self.global_rank, self.num_mini_batches)
         self.last_rollouts = restored or self.last_rollouts
 
-    def _pack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
-        return pack(groups, self.sharing, device=self.device)
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Charge what runs inside to a part of the step's time."""
+        return self._clock.part(name)

@@ -111,6 +111,11 @@ class GRPO(PolicyGradientModule):
             if self.kl_in == "reward" and self.uses_reference:
                 raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
 
+    @property
+    def moves_groups(self) -> bool:
+        """A greedy rollout is sampled beside the others where the rewards' columns are."""
+        return not self.advantage_estimator.needs_greedy
+
     def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Compare rollouts, or tokens, with what their group and the batch did."""
         if self.advantage_estimator.per_token:
@@ -157,7 +162,7 @@ class GRPO(PolicyGradientModule):
         """Reward columns of one greedy rollout of each prompt."""
         prompts = [Prompt(g.prompt_ids, g.prompt, g.columns, g.data_source, g.media) for g in groups]
         with self._timed("rollout"):
-            greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=0)
+            greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=("greedy",))
         with self._timed("reward"):
             apply_rewards(greedy, self.rewards, tokenizer=self.tokenizer)
         return [self._reward_columns(group) for group in greedy]

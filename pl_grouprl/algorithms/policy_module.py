@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,27 +21,12 @@ from pl_grouprl.models.adapters import adapter_options
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
+from pl_grouprl.strategies import StrategySupport, support_of
 
 if TYPE_CHECKING:
     from pl_grouprl.attention import ParityReport
 
 DEFAULT_OPTIMIZER = OptimizerConfig()
-
-
-class LossTerms(NamedTuple):
-    """A loss before it is divided, so that ranks and micro-batches add up to one loss of the step.
-
-    Attributes:
-        losses: By the name of the optimized part that a loss trains, its sum over the mini-batch, with gradient, and
-            this mini-batch's share of what the sum of the whole step is divided by. A part whose denominators are all
-            0 in a step is not moved.
-        metrics: Detached sums and their counts, by the name that their ratio is logged under.
-        extremes: Detached values, by names that end in `/min` or `/max`, of which the ranks' extreme is logged.
-    """
-
-    losses: dict[str, tuple[Tensor, Tensor]]
-    metrics: dict[str, tuple[Tensor, Tensor]]
-    extremes: dict[str, Tensor] = {}  # noqa: RUF012 (a NamedTuple's default is never mutated)
 
 
 class PolicyModule(pl.LightningModule):
@@ -98,6 +83,14 @@ class PolicyModule(pl.LightningModule):
         self._reference_fingerprint: float | None = None
         self._denominators: dict[str, list[float]] = {}
         self._contexts = contextlib.ExitStack()
+        self._support: StrategySupport | None = None
+
+    @property
+    def support(self) -> StrategySupport:
+        """What the run's strategy does its own way: how weights and gradients are reached."""
+        if self._support is None or not self._support.serves(self._trainer):
+            self._support = support_of(self._trainer)
+        return self._support
 
     @property
     def tokenizer(self) -> Any:
@@ -106,10 +99,18 @@ class PolicyModule(pl.LightningModule):
             self._tokenizer = self.policy_source.load_tokenizer()
         return self._tokenizer
 
+    def setup(self, stage: str) -> None:
+        """Refuse what the strategy cannot honour, before anything is loaded."""
+        self.support.check(self)
+
     def configure_model(self) -> None:
-        """Load the policy, and its frozen copy where one is used. Does nothing the second time."""
-        if self.policy is not None:
-            return
+        """Load the models, and shard them where the strategy leaves that to the module. Does nothing again."""
+        if self.policy is None:
+            self.load_models()
+        self.support.shard(self)
+
+    def load_models(self) -> None:
+        """Load the policy, and its frozen copy where one is used. A subclass adds models of its own."""
         self.policy = self.policy_source.load().train()
         if has_adapters(self.policy):
             own = self.policy.named_parameters(remove_duplicate=False)
@@ -152,7 +153,8 @@ class PolicyModule(pl.LightningModule):
                 rank_zero_info(str(report))
         for model in self.scored_models():
             # In force for the whole fit: activation checkpointing runs the forward again in the backward pass.
-            patch = self._contexts.enter_context(shared_prefix(model, self.attention_backend))
+            with self.support.whole_weights(model):  # it runs a few tokens
+                patch = self._contexts.enter_context(shared_prefix(model, self.attention_backend))
             rank_zero_info(
                 f"sharing='shared': {type(model).__name__} encodes each prompt once; attention backend "
                 f"{self.attention_backend!r}: {patch.describe()}. prefix/token_ratio says what that saves."
@@ -162,7 +164,8 @@ class PolicyModule(pl.LightningModule):
         """Compare the shared with the repeated prefix on each model that is trained."""
         from pl_grouprl.attention import check_parity
 
-        return [check_parity(self.policy, backend=self.attention_backend)]
+        with self.support.whole_weights(self.policy):
+            return [check_parity(self.policy, backend=self.attention_backend)]
 
     def scored_models(self) -> list[Any]:
         """Transformers models that read rollouts in training, each with shared prefixes. A subclass adds its own."""
@@ -211,37 +214,28 @@ class PolicyModule(pl.LightningModule):
         """Add up a tensor over all ranks (or take its maximum, with the reduce_op `max`), on the sums' own device."""
         return self.trainer.strategy.reduce(sums.to(self.device), reduce_op=reduce_op).to(sums.device)
 
-    def divide_loss(self, terms: LossTerms) -> tuple[Tensor, dict[str, float]]:
-        """Divide each loss by its denominator of all ranks, and reduce the metrics over all ranks.
+    def total_denominators(self, denominators: dict[str, Tensor]) -> None:
+        """Add up over all ranks what the losses of the coming passes are divided by; once per step, before `divide`."""
+        totals = self.sum_over_ranks(list(denominators.values()))
+        for name, total in zip(denominators, totals, strict=True):
+            self._denominators.setdefault(name, []).append(total)
 
-        With gradient accumulation the denominator of the step is known after its last micro-batch only. Until then the
-        first one's is used; `on_before_optimizer_step` corrects the gradient of the part.
+    def divide(self, losses: dict[str, tuple[Tensor, Tensor]], weight: float = 1.0) -> Tensor:
+        """Divide each part's loss by its denominator of the whole step, and add them up.
+
+        With gradient accumulation by the Trainer the denominator is known after the last micro-batch only. Until then
+        the first one's is used; `on_before_optimizer_step` corrects the gradient of the part.
+
+        Args:
+            losses: As in `LossTerms`.
+            weight: This rank's share, where several compute the same.
 
         Returns:
-            The sum of the losses to differentiate (ranks average their gradients, so it is multiplied by their
-            number), and the metrics with the loss of this mini-batch among them.
+            What to differentiate. Ranks average their gradients, so it is multiplied by their number.
         """
-        pairs = [*terms.losses.values(), *terms.metrics.values()]
-        sums = self.sum_over_ranks([part for pair in pairs for part in pair])
-        totals = dict(zip([*terms.losses, *terms.metrics], zip(sums[::2], sums[1::2], strict=True), strict=True))
-        loss: Tensor | float = 0.0
-        metrics = {"loss": 0.0}
-        for name, (numerator, _) in terms.losses.items():
-            total, count = totals.pop(name)
-            denominators = self._denominators.setdefault(name, [])
-            denominators.append(count)
-            loss = loss + numerator * (self.trainer.world_size / (denominators[0] or 1.0))
-            metrics["loss"] += total / (count or 1.0)
-        metrics |= {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
-        assert isinstance(loss, Tensor)
-        return loss, metrics | self._extremes_over_ranks(terms.extremes)
-
-    def _extremes_over_ranks(self, extremes: dict[str, Tensor]) -> dict[str, float]:
-        if not extremes:
-            return {}
-        signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in extremes], device=self.device)
-        values = torch.stack([value.detach().to(self.device, torch.float32) for value in extremes.values()])
-        return dict(zip(extremes, (signs * self.reduce_sums(signs * values, "max")).tolist(), strict=True))
+        factor = self.trainer.world_size * weight
+        parts = [total * (factor / (self._denominators[name][0] or 1.0)) for name, (total, _) in losses.items()]
+        return torch.stack([part.to(self.device) for part in parts]).sum()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Finish the division of accumulated gradients.
@@ -250,19 +244,17 @@ class PolicyModule(pl.LightningModule):
         is skipped where a gradient is not finite.
         """
         parts = parameters_by_part(optimizer)
-        gradients = {name: [p.grad for p in own if p.grad is not None] for name, own in parts.items()}
         for name, denominators in self._denominators.items():
             total, first = sum(denominators), denominators[0] or 1.0
             # Lightning has divided each loss by the number of micro-batches.
             factor = self.trainer.accumulate_grad_batches * first / (total or 1.0)
-            if factor != 1 and gradients[name]:
-                torch._foreach_mul_(gradients[name], factor)
+            if factor != 1:
+                self.support.scale(parts[name], factor)
             if total == 0:
-                _drop_gradients(parts[name])
-                gradients[name] = []
+                self.support.drop(parts[name])
         self._denominators.clear()
-        norms = {name: torch.nn.utils.get_total_norm(own) for name, own in gradients.items()}
-        norm = torch.linalg.vector_norm(torch.stack([value.to(self.device) for value in norms.values()]))
+        norms = {name: self.support.norm(own) for name, own in parts.items()}
+        norm = self._joint_norm(norms.values())
         self.log("grad_norm", norm)
         if len(norms) > 1:
             self.log_dict({f"grad_norm/{name}": value for name, value in norms.items()})
@@ -271,7 +263,8 @@ class PolicyModule(pl.LightningModule):
             self.nonfinite_steps = 0
             return
         self.nonfinite_steps += 1
-        optimizer.zero_grad(set_to_none=True)
+        for own in parts.values():
+            self.support.drop(own)
         rank_zero_warn(f"gradient norm is {float(norm)} at step {self.global_step}; the step is skipped.")
         if self.nonfinite_steps >= self.max_nonfinite_steps:
             raise RuntimeError(
@@ -286,22 +279,28 @@ class PolicyModule(pl.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip parts that have a `max_grad_norm` of their own by it; the others together as the Trainer is told."""
+        """Clip parts that have a `max_grad_norm` of their own by it; the others together as the Trainer is told.
+
+        Norms are those of whole gradients, over all ranks' shards of them.
+        """
         own_limits = {name: config.max_grad_norm for name, (_, config) in self.optimized_parts().items()}
-        if not any(own_limits.values()):
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
         rest = []
         for name, parameters in parameters_by_part(optimizer).items():
             limit = own_limits[name]
             if limit is None:
                 rest += parameters
             else:
-                torch.nn.utils.clip_grad_norm_(parameters, limit)
+                self._clip_norm(parameters, limit)
         if rest and gradient_clip_val:
-            by_value = gradient_clip_algorithm == "value"
-            clip = torch.nn.utils.clip_grad_value_ if by_value else torch.nn.utils.clip_grad_norm_
-            clip(rest, gradient_clip_val)
+            clip = self.support.clamp if gradient_clip_algorithm == "value" else self._clip_norm
+            clip(rest, float(gradient_clip_val))
+
+    def _clip_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> None:
+        norm = self.support.norm(parameters)
+        self.support.scale(parameters, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+    def _joint_norm(self, norms: Iterable[Tensor]) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack([norm.to(self.device) for norm in norms]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know of."""
@@ -333,11 +332,6 @@ class PolicyModule(pl.LightningModule):
         """Those of each part that is trained; none before the models are loaded."""
         parts = {} if self.policy is None else self.optimized_parts()
         return {name: adapter_options(part) for name, (part, _) in parts.items()}
-
-
-def _drop_gradients(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None  # AdamW leaves a parameter without gradient alone, and its state too
 
 
 @contextlib.contextmanager

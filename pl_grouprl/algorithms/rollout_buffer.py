@@ -6,12 +6,14 @@ Legend: B rollouts, N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pl_grouprl.algorithms.distribution import cut_into_mini_batches, from_state, to_state
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
@@ -24,14 +26,16 @@ class RolloutBuffer:
     Attributes:
         groups: In the order of the prompts.
         rollout_number: Counts the prompt batches of the run.
-        num_mini_batches: Optimizer steps of one pass over the groups.
-        seed: Decides, with `rollout_number`, the order of the groups in each pass.
+        num_mini_batches: Optimizer steps of one pass over the groups of all ranks.
+        seed: Decides, with `rollout_number`, the order of the mini-batches in each pass.
         tokens: For each name one tensor per group, over the response tokens of the group. `loss_mask` is always there:
             True where the token is trained, which it never is in a rollout without a reward. `rollout_logprobs`, what
             the sampler reported, is there if it did so for every rollout, and in a run for every rollout of all ranks.
         metrics: What is known since the rollout, by the name it is logged under.
         num_tokens: Tokens of all sequences of all ranks, each with its prompt.
         updates_done: How many updates have used the buffer.
+        mini_batches: The number of the mini-batch that each group belongs to; by default as `distribution.deal` deals
+            groups on one rank.
     """
 
     groups: list[RolloutGroup]
@@ -42,8 +46,12 @@ class RolloutBuffer:
     metrics: dict[str, float] = field(default_factory=dict)
     num_tokens: int = 0
     updates_done: int = 0
+    mini_batches: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not self.mini_batches:
+            shuffled = derive_seed("order", self.seed, self.rollout_number)
+            self.mini_batches = cut_into_mini_batches(len(self.groups), self.num_mini_batches, shuffled)
         if "loss_mask" not in self.tokens:
             trained = [bit for group in self.groups for rollout in group.rollouts for bit in _trained_tokens(rollout)]
             self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
@@ -89,44 +97,68 @@ class RolloutBuffer:
             means.append([float(part.float().mean()) if len(part) else 0.0 for part in parts])
         return means
 
-    def mini_batch(self, update_index: int) -> tuple[list[RolloutGroup], dict[str, Tensor]]:
-        """Select the groups of one update, whole, and their per-token quantities.
+    def members(self, update_index: int) -> list[int]:
+        """Which groups of this rank are trained in an update, whole; a rank may have none.
 
-        Each pass over the groups has its own order, decided by the seed, the rollout number and the pass. A rank that
-        has fewer groups than mini-batches has nothing to train in some updates: it gets a group with an empty mask, so
-        that all ranks still do the same.
+        Mini-batches are the same in each pass over the rollouts and come in another order, which the seed, the rollout
+        number and the pass decide, on all ranks alike.
         """
-        epoch, part = divmod(update_index, self.num_mini_batches)
-        chosen = self._order(epoch).tensor_split(self.num_mini_batches)[part].tolist()
-        indices = chosen or [0]
-        tokens = {name: torch.cat([values[i] for i in indices]) for name, values in self.tokens.items()}
-        if not chosen:
-            tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
-        return [self.groups[i] for i in indices], tokens
-
-    def _order(self, epoch: int) -> Tensor:
-        if self.num_mini_batches == 1:
-            return torch.arange(len(self.groups))
+        epoch, place = divmod(update_index, self.num_mini_batches)
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.rollout_number, epoch))
-        return torch.randperm(len(self.groups), generator=generator)
+        number = int(torch.randperm(self.num_mini_batches, generator=generator)[place])
+        return [index for index, own in enumerate(self.mini_batches) if own == number]
+
+    def mini_batch(self, update_index: int) -> tuple[list[RolloutGroup], dict[str, Tensor]]:
+        """The groups of an update and their per-token quantities."""
+        chosen = [(index, range(len(self.groups[index].rollouts))) for index in self.members(update_index)]
+        return self.select(chosen)[:2]
+
+    def select(
+        self, parts: Sequence[tuple[int, Sequence[int]]]
+    ) -> tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]:
+        """Take some rollouts of some groups.
+
+        Args:
+            parts: Indices of groups, each with the indices of the rollouts that are taken.
+
+        Returns:
+            The groups with these rollouts, their per-token quantities, and the place of each rollout in the buffer.
+        """
+        first_rollouts = list(accumulate((len(group.rollouts) for group in self.groups), initial=0))
+        groups, numbers = [], []
+        tokens: dict[str, list[Tensor]] = {name: [] for name in self.tokens}
+        for index, chosen in parts:
+            group = self.groups[index]
+            groups.append(replace(group, rollouts=[group.rollouts[number] for number in chosen]))
+            numbers += [first_rollouts[index] + number for number in chosen]
+            lengths = [len(rollout.token_ids) for rollout in group.rollouts]
+            for name, values in self.tokens.items():
+                pieces = values[index].split(lengths)
+                tokens[name] += [pieces[number] for number in chosen]
+        return groups, {name: torch.cat(values) for name, values in tokens.items()}, tuple(numbers)
+
+    def in_order(self, values: Sequence[Tensor], numbers: Sequence[int], *, per_token: bool) -> Tensor:
+        """Put what was computed of some rollouts after another back into the order of the buffer.
+
+        Args:
+            values: Of parts of the buffer, shape [N, ...] of the part, or [B, ...].
+            numbers: The place of each rollout in the buffer, through all parts; each rollout once.
+            per_token: Whether there is a value per token, not per rollout.
+        """
+        lengths = self.rollout_lengths[list(numbers)].tolist() if per_token else [1] * len(numbers)
+        pieces = torch.cat(list(values)).split(lengths)
+        places = sorted(range(len(numbers)), key=lambda place: numbers[place])
+        return torch.cat([pieces[place] for place in places])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain containers and tensors. Columns of the data set, needed for the reward only, are left out."""
-        state = _shallow(self)
-        state["groups"] = [
-            {**_shallow(group), "columns": {}, "rollouts": [_shallow(rollout) for rollout in group.rollouts]}
-            for group in self.groups
-        ]
-        return state
+        """Return plain containers and tensors; the groups without columns of the data set."""
+        state = {part.name: getattr(self, part.name) for part in fields(self)}
+        return state | {"groups": [to_state(group) for group in self.groups]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RolloutBuffer:
         """Rebuild what `state_dict` returned."""
-        groups = [
-            RolloutGroup(**{**group, "rollouts": [Rollout(**rollout) for rollout in group["rollouts"]]})
-            for group in state["groups"]
-        ]
-        return cls(**{**state, "groups": groups})
+        return cls(**{**state, "groups": [from_state(group) for group in state["groups"]]})
 
 
 def _trained_tokens(rollout: Rollout) -> Sequence[int]:
@@ -137,7 +169,3 @@ def _trained_tokens(rollout: Rollout) -> Sequence[int]:
 
 def _num_tokens(group: RolloutGroup) -> int:
     return sum(len(rollout.token_ids) for rollout in group.rollouts)
-
-
-def _shallow(instance: Any) -> dict[str, Any]:
-    return {part.name: getattr(instance, part.name) for part in fields(instance)}

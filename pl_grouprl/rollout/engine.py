@@ -29,6 +29,7 @@ class RolloutEngine(Protocol):
         num_generations: int,
         seed: int,
         media: Sequence[Media] | None = None,
+        prompt_indices: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample `num_generations` completions of every prompt.
 
@@ -39,6 +40,9 @@ class RolloutEngine(Protocol):
             seed: The same (weights, prompts, sampling, seed) give the same rollouts.
             media: Images and videos of each prompt, empty where it has none; None where no prompt has any. An engine
                 that cannot serve them raises a ValueError.
+            prompt_indices: The place of each prompt in the whole batch of all ranks, which names its random numbers
+                beside the seed; None where the prompts are the whole batch. Only given where there are several ranks,
+                and only to engines that take it: it lets any number of ranks sample the same.
 
         Returns:
             For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.

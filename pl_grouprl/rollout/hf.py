@@ -33,8 +33,8 @@ class HFRolloutEngine:
     which knows all tokens, gives them less the share of probability that the model has for placeholders. A model that
     was trained with images has next to none.
 
-    Reproducible: each sequence draws from its own random stream, named by (seed, index of the prompt in the call, index
-    of the rollout). Results do not depend on `max_sequences` or on the other prompts, except where rounding, which
+    Reproducible: each sequence draws from its own random stream, named by (seed, index of the prompt in the call or as
+    `prompt_indices` say, index of the rollout). Results do not depend on `max_sequences` or on the other prompts, except where rounding, which
     may differ between batch shapes, moves a probability across a drawn number. The same call gives the same bits on
     the same machine. No global random state is read or changed.
 
@@ -98,6 +98,7 @@ class HFRolloutEngine:
         num_generations: int,
         seed: int,
         media: Sequence[Media] | None = None,
+        prompt_indices: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample completions; see `RolloutEngine.generate`.
 
@@ -129,7 +130,9 @@ class HFRolloutEngine:
         with _evaluating(self.model):
             if min(limits.values(), default=LONGEST) >= LONGEST:
                 check_decoding(self.model, self._sample_freely)
-            groups = self._generate(asked, sampling, num_generations, seed, end_ids=end_ids, stop=stop)
+            groups = self._generate(
+                asked, sampling, num_generations, seed, end_ids=end_ids, stop=stop, indices=prompt_indices
+            )
         if self.tokenizer is not None:
             for rollout in (rollout for group in groups for rollout in group):
                 rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
@@ -147,6 +150,7 @@ class HFRolloutEngine:
         *,
         end_ids: Sequence[int],
         stop: StopStrings,
+        indices: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         from pl_grouprl.rollout.decode import DecodeBatch  # imports transformers
         from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore
@@ -158,10 +162,10 @@ class HFRolloutEngine:
         groups: list[list[Rollout]] = [[] for _ in prompts]
         for chunk, needed_later in self._chunks(distinct, sequences, store.padding):
             parts = store.select([key for key, _, _ in chunk], needed_later)
-            names = [(prompt, generation) for _, prompt, generation in chunk]
+            names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
             batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed)
             del parts  # the prompts' caches have been copied
-            for (prompt, _), rollout in zip(names, batch.run(logits), strict=True):
+            for (_, prompt, _), rollout in zip(chunk, batch.run(logits), strict=True):
                 groups[prompt].append(rollout)
         return groups
 

@@ -1,0 +1,113 @@
+"""Which rank trains which group, and in which mini-batch: decided after the rollouts, when their lengths are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from pl_grouprl.algorithms.selection import leave_untrained
+from pl_grouprl.packing import ModelCost, SharedPrefixLayout, Sharing, balance, imbalance
+from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.distributed import gather_plain
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank trains.
+
+    Attributes:
+        groups: Its groups.
+        mini_batches: The number of the mini-batch that each of them belongs to.
+        metrics: `balance/max_over_mean` of the estimated cost over ranks (mean over mini-batches), and
+            `balance/max_over_mean_unbalanced`, where every group stays with the rank that sampled it.
+    """
+
+    groups: list[RolloutGroup]
+    mini_batches: list[int]
+    metrics: dict[str, float]
+
+
+def cut_into_mini_batches(num_groups: int, num_mini_batches: int, seed: int) -> list[int]:
+    """Deal groups into mini-batches of about the same number of groups, at random; returns the number of each."""
+    if num_mini_batches == 1:
+        return [0] * num_groups
+    order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
+    numbers = torch.empty(num_groups, dtype=torch.long)
+    for number, chosen in enumerate(order.tensor_split(num_mini_batches)):
+        numbers[chosen] = number
+    return numbers.tolist()
+
+
+def estimated_cost(group: RolloutGroup, cost: ModelCost, sharing: Sharing) -> float:
+    """Floating-point operations of a group's forward pass."""
+    layout = SharedPrefixLayout.from_groups([(len(group.prompt_ids), [len(r.token_ids) for r in group.rollouts])])
+    return cost.shared(layout) if sharing == "shared" else cost.repeated(layout)
+
+
+def deal(
+    groups: Sequence[RolloutGroup],
+    cost: ModelCost,
+    sharing: Sharing,
+    *,
+    num_mini_batches: int,
+    seed: int,
+    rank: int,
+    device: torch.device,
+    moves: bool = True,
+) -> Share:
+    """Exchange groups so that ranks have about the same work in each mini-batch. All ranks call it.
+
+    Args:
+        groups: Those that this rank has sampled, rewarded. Their `group_id` is their place in the whole batch.
+        cost: What the policy takes.
+        sharing: How they will be laid out.
+        num_mini_batches: Into how many parts the groups of all ranks are cut.
+        seed: Decides which groups are trained together; the same on all ranks.
+        rank: This rank.
+        device: Where ranks communicate.
+        moves: Whether groups may leave the rank that sampled them; otherwise only mini-batches are dealt.
+    """
+    per_rank = gather_plain([to_state(group) for group in groups], device)
+    found = [(owner, state) for owner, states in enumerate(per_rank) for state in states]
+    found.sort(key=lambda pair: pair[1]["group_id"])  # the order of one rank, whatever the number of ranks
+    everything = [from_state(state) for _, state in found]
+    owners = [owner for owner, _ in found]
+    costs = [estimated_cost(group, cost, sharing) for group in everything]
+    numbers = cut_into_mini_batches(len(everything), num_mini_batches, seed)
+    own: list[int] = []
+    balanced, unbalanced = [], []
+    for number in range(num_mini_batches):
+        members = [index for index, of in enumerate(numbers) if of == number]
+        part = [costs[index] for index in members]
+        ranks = balance(part, len(per_rank)) if moves else [owners[index] for index in members]
+        own += [index for index, of in zip(members, ranks, strict=True) if of == rank]
+        balanced.append(imbalance(part, ranks, len(per_rank)))
+        unbalanced.append(imbalance(part, [owners[index] for index in members], len(per_rank)))
+    own.sort()
+    metrics = {
+        "balance/max_over_mean": sum(balanced) / len(balanced),
+        "balance/max_over_mean_unbalanced": sum(unbalanced) / len(unbalanced),
+    }
+    columns = {group.group_id: group.columns for group in groups}
+    for index in own:  # columns of the data set stay behind: they were for the reward
+        everything[index].columns = columns.get(everything[index].group_id, {})
+    if not own:  # fewer groups than ranks: this one takes part in what all ranks do, with nothing to train
+        return Share([leave_untrained(everything[0])], [-1], metrics)
+    return Share([everything[index] for index in own], [numbers[index] for index in own], metrics)
+
+
+def to_state(group: RolloutGroup) -> dict[str, Any]:
+    """A group as plain containers and tensors. Columns of the data set, needed for the reward only, are left out."""
+    return {**_shallow(group), "columns": {}, "rollouts": [_shallow(rollout) for rollout in group.rollouts]}
+
+
+def from_state(state: dict[str, Any]) -> RolloutGroup:
+    """Rebuild what `to_state` returned."""
+    return RolloutGroup(**{**state, "rollouts": [Rollout(**rollout) for rollout in state["rollouts"]]})
+
+
+def _shallow(instance: Any) -> dict[str, Any]:
+    return {part.name: getattr(instance, part.name) for part in fields(instance)}

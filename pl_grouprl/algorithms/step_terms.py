@@ -1,0 +1,75 @@
+"""Losses and metrics of an optimizer step as sums, before anything is divided: passes and ranks add up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LossTerms(NamedTuple):
+    """A loss before it is divided, so that ranks and micro-batches add up to one loss of the step.
+
+    Attributes:
+        losses: By the name of the optimized part that a loss trains, its sum over the micro-batch, with gradient, and
+            this micro-batch's share of what the sum of the whole step is divided by. A part whose denominators are all
+            0 in a step is not moved.
+        metrics: Detached sums and their counts, by the name that their ratio is logged under.
+        extremes: Detached values, by names that end in `/min` or `/max`, of which the ranks' extreme is logged.
+    """
+
+    losses: dict[str, tuple[Tensor, Tensor]]
+    metrics: dict[str, tuple[Tensor, Tensor]]
+    extremes: dict[str, Tensor] = {}  # noqa: RUF012 (a NamedTuple's default is never mutated)
+
+
+class StepTerms:
+    """Adds up the terms of a step's passes on this rank."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, list[Tensor]] = {}
+        self._metrics: dict[str, list[Tensor]] = {}
+        self._extremes: dict[str, Tensor] = {}
+
+    def add(self, terms: LossTerms, weight: float = 1.0) -> None:
+        """Add the terms of a pass.
+
+        Args:
+            terms: What `compute_loss` returned.
+            weight: This rank's share of a pass that several ranks compute together.
+        """
+        for sums, pairs in ((self._losses, terms.losses), (self._metrics, terms.metrics)):
+            for name, pair in pairs.items():
+                own = [part.detach().float().cpu() * weight for part in pair]
+                sums[name] = [a + b for a, b in zip(sums[name], own, strict=True)] if name in sums else own
+        for name, value in terms.extremes.items():
+            before = self._extremes.get(name, value.detach())
+            pick = torch.minimum if name.endswith("/min") else torch.maximum
+            self._extremes[name] = pick(before, value.detach())
+
+    def denominators(self) -> dict[str, Tensor]:
+        """What each part's loss is divided by, this rank's share."""
+        return {name: count for name, (_, count) in self._losses.items()}
+
+    def reduced(self, add_up: Callable[[list[Tensor]], list[float]], largest: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Metrics of the step over all ranks, with the loss among them.
+
+        Args:
+            add_up: Sums scalars over ranks.
+            largest: Takes the elementwise maximum over ranks.
+        """
+        pairs = [*self._losses.values(), *self._metrics.values()]
+        sums = add_up([part for pair in pairs for part in pair])
+        ratios = [total / (count or 1.0) for total, count in zip(sums[::2], sums[1::2], strict=True)]
+        metrics = {"loss": sum(ratios[: len(self._losses)])}
+        metrics |= dict(zip(self._metrics, ratios[len(self._losses) :], strict=True))
+        if self._extremes:
+            signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in self._extremes])
+            own = signs * torch.stack([value.float().cpu() for value in self._extremes.values()])
+            found = (signs * largest(own)).tolist()
+            # Where nothing is trained on any rank there is no extreme.
+            metrics |= {name: v for name, v in zip(self._extremes, found, strict=True) if not math.isinf(v)}
+        return metrics
