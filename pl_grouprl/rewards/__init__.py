@@ -1,5 +1,7 @@
 """Reward functions: TRL's and verl's signatures are accepted as they are."""
 
+from typing import TYPE_CHECKING, Any
+
 from pl_grouprl.rewards.apply import (
     PendingRewards,
     Rewards,
@@ -12,11 +14,13 @@ from pl_grouprl.rewards.base import FunctionFromFile, RewardConfigurationError, 
 from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
-from pl_grouprl.rewards.model_reward import ModelReward
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
 from pl_grouprl.rewards.overlong import OverlongPenalty
 from pl_grouprl.rewards.repetition import RepetitionPenalty
 from pl_grouprl.rewards.workers import RewardWorkers
+
+if TYPE_CHECKING:
+    from pl_grouprl.rewards.model_reward import ModelReward
 
 __all__ = [
     "CosineLengthReward",
@@ -38,3 +42,12 @@ __all__ = [
     "prepare_rewards",
     "start_rewards",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `ModelReward` when it is asked for: a reward worker starts without PyTorch unless it needs it."""
+    if name == "ModelReward":
+        from pl_grouprl.rewards.model_reward import ModelReward
+
+        return ModelReward
+    raise AttributeError(f"module 'pl_grouprl.rewards' has no attribute {name!r}")

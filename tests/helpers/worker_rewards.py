@@ -1,0 +1,117 @@
+"""Reward functions that worker processes can import, some of which misbehave."""
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from pl_grouprl.rewards import RewardConfigurationError
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def graded(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.1 * len(solution_str), "right": float(solution_str == ground_truth)}
+
+
+def of_groups(groups):
+    return [[float(len(group.prompt_ids)) for _ in group.rollouts] for group in groups]
+
+
+async def patient(completions):
+    await asyncio.sleep(0)
+    return [None if "n" in text else 2.0 for text in completions]
+
+
+def process_id(completions):
+    return [float(os.getpid()) for _ in completions]
+
+
+def meets_another(completions, folder):
+    """Ends only where two calls run at the same time."""
+    Path(folder[0], str(os.getpid())).touch()
+    while len(list(Path(folder[0]).iterdir())) < 2:
+        time.sleep(0.01)
+    return [1.0 for _ in completions]
+
+
+def with_signals(solution_str, ground_truth):
+    """A time limit of its own, as math-verify has it: signals work on the main thread only."""
+    assert threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.signal(signal.SIGALRM, previous)
+    return 1.0
+
+
+def hangs_with_a_child(solution_str, ground_truth, extra_info):
+    """Hangs on "hang", with a child process whose id is written to a file."""
+    if solution_str != "hang":
+        return 1.0
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(extra_info["file"]).write_text(f"{os.getpid()} {child.pid}")
+    while True:
+        time.sleep(1)
+
+
+def misbehaves(solution_str, ground_truth):
+    if solution_str == "raise":
+        raise KeyError("no such key")
+    if solution_str == "leave":
+        raise SystemExit(3)
+    if solution_str == "die":
+        os._exit(7)
+    return {"nan": math.nan, "inf": math.inf, "none": None, "big": 10**400}.get(solution_str, 1.0)
+
+
+def raises_once(solution_str, ground_truth, extra_info):
+    marker = Path(extra_info["file"])
+    if not marker.exists():
+        marker.touch()
+        raise OSError("first time")
+    return 1.0
+
+
+def wrong_length(completions):
+    return [1.0]
+
+
+def wrong_type(solution_str, ground_truth):
+    return "good"
+
+
+def cannot_work(completions):
+    raise RewardConfigurationError("cannot work without a key")
+
+
+def too_patient(completions):
+    time.sleep(1000)
+
+
+async def never(completions):
+    await asyncio.sleep(1000)
+
+
+class NeedsAKey:
+    """Refuses to be set up."""
+
+    def set_up(self):
+        raise RewardConfigurationError("NeedsAKey needs a key")
+
+    def __call__(self, completions):
+        return [1.0 for _ in completions]
+
+
+class OnlyHere:
+    """Can be sent, and cannot be made from what was sent."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+    def __call__(self, completions):
+        return [1.0 for _ in completions]
