@@ -1,0 +1,125 @@
+"""Ranks that run a row together compute what one does: log-probs, and gradients summed over the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.tiny_models import tiny_model
+
+from pl_grouprl.attention.sequence_parallel import check_sequence_parallel, check_sequence_parallel_size, sequence_mesh
+
+SCRIPT = Path(__file__).with_name("sequence_ranks.py")
+
+ROUNDED = ("gemma2", "gemma3_text")
+"""Their norms compute in float32, so gradients of the norms' weights are summed over tokens with its rounding."""
+
+CASES = [
+    *({"family": family, "shape": "groups"} for family in ("llama", "qwen3", "gpt2", "mixtral", "deepseek_v3")),
+    *({"family": family, "shape": "groups"} for family in ("gpt_oss", "gemma2", "gemma3_text")),
+    *({"family": "qwen3", "shape": shape} for shape in ("one_group", "odd", "empty", "short")),
+    *({"family": family, "shape": "odd", "backend": "reference"} for family in ("llama", "gpt_oss")),
+    {"family": "llama", "shape": "odd", "backend": "prefix_grouper"},
+    {"family": "llama", "shape": "groups", "options": {"num_key_value_heads": 1}},
+    {"family": "llama", "forest": 1},
+    {"family": "gemma3_text", "forest": 2},
+    {"family": "llama", "shape": "groups", "checkpointing": True},
+    {"family": "qwen3_moe", "shape": "odd", "routers": True},
+]
+REFUSALS = [
+    ({"family": "llama", "other_rows": True}, "the 2 ranks of a sequence group were given different rows"),
+    ({"family": "llama", "sharing": "repeated"}, "sharing='repeated' is not run by several ranks together"),
+    ({"family": "llama", "compile": True}, "sequence_parallel_size=2 for LlamaModel: its layers are compiled"),
+    (
+        {"family": "llama", "options": {"num_attention_heads": 1, "num_key_value_heads": 1}},
+        "sequence_parallel_size=2 does not divide the 1 query heads of an attention layer; choose one of 1.",
+    ),
+]
+
+
+def name_of(case):
+    return "-".join(f"{key}={value}" for key, value in case.items())
+
+
+def run_ranks(folder, ranks, size, cases):
+    result = folder / "differences.json"
+    named = [{**case, "name": name_of(case)} for case in cases]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, str(SCRIPT), str(size), json.dumps(named), str(result)]
+    done = subprocess.run(
+        command, timeout=240, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(result.read_text())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    refused = [{**case, "refused": True} for case, _ in REFUSALS]
+    return run_ranks(tmp_path_factory.mktemp("sequence"), 2, 2, [*CASES, *refused])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_two_ranks_compute_what_one_does(two_ranks, case):
+    outputs, gradients = two_ranks[name_of(case)]
+    assert outputs < 1e-9
+    assert gradients < (1e-6 if case["family"] in ROUNDED else 1e-9)
+
+
+@pytest.mark.parametrize(("case", "message"), REFUSALS, ids=[name_of(case) for case, _ in REFUSALS])
+def test_what_cannot_be_cut_is_refused(two_ranks, case, message):
+    assert message in two_ranks[name_of({**case, "refused": True})]
+
+
+@pytest.mark.slow
+def test_four_ranks_share_two_key_value_heads(tmp_path):
+    cases = [{"family": family, "shape": shape} for family in ("llama", "gpt_oss") for shape in ("groups", "short")]
+    for outputs, gradients in run_ranks(tmp_path, 4, 4, cases).values():
+        assert outputs < 1e-9
+        assert gradients < 1e-9
+
+
+@pytest.mark.slow
+def test_pairs_of_ranks_run_rows_of_their_own(tmp_path):
+    cases = [{"family": "qwen3", "shape": shape} for shape in ("groups", "odd")]
+    for outputs, gradients in run_ranks(tmp_path, 4, 2, cases).values():
+        assert outputs < 1e-9
+        assert gradients < 1e-9
+
+
+def test_a_size_divides_the_ranks():
+    check_sequence_parallel_size(2, 6)
+    with pytest.raises(ValueError, match=r"sequence_parallel_size=4 does not divide the 6 ranks of this run"):
+        check_sequence_parallel_size(4, 6)
+    with pytest.raises(ValueError, match=r"sequence_parallel_size=0 does not divide"):
+        check_sequence_parallel_size(0, 6)
+    with pytest.raises(ValueError, match=r"sequence_parallel_size=2 does not divide the 1 ranks"):
+        sequence_mesh(2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "the state of its layers Lfm2ShortConv runs from token"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "largest position"),
+        (
+            "llama4_text",
+            {"num_local_experts": 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True},
+            "scales queries by their place in the row",
+        ),
+    ],
+)
+def test_models_whose_tokens_do_not_lie_apart_are_refused(family, options, message):
+    model = tiny_model(family, **options)
+    check_sequence_parallel(model, 1)
+    with pytest.raises(NotImplementedError, match=f"sequence_parallel_size=2 for .*{message}"):
+        check_sequence_parallel(model, 2)
+
+
+def test_heads_that_do_not_divide_are_refused_at_setup():
+    with pytest.raises(ValueError, match=r"sequence_parallel_size=3 does not divide the 4 query heads .* 1, 2, 4\."):
+        check_sequence_parallel(tiny_model("llama"), 3)
