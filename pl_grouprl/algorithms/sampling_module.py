@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pl_grouprl.algorithms.evaluation import evaluation_metrics
@@ -14,7 +13,7 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, check_columns, prepare_rewards
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
-from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain
 
 DEFAULT_SAMPLING = SamplingConfig()
 
@@ -72,52 +71,33 @@ class SamplingModule(PolicyModule):
             check_columns(prompts.get(split, ()), self.rewards, split)
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        num_generations: int,
-        *,
-        seed: Sequence[int | str],
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: int
     ) -> list[RolloutGroup]:
         """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt, but all ranks call it.
 
         The images and videos of the prompts are processed here.
-
-        Args:
-            prompts: Every `num_ranks`-th prompt of the batch of all ranks.
-            sampling: How to sample.
-            num_generations: Rollouts of each prompt.
-            seed: What names the random numbers, beside the module's seed.
-
-        Returns:
-            Groups whose `group_id` is the place of the prompt in the batch of all ranks.
         """
         with self.support.whole_weights(self.policy):
             return self._generate(prompts, sampling, num_generations, seed) if prompts else []
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, seed: Sequence[int | str]
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, seed: int
     ) -> list[RolloutGroup]:
         self.engine.bind(self.policy, self.tokenizer)
         prompts = [prompt.open() for prompt in prompts]
         media = [prompt.media for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
-        places = range(self.global_rank, self.global_rank + num_ranks() * len(prompts), num_ranks())
-        named = num_ranks() > 1 and _takes(self.engine.generate, "prompt_indices")
-        if named:
-            options["prompt_indices"] = list(places)
         with evaluating(self.policy):
             rollouts = self.engine.generate(
                 [prompt.token_ids for prompt in prompts],
                 sampling,
                 num_generations=num_generations,
-                # Without names for the prompts, ranks would draw the same numbers for different ones.
-                seed=derive_seed(*seed, self.seed, 0 if named else self.global_rank),
+                seed=seed,
                 **options,
             )
         return [
-            RolloutGroup(prompt.token_ids, own, place, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
-            for place, prompt, own in zip(places, prompts, rollouts, strict=True)
+            RolloutGroup(prompt.token_ids, own, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
+            for index, (prompt, own) in enumerate(zip(prompts, rollouts, strict=True))
         ]
 
     # Evaluation.
@@ -129,7 +109,7 @@ class SamplingModule(PolicyModule):
             TypeError: If the batch is of a loader that knows nothing of rollouts.
         """
         check_batch(batch)
-        seed = ("evaluation", dataloader_idx, batch_idx)
+        seed = self._derive_seed("evaluation", dataloader_idx, batch_idx)
         self._evaluated = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
         apply_rewards(self._evaluated, self.rewards, tokenizer=self.tokenizer)
 
@@ -157,13 +137,7 @@ class SamplingModule(PolicyModule):
         self.log_dict(metrics, batch_size=1)
 
     def _derive_seed(self, *parts: int | str) -> int:
-        """A seed of this rank's own."""
         return derive_seed(*parts, self.seed, self.global_rank)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def check_batch(batch: Any) -> None:

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from pl_grouprl.callbacks.run_folder import run_folder
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
+from pl_grouprl.strategies import StrategySupport, support_of
 
 
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
-    Works with any module that holds a transformers model as an attribute. Written in safetensors format beside the
+    Works with any module that holds a transformers model as an attribute, under every strategy: sharded weights are
+    gathered in the main memory of rank 0. Written in safetensors format beside the
     target and renamed, so that the folder is complete or absent; what a former export left there is replaced.
 
     Args:
@@ -47,16 +49,13 @@ class ExportPolicy(Callback):
         self.folder = folder
         self.adapter = adapter
         self._target: Path | None = None
+        self._support = StrategySupport(None)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before any step, what could not be exported after the last one."""
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-            raise ValueError(
-                f"ExportPolicy cannot gather the weights of strategy {type(trainer.strategy).__name__}; use a single "
-                "device or ddp, or leave the callback out and export from a checkpoint."
-            )
+        self._support = support_of(trainer)
         for name in filter(None, (self.attribute, self.tokenizer_attribute)):
             if not hasattr(pl_module, name):
                 raise TypeError(
@@ -84,25 +83,40 @@ class ExportPolicy(Callback):
                 f"ExportPolicy(adapter='separate') is to save an adapter, and the {type(model).__name__} has none; "
                 "leave adapter out, or train one (policy.init_args.adapter)."
             )
+        if self._support.shards and self._merges(model):
+            raise ValueError(
+                f"ExportPolicy(adapter='merged') needs whole weights, which {type(trainer.strategy).__name__} shards; "
+                "pass adapter='separate' and merge it afterwards, or train it with ddp."
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the model."""
+        model = getattr(pl_module, self.attribute)
+        state = self._support.full_state_dict(model) if self._support.shards else None
         if self._target is None or not trainer.is_global_zero:
             return
         tokenizer = None if self.tokenizer_attribute is None else getattr(pl_module, self.tokenizer_attribute)
-        model = getattr(pl_module, self.attribute)
-        merging = self.adapter == "merged" and has_adapters(model)
-        export(merged_copy(model) if merging else model, tokenizer, self._target)
+        export(merged_copy(model) if self._merges(model) else model, tokenizer, self._target, state)
         rank_zero_info(f"Policy saved in Hugging Face format: {self._target}")
 
+    def _merges(self, model: Any) -> bool:
+        return self.adapter == "merged" and has_adapters(model)
 
-def export(model: Any, tokenizer: Any, target: Path) -> None:
-    """Save a transformers model, and a tokenizer if there is one, in a folder that is replaced as a whole."""
+
+def export(model: Any, tokenizer: Any, target: Path, state: dict[str, Tensor] | None = None) -> None:
+    """Save a transformers model, and a tokenizer if there is one, in a folder that is replaced as a whole.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer; None saves none.
+        target: The folder.
+        state: The weights to save, emptied meanwhile; None for those that the model holds.
+    """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     former = target.with_name(f".{target.name}.{os.getpid()}.old")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        model.save_pretrained(unfinished)
+        model.save_pretrained(unfinished, **({} if state is None else {"state_dict": _without_tied(model, state)}))
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         if target.exists():
@@ -115,3 +129,10 @@ def export(model: Any, tokenizer: Any, target: Path) -> None:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(former, ignore_errors=True)
+
+
+def _without_tied(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out further names of weights that have several; transformers ties them again when it loads the model."""
+    names = {name for name, _ in model.named_parameters()}
+    repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+    return {name: value for name, value in state.items() if name not in repeated}

@@ -21,13 +21,14 @@ def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
 
     The model's own forward runs with its decoder standing aside, so whatever it does between decoder and logits is
-    done here too.
+    done here too. Hooks of the model do not run: one that gathers sharded weights has run with the decoder's call, and
+    ranks may have different numbers of chunks.
     """
     decoder = find_decoder(model)
 
     def logits(hidden_ND: Tensor) -> Tensor:
         with sharing_paused(model), _Aside(decoder, hidden_ND):
-            return model(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
+            return model.forward(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
 
     return logits
 

@@ -17,11 +17,27 @@ class StrategySupport:
     """Reaches weights and gradients under one strategy. Subclasses serve those that shard.
 
     Args:
-        trainer: The run's Trainer.
+        trainer: The run's Trainer; None for a module that is used without one.
+
+    Attributes:
+        shards: Whether a rank holds only a part of the weights between forward and backward passes.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    shards: bool = False
+
+    def __init__(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+
+    @property
+    def trainer(self) -> Trainer:
+        """The run's Trainer."""
+        if self._trainer is None:
+            raise RuntimeError("the module is not attached to a Trainer; call this inside of a run.")
+        return self._trainer
+
+    def serves(self, trainer: Trainer | None) -> bool:
+        """Whether this was made for that Trainer."""
+        return self._trainer is trainer
 
     def check(self, module: LightningModule) -> None:
         """Refuse at setup what cannot be honoured under this strategy.
@@ -35,11 +51,17 @@ class StrategySupport:
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Make each rank's weights whole for as long as it samples; ranks need not run the same calls meanwhile."""
+        """Make each rank's weights whole for as long as it samples; ranks need not run the same calls meanwhile.
+
+        All ranks enter and leave it together.
+        """
         yield
 
     def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the module the way the strategy runs `training_step`, so that wrappers see the forward."""
+        """Run a method of the module the way the strategy runs `training_step`, so that wrappers see the forward.
+
+        All ranks call it, and run the same forward passes in it.
+        """
         return getattr(module, method)(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -48,18 +70,34 @@ class StrategySupport:
 
     @contextlib.contextmanager
     def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
-        """Surround a pass, its forward and its backward: gradients are reduced over ranks in the last one only."""
+        """Surround a pass, its forward and its backward: gradients are reduced over ranks in the last one only.
+
+        The backward of the last pass is Lightning's, behind this context: what was set for it stays.
+        """
         yield
 
-    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Norm of the gradients of all ranks' shards of some parameters, a scalar."""
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    def touch(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
+        """Zero, as a function of every parameter: a reducer that waits for all gradients gets those of this loss."""
+        return sum(parameter.flatten()[:1].sum() * 0 for parameter in parameters if parameter.requires_grad)
 
-    def scale(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """This rank's gradients, or its shards of them, of those parameters that have one; to be changed in place."""
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Norm of the gradients, over all ranks' shards of them, a scalar. All ranks call it."""
+        return torch.nn.utils.get_total_norm(self.gradients(parameters))
+
+    def scale(self, parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
         """Multiply gradients in place."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = self.gradients(parameters)
         if gradients:
             torch._foreach_mul_(gradients, factor)
+
+    def clamp(self, parameters: Sequence[nn.Parameter], limit: float) -> None:
+        """Clip each entry of the gradients to [-limit, limit], in place."""
+        for gradient in self.gradients(parameters):
+            gradient.clamp_(-limit, limit)
 
     def drop(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leave parameters out of the coming optimizer step: AdamW passes over what has no gradient."""
@@ -67,14 +105,40 @@ class StrategySupport:
             parameter.grad = None
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """A model's whole state on the CPU of rank 0, None on the others. All ranks call it."""
+        """A model's whole state on rank 0, on the CPU where it was sharded; None on the others. All ranks call it."""
         return dict(model.state_dict()) if self.trainer.is_global_zero else None
 
 
-def support_of(trainer: Trainer) -> StrategySupport:
+def support_of(trainer: Trainer | None) -> StrategySupport:
     """Pick what serves the Trainer's strategy.
 
     Raises:
         ValueError: If the strategy is none of those that are known to work.
     """
-    return StrategySupport(trainer)
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+    )
+
+    strategy = None if trainer is None else trainer.strategy
+    if strategy is None or isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        return StrategySupport(trainer)
+    if isinstance(strategy, ModelParallelStrategy):
+        from pl_grouprl.strategies.fsdp2 import FSDP2Support
+
+        return FSDP2Support(trainer)
+    if isinstance(strategy, FSDPStrategy):
+        from pl_grouprl.strategies.fsdp1 import FSDP1Support
+
+        return FSDP1Support(trainer)
+    if isinstance(strategy, DeepSpeedStrategy):
+        from pl_grouprl.strategies.deepspeed import DeepSpeedSupport
+
+        return DeepSpeedSupport(trainer)
+    raise ValueError(
+        f"trainer.strategy is {type(strategy).__name__}, which is not known to work here; use a single device, ddp, "
+        "FSDPStrategy, ModelParallelStrategy or DeepSpeedStrategy (configs/strategy has a file for each)."
+    )

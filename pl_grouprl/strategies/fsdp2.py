@@ -1,0 +1,170 @@
+"""FSDP2 (Lightning's ModelParallelStrategy): `fully_shard` on each decoder layer, then on each model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from pl_grouprl.attention import find_backbone
+from pl_grouprl.models.compile import decoder_layers
+from pl_grouprl.strategies.sharded import ShardedSupport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+class FSDP2Support(ShardedSupport):
+    """Shards each model over all ranks, trained or frozen.
+
+    A decoder layer is gathered for its own forward and backward pass. What is around the layers (embeddings, norms,
+    head) is gathered when the model is called and stays so until the backward pass is done, as the logits are
+    computed a chunk at a time. Weights are gathered in the dtype that they are kept in: under `bf16-mixed` that is
+    float32, and autocast makes the bfloat16 copies.
+
+    While passes accumulate, each rank holds its whole gradients: one reduction per step costs that memory.
+    """
+
+    def check(self, module: LightningModule) -> None:
+        """Refuse tensor parallelism, which Lightning's default sizes stand for, and parts that need whole weights."""
+        mesh = self.trainer.strategy.device_mesh  # type: ignore[attr-defined]
+        if mesh["tensor_parallel"].size() > 1:
+            ranks = self.trainer.world_size
+            raise ValueError(
+                f"ModelParallelStrategy has tensor_parallel_size={mesh['tensor_parallel'].size()} (its default 'auto' "
+                "is the number of devices of a node), by which nothing would be sharded here; set "
+                f"data_parallel_size={ranks} and tensor_parallel_size=1."
+            )
+        refuse_whole_weights(module, "ModelParallelStrategy")
+
+    def shard(self, module: LightningModule) -> None:
+        """Shard what is not sharded yet."""
+        mesh = self.trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
+        for root in roots(module):
+            if isinstance(root, FSDPModule):
+                continue
+            for layer in _layers(root):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            fully_shard(root, mesh=mesh, reshard_after_forward=False)
+            if _has_decoder(root) and (backbone := find_backbone(root)) is not root:  # type: ignore[arg-type]
+                _call_through(root, backbone)
+
+    @contextlib.contextmanager
+    def whole_weights(self, *models: nn.Module) -> Iterator[None]:
+        """Gather all weights of some models once, instead of at every call."""
+        sharded = [root for model in models for root in roots(model) if isinstance(root, FSDPModule)]
+        for root in sharded:
+            root.set_reshard_after_forward(False)
+            root.set_reshard_after_backward(False)
+        with torch.inference_mode(False), torch.no_grad():  # Lightning validates in inference mode
+            _each_unit(sharded, FSDPModule.unshard)
+        try:
+            yield
+        finally:
+            _each_unit(sharded, FSDPModule.reshard)
+            for root in sharded:
+                root.set_reshard_after_backward(True)
+                root.set_reshard_after_forward(True)
+                root.set_reshard_after_forward(False, recurse=False)
+
+    def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method; afterwards no weights stay gathered."""
+        try:
+            return getattr(module, method)(*args, **kwargs)
+        finally:
+            _each_unit([root for root in roots(module) if isinstance(root, FSDPModule)], FSDPModule.reshard)
+
+    @contextlib.contextmanager
+    def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
+        """Reduce gradients in the backward pass of the last pass alone."""
+        for root in roots(module):
+            if isinstance(root, FSDPModule):
+                root.set_requires_gradient_sync(last)
+        yield
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """This rank's shards of the gradients."""
+        gradients = super().gradients(parameters)
+        return [own.to_local() if isinstance(own, DTensor) else own for own in gradients]
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """A model's whole state on the CPU of rank 0, gathered one weight after another."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return state if self.trainer.is_global_zero else None
+
+
+def roots(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that are called as a whole: transformers models, and what stands beside them.
+
+    Args:
+        module: A LightningModule, a critic, or such a model itself.
+    """
+    if _has_decoder(module) or not any(_has_decoder(inner) for inner in module.modules()):
+        return [module] if any(True for _ in module.parameters()) else []
+    return [root for child in module.children() for root in roots(child)]
+
+
+def refuse_whole_weights(module: LightningModule, strategy: str) -> None:
+    """Refuse critics and compiled layers that a sharding strategy cannot serve.
+
+    Raises:
+        ValueError: With the option and what to use instead.
+    """
+    critic = getattr(module, "critic_source", None)
+    if type(critic).__name__ == "LoRACritic":
+        raise ValueError(
+            f"critic is a LoRACritic, which shares the storage of whole weights with the policy; {strategy} shards "
+            "them. Use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
+        )
+    policy = getattr(module, "policy_source", None)
+    if getattr(policy, "compile_layers", False):
+        raise ValueError(
+            f"policy has compile_layers=True, which is not supported under {strategy}; leave it out, or use ddp."
+        )
+
+
+def _has_decoder(module: nn.Module) -> bool:
+    return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
+
+
+def _layers(root: nn.Module) -> Sequence[nn.Module]:
+    """Decoder layers of a transformers model; none of any other."""
+    return list(decoder_layers(root)) if _has_decoder(root) else []
+
+
+def _each_unit(sharded: Sequence[nn.Module], function: Callable[[Any], Any]) -> None:
+    for root in sharded:
+        for unit in root.modules():
+            if isinstance(unit, FSDPModule):
+                function(unit)
+
+
+def _call_through(root: Any, backbone: nn.Module) -> None:
+    """Let a call of a model's backbone alone gather what is around the layers too, as a call of the model does."""
+    inside = [0]
+    backbone_forward = backbone.forward
+
+    def enter(*_: Any) -> None:
+        inside[0] += 1
+
+    def leave(*_: Any) -> None:
+        inside[0] -= 1
+
+    root.register_forward_pre_hook(enter)
+    root.register_forward_hook(leave, always_call=True)
+    root.backbone_forward = backbone_forward
+    register_fsdp_forward_method(root, "backbone_forward")
+
+    @functools.wraps(backbone_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (backbone_forward if inside[0] else root.backbone_forward)(*args, **kwargs)
+
+    backbone.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,108 @@
+"""Run by the tests beside it: a fit under any strategy on two gloo ranks; rank 0 writes what came of it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "algorithms"), str(TESTS / "helpers")]
+
+from conftest import TinyPolicy, share_of_letters
+from cpu_strategies import CPUFSDPStrategy
+
+import pl_grouprl
+from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.callbacks import ExportPolicy
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.types import SamplingConfig
+
+ALGORITHMS = {"GRPO": pl_grouprl.GRPO, "PPO": pl_grouprl.PPO, "GroupPPO": pl_grouprl.GroupPPO}
+
+
+def strategy(name: str) -> Any:
+    """A strategy with the sizes of two ranks."""
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    if name == "fsdp1":
+        return CPUFSDPStrategy(auto_wrap_policy=_layer_classes(), state_dict_type="sharded")
+    return name
+
+
+def _layer_classes() -> set[type[torch.nn.Module]]:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    return {Qwen3DecoderLayer}
+
+
+class Poison(Callback):
+    """Makes the gradient of one step infinite, on rank 1 alone."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            own = [g for g in module.support.gradients(list(module.policy.parameters())) if g.numel()]
+            own[0].fill_(float("inf"))
+
+
+class Weights(Callback):
+    """Keeps the policy's whole weights at the end of a fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer, module):
+        state = module.support.full_state_dict(module.policy)
+        if trainer.is_global_zero:
+            torch.save({name: value.clone() for name, value in state.items()}, self.folder / "weights.pt")
+
+
+def main(name: str, folder: Path, case: dict[str, Any]) -> None:
+    """Fit, and validate amid it."""
+    case = {"algorithm": "GRPO", "max_steps": 2, "module": {}, "trainer": {}, "optimizer": {}, **case}
+    task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=8, val_size=3)
+    data = PromptDataModule(task, task, batch_size=4, val_batch_size=2, shuffle=False)
+    policy = TinyPolicy(**case.get("policy", {}))
+    module = ALGORITHMS[case["algorithm"]](
+        policy,
+        share_of_letters,
+        num_generations=3,
+        sampling=SamplingConfig(max_new_tokens=5),
+        optimizer=OptimizerConfig(**{"learning_rate": 1e-2, **case["optimizer"]}),
+        **case["module"],
+    )
+    callbacks = [
+        ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+        Weights(folder),
+        ExportPolicy(folder=str(folder / "export")),
+    ]
+    if "poison" in case:
+        callbacks.append(Poison(case["poison"]))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1 if name == "auto" else 2,
+        strategy=strategy(name),
+        max_steps=case["max_steps"],
+        val_check_interval=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        **case["trainer"],
+    )
+    trainer.fit(module, data, ckpt_path=case.get("checkpoint"), weights_only=True)
+    if trainer.is_global_zero:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
