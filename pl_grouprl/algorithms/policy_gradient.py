@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.base import MiniBatch, RolloutModule
-from pl_grouprl.algorithms.policy_module import LossTerms
+from pl_grouprl.algorithms.base import RolloutModule
+from pl_grouprl.algorithms.mini_batch import MiniBatch
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.step_terms import LossTerms
 from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
 from pl_grouprl.functional.kl import kl_estimate
@@ -253,6 +254,10 @@ class PolicyGradientModule(RolloutModule):
             scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
         return self.policy_terms(batch, scores, routers)
 
+    def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
+        """Trained tokens or rollouts, as `loss_agg_mode` says."""
+        return {"policy": loss_denominator(tokens["loss_mask"], mode=self.loss_agg_mode, **rollouts)}
+
     def recorded_routers(self) -> AbstractContextManager[RouterLogits | None]:
         """Record the policy's router logits where they have a loss."""
         return record_router_logits(self.policy) if self.router_aux_loss_coef > 0 else nullcontext()
@@ -286,6 +291,12 @@ class PolicyGradientModule(RolloutModule):
         numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=norm, **rollouts)
         denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)
         if self.router_aux_loss_coef > 0:
+            if batch.scoring.prefix is not None:
+                raise ValueError(
+                    f"router_aux_loss_coef is {self.router_aux_loss_coef}, and a group is larger than "
+                    f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}: the routers' loss is not known for "
+                    "a group in slices. Raise the budget above the largest group."
+                )
             # A mean over this call's tokens: by the denominator it is weighted as the rest of the step is divided.
             balance = router_balancing_loss(self.policy, batch.scoring, routers or []) * denominator
             numerator = numerator + self.router_aux_loss_coef * balance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     from pl_grouprl.attention import ParityReport
 
 DEFAULT_OPTIMIZER = OptimizerConfig()
-
-
-class LossTerms(NamedTuple):
-    """A loss before it is divided, so that ranks and micro-batches add up to one loss of the step.
-
-    Attributes:
-        losses: By the name of the optimized part that a loss trains, its sum over the mini-batch, with gradient, and
-            this mini-batch's share of what the sum of the whole step is divided by. A part whose denominators are all
-            0 in a step is not moved.
-        metrics: Detached sums and their counts, by the name that their ratio is logged under.
-        extremes: Detached values, by names that end in `/min` or `/max`, of which the ranks' extreme is logged.
-    """
-
-    losses: dict[str, tuple[Tensor, Tensor]]
-    metrics: dict[str, tuple[Tensor, Tensor]]
-    extremes: dict[str, Tensor] = {}  # noqa: RUF012 (a NamedTuple's default is never mutated)
 
 
 class PolicyModule(pl.LightningModule):
@@ -103,7 +87,7 @@ class PolicyModule(pl.LightningModule):
 
     @property
     def support(self) -> StrategySupport:
-        """What differs among strategies: how weights and gradients are reached."""
+        """What the run's strategy does its own way: how weights and gradients are reached."""
         if self._support is None or not self._support.serves(self._trainer):
             self._support = support_of(self._trainer)
         return self._support
@@ -230,37 +214,28 @@ class PolicyModule(pl.LightningModule):
         """Add up a tensor over all ranks (or take its maximum, with the reduce_op `max`), on the sums' own device."""
         return self.trainer.strategy.reduce(sums.to(self.device), reduce_op=reduce_op).to(sums.device)
 
-    def divide_loss(self, terms: LossTerms) -> tuple[Tensor, dict[str, float]]:
-        """Divide each loss by its denominator of all ranks, and reduce the metrics over all ranks.
+    def total_denominators(self, denominators: dict[str, Tensor]) -> None:
+        """Add up over all ranks what the losses of the coming passes are divided by; once per step, before `divide`."""
+        totals = self.sum_over_ranks(list(denominators.values()))
+        for name, total in zip(denominators, totals, strict=True):
+            self._denominators.setdefault(name, []).append(total)
 
-        With gradient accumulation the denominator of the step is known after its last micro-batch only. Until then the
-        first one's is used; `on_before_optimizer_step` corrects the gradient of the part.
+    def divide(self, losses: dict[str, tuple[Tensor, Tensor]], weight: float = 1.0) -> Tensor:
+        """Divide each part's loss by its denominator of the whole step, and add them up.
+
+        With gradient accumulation by the Trainer the denominator is known after the last micro-batch only. Until then
+        the first one's is used; `on_before_optimizer_step` corrects the gradient of the part.
+
+        Args:
+            losses: As in `LossTerms`.
+            weight: This rank's share, where several compute the same.
 
         Returns:
-            The sum of the losses to differentiate (ranks average their gradients, so it is multiplied by their
-            number), and the metrics with the loss of this mini-batch among them.
+            What to differentiate. Ranks average their gradients, so it is multiplied by their number.
         """
-        pairs = [*terms.losses.values(), *terms.metrics.values()]
-        sums = self.sum_over_ranks([part for pair in pairs for part in pair])
-        totals = dict(zip([*terms.losses, *terms.metrics], zip(sums[::2], sums[1::2], strict=True), strict=True))
-        loss: Tensor | float = 0.0
-        metrics = {"loss": 0.0}
-        for name, (numerator, _) in terms.losses.items():
-            total, count = totals.pop(name)
-            denominators = self._denominators.setdefault(name, [])
-            denominators.append(count)
-            loss = loss + numerator * (self.trainer.world_size / (denominators[0] or 1.0))
-            metrics["loss"] += total / (count or 1.0)
-        metrics |= {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
-        assert isinstance(loss, Tensor)
-        return loss, metrics | self._extremes_over_ranks(terms.extremes)
-
-    def _extremes_over_ranks(self, extremes: dict[str, Tensor]) -> dict[str, float]:
-        if not extremes:
-            return {}
-        signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in extremes], device=self.device)
-        values = torch.stack([value.detach().to(self.device, torch.float32) for value in extremes.values()])
-        return dict(zip(extremes, (signs * self.reduce_sums(signs * values, "max")).tolist(), strict=True))
+        factor = self.trainer.world_size * weight
+        parts = [total * (factor / (self._denominators[name][0] or 1.0)) for name, (total, _) in losses.items()]
+        return torch.stack([part.to(self.device) for part in parts]).sum()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Finish the division of accumulated gradients.

@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from pl_grouprl.algorithms.base import MiniBatch
+from pl_grouprl.algorithms.mini_batch import MiniBatch
 from pl_grouprl.algorithms.optimizer import OptimizerConfig
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
-from pl_grouprl.algorithms.policy_module import LossTerms
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.step_terms import LossTerms
 from pl_grouprl.attention import ParityReport
 from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
 from pl_grouprl.functional.logprobs import TokenScores
@@ -28,7 +28,7 @@ from pl_grouprl.models import Critic, CriticSource, PolicyCopyCritic, Pretrained
 from pl_grouprl.models.lora_critic import TiedCritic
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
-from pl_grouprl.packing import ScoringBatch, pack, shorten
+from pl_grouprl.packing import ScoringBatch, shorten
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.utilities.options import check_options
 
@@ -268,8 +268,8 @@ class PPO(PolicyGradientModule):
             states = hidden_states(critic.trunk if not critic.shares_trunk else self.policy, batch)
             return critic.values(batch, states=states), critic.values(batch, batch.final_index_B, states=states)
 
-        parts = self.map_rollouts(self.policy if critic.shares_trunk else critic, buffer, values)
-        values_N, last_B = (torch.cat(own).cpu() for own in zip(*parts, strict=True))
+        model = self.policy if critic.shares_trunk else critic
+        values_N, last_B = self.map_rollouts(model, buffer, values, per_rollout=(1,))
         cut = [rollout.finish_reason == "length" for group in buffer.groups for rollout in group.rollouts]
         bootstrapped_B = torch.tensor(cut) if self.bootstrap_truncated else torch.zeros(len(cut), dtype=torch.bool)
         return values_N, last_B.masked_fill(~bootstrapped_B, 0)
@@ -304,6 +304,13 @@ class PPO(PolicyGradientModule):
         terms.metrics.update(metrics)
         return terms
 
+    def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
+        """Those of the policy, nothing while the critic warms up, and the tokens at which the critic is trained."""
+        policy = super().loss_denominators(tokens, rollouts)
+        if self.warming_up:
+            policy = {name: torch.zeros_like(count) for name, count in policy.items()}
+        return policy | {"critic": (tokens["value_mask"] & tokens["loss_mask"]).sum()}
+
     def _value_loss(
         self, batch: MiniBatch, states: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
@@ -331,7 +338,7 @@ class PPO(PolicyGradientModule):
         rows_BT = to_rows(chosen_N.cpu(), torch.tensor(batch.scoring.rollout_lengths))
         ends_B = (rows_BT * torch.arange(1, rows_BT.shape[1] + 1)).amax(dim=1) if rows_BT.shape[1] else rows_BT.sum(1)
         short = shorten(batch.groups, ends_B)
-        scoring = pack(short.groups, self.sharing, device=self.device)
+        scoring = batch.repack(short.groups)
         kept_M = chosen_N[short.kept_index_M.to(chosen_N.device)]
         return critic.values(scoring, scoring.predict_index_N[kept_M])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pl_grouprl.algorithms.evaluation import evaluation_metrics
@@ -10,10 +11,19 @@ from pl_grouprl.algorithms.metrics import Record, summarize
 from pl_grouprl.algorithms.policy_module import PolicyModule, evaluating
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
-from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, check_columns, prepare_rewards
+from pl_grouprl.rewards import (
+    PendingRewards,
+    RewardFunction,
+    RewardWorkers,
+    Weighted,
+    check_columns,
+    prepare_rewards,
+    start_rewards,
+)
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
-from pl_grouprl.utilities.distributed import derive_seed, gather_plain
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
+from pl_grouprl.utilities.options import check_options
 
 DEFAULT_SAMPLING = SamplingConfig()
 
@@ -30,6 +40,12 @@ class SamplingModule(PolicyModule):
         engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs nothing but PyTorch.
         val_num_generations: Rollouts per prompt in validation and test: the k of mean@k.
         val_sampling: How those are sampled; None is `sampling`.
+        reward_workers: Processes of each rank in which reward functions run side by side; 0 runs them in this one, one
+            after another. Async functions and reward models stay in this one; see `RewardWorkers`.
+        reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: of one group, or of
+            one rollout with verl's signature. It is then killed with what it started, and has failed. None: any time.
+        reward_retries: How often a call that raised is repeated.
+        max_failed_share: Share of the rollouts of a rank on which a function may fail before that ends the run.
         seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
             resumed run continues exactly.
         **kwargs: Options of `PolicyModule`: optimizer, sharing, attention_backend, verify, max_nonfinite_steps.
@@ -47,19 +63,45 @@ class SamplingModule(PolicyModule):
         engine: RolloutEngine | None = None,
         val_num_generations: int = 1,
         val_sampling: SamplingConfig | None = None,
+        reward_workers: int = 0,
+        reward_timeout: float | None = None,
+        reward_retries: int = 1,
+        max_failed_share: float = 0.5,
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
         if val_num_generations < 1:
             raise ValueError(f"val_num_generations is {val_num_generations}; it must be at least 1.")
+        check_options(
+            {
+                "reward_workers": (reward_workers, reward_workers >= 0, "0 (none) or larger"),
+                "reward_retries": (reward_retries, reward_retries >= 0, "0 or larger"),
+                "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
+                "reward_timeout": (
+                    reward_timeout,
+                    reward_timeout is None or reward_timeout > 0,
+                    "larger than 0, or None for any time",
+                ),
+            }
+        )
+        if reward_timeout is not None and reward_workers == 0:
+            raise ValueError(
+                f"reward_timeout is {reward_timeout} with reward_workers=0; a function that runs in this process cannot "
+                "be stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
+            )
         prepare_rewards(rewards)
         self.rewards = rewards
         self.sampling = sampling
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
         self.val_num_generations = val_num_generations
         self.val_sampling = sampling if val_sampling is None else val_sampling
+        self.reward_workers = reward_workers
+        self.reward_timeout = reward_timeout
+        self.reward_retries = reward_retries
+        self.max_failed_share = max_failed_share
         self.seed = seed
+        self._workers: RewardWorkers | None = None
         self._evaluated: list[RolloutGroup] = []
         self._records: list[Record] = []
 
@@ -69,36 +111,75 @@ class SamplingModule(PolicyModule):
         prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts", {})
         for split in _SPLITS_OF_STAGE.get(stage, ()):
             check_columns(prompts.get(split, ()), self.rewards, split)
+        if self.reward_workers and self._workers is None:
+            self._workers = RewardWorkers(prepare_rewards(self.rewards), self.reward_workers, self.reward_timeout)
+
+    def teardown(self, stage: str) -> None:
+        """End the reward workers."""
+        super().teardown(stage)
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
     ) -> list[RolloutGroup]:
         """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt, but all ranks call it.
 
         The images and videos of the prompts are processed here.
+
+        Args:
+            prompts: Every `num_ranks`-th prompt of the batch of all ranks.
+            sampling: How to sample.
+            num_generations: Rollouts of each prompt.
+            seed: What names the random numbers, beside the module's seed.
+
+        Returns:
+            Groups whose `group_id` is the place of the prompt in the batch of all ranks.
         """
         with self.support.whole_weights(self.policy):
             return self._generate(prompts, sampling, num_generations, seed) if prompts else []
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, seed: int
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, seed: Sequence[int | str]
     ) -> list[RolloutGroup]:
         self.engine.bind(self.policy, self.tokenizer)
         prompts = [prompt.open() for prompt in prompts]
         media = [prompt.media for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
+        places = range(self.global_rank, self.global_rank + num_ranks() * len(prompts), num_ranks())
+        named = num_ranks() > 1 and _takes(self.engine.generate, "prompt_indices")
+        if named:
+            options["prompt_indices"] = list(places)
         with evaluating(self.policy):
             rollouts = self.engine.generate(
                 [prompt.token_ids for prompt in prompts],
                 sampling,
                 num_generations=num_generations,
-                seed=seed,
+                # Without names for the prompts, ranks would draw the same numbers for different ones.
+                seed=derive_seed(*seed, self.seed, 0 if named else self.global_rank),
                 **options,
             )
         return [
-            RolloutGroup(prompt.token_ids, own, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
-            for index, (prompt, own) in enumerate(zip(prompts, rollouts, strict=True))
+            RolloutGroup(prompt.token_ids, own, place, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
+            for place, prompt, own in zip(places, prompts, rollouts, strict=True)
         ]
+
+    def start_rewards(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
+        """Begin to reward rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
+        return start_rewards(
+            groups,
+            self.rewards,
+            tokenizer=self.tokenizer,
+            retries=self.reward_retries,
+            max_failed_share=self.max_failed_share,
+            workers=self._workers,
+        )
 
     # Evaluation.
 
@@ -109,9 +190,9 @@ class SamplingModule(PolicyModule):
             TypeError: If the batch is of a loader that knows nothing of rollouts.
         """
         check_batch(batch)
-        seed = self._derive_seed("evaluation", dataloader_idx, batch_idx)
+        seed = ("evaluation", dataloader_idx, batch_idx)
         self._evaluated = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
-        apply_rewards(self._evaluated, self.rewards, tokenizer=self.tokenizer)
+        self.start_rewards(self._evaluated).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Return the rollouts of the batch with their rewards, as `groups`, for callbacks to show."""
@@ -137,7 +218,13 @@ class SamplingModule(PolicyModule):
         self.log_dict(metrics, batch_size=1)
 
     def _derive_seed(self, *parts: int | str) -> int:
+        """A seed of this rank's own."""
         return derive_seed(*parts, self.seed, self.global_rank)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def check_batch(batch: Any) -> None:
