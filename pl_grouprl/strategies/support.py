@@ -124,6 +124,10 @@ def support_of(trainer: Trainer | None) -> StrategySupport:
     )
 
     strategy = None if trainer is None else trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy too
+        from pl_grouprl.strategies.deepspeed import DeepSpeedSupport
+
+        return DeepSpeedSupport(trainer)
     if strategy is None or isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         return StrategySupport(trainer)
     if isinstance(strategy, ModelParallelStrategy):
@@ -134,10 +138,6 @@ def support_of(trainer: Trainer | None) -> StrategySupport:
         from pl_grouprl.strategies.fsdp1 import FSDP1Support
 
         return FSDP1Support(trainer)
-    if isinstance(strategy, DeepSpeedStrategy):
-        from pl_grouprl.strategies.deepspeed import DeepSpeedSupport
-
-        return DeepSpeedSupport(trainer)
     raise ValueError(
         f"trainer.strategy is {type(strategy).__name__}, which is not known to work here; use a single device, ddp, "
         "FSDPStrategy, ModelParallelStrategy or DeepSpeedStrategy (configs/strategy has a file for each)."
