@@ -71,8 +71,8 @@ class PrefixStates:
         found = {name: tensor for (owner, name), tensor in self._tensors.items() if owner is layer}
         if not found:
             raise RuntimeError(
-                f"prefix_states holds nothing of a {type(layer).__name__}; pass what a call of the prompt has filled, with "
-                "the same model."
+                f"prefix_states holds nothing of a {type(layer).__name__}; pass what this model's call of the "
+                "prompt has filled."
             )
         return found
 
@@ -86,8 +86,9 @@ class PrefixStates:
             value: Likewise.
         """
         if not layout.given:
-            self.keep(layer, ("key",), key)
-            self.keep(layer, ("value",), value)
+            length = layout.segments[0].length  # without filler of a sequence group
+            self.keep(layer, ("key",), key[:, :, :length])
+            self.keep(layer, ("value",), value[:, :, :length])
             return key, value
         given = self.of(layer)
         return (

@@ -146,11 +146,11 @@ def _attend_packed(
     mask = call.mask_rule(attention_mask)
     if mask is None:
         raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
-    if call.states is not None:
-        key, value = call.states.join(module, call.layout, key, value)
     if call.shards is not None:
         query, key, value = call.shards.to_heads(query, key, value)
         options = options._replace(sinks_H=call.shards.own_heads(options.sinks_H))
+    if call.states is not None:  # of this rank's heads
+        key, value = call.states.join(module, call.layout, key, value)
     rule = options.rule(mask, call.layout)
     kind, rule = rule.kind, rule.narrowed(call.layout)
     call.reached.add(id(module))

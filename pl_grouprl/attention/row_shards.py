@@ -26,7 +26,7 @@ class RowShards:
 
     Attributes:
         group: The s peers; each of them runs the same row.
-        num_tokens: Tokens of the row without the filler at its end.
+        num_tokens: Tokens of the row that are run, without the filler at its end.
     """
 
     group: ProcessGroup

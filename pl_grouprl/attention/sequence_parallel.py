@@ -5,7 +5,7 @@ get the hidden states of the whole row, so each computes the whole loss of the r
 then the gradients of all ranks add up to those of one process, of the decoder (each peer has the part of its tokens)
 and of what is behind it (each peer has 1 / s of all of it).
 
-Legend: T packed tokens, t = ceil(T / s) tokens of a peer.
+Legend: T packed tokens that are run, t = ceil(T / s) tokens of a peer.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGro
             f"sequence_parallel_size={group.size()} with {', '.join(whole)}: only rows of text are cut into parts; use "
             "sequence_parallel_size=1."
         )
-    shards = RowShards(group, call.layout.num_tokens)
+    shards = RowShards(group, call.layout.num_queries)
     _check_same_row(kwargs["input_ids"], call.layout, shards)
     cut = {
         name: nn.functional.pad(kwargs[name], (0, shards.num_filler))[..., shards.own_tokens]
@@ -161,14 +161,15 @@ def gather_output(output: Any, shards: RowShards) -> Any:
 
 
 def _with_filler(layout: SharedPrefixLayout, num_filler: int) -> SharedPrefixLayout:
-    """The layout with a root of so many tokens at its end, which nothing sees and nobody reads."""
+    """The layout with a segment of so many tokens at its end, which nothing sees and nobody reads."""
     if not num_filler:
         return layout
 
     def extended() -> SharedPrefixLayout:
         lengths = [segment.length for segment in layout.segments]
         parents = [segment.parent for segment in layout.segments]
-        return SharedPrefixLayout([*lengths, num_filler], [*parents, None])
+        above = 0 if layout.given else None  # given tokens are the root of all others
+        return SharedPrefixLayout([*lengths, num_filler], [*parents, above], given=layout.given)
 
     return layout.memo(("filler", num_filler), extended)
 

@@ -39,11 +39,14 @@ class PrefixPass:
     Args:
         group: The group; its rollouts are not read.
         device: Where the models are.
+        sequence_group: The ranks that run the prompt and each slice together; see `ScoringBatch`. Each of them then
+            has the states of its heads.
     """
 
-    def __init__(self, group: RolloutGroup, device: torch.device | str) -> None:
+    def __init__(self, group: RolloutGroup, device: torch.device | str, sequence_group: Any = None) -> None:
         self.num_tokens = len(group.prompt_ids)
-        self.batch = pack([replace(group, rollouts=[Rollout([])])], device=device)
+        prompt = pack([replace(group, rollouts=[Rollout([])])], device=device)
+        self.batch = replace(prompt, sequence_group=sequence_group)
         self._done: dict[tuple[Any, ...], Prefix] = {}
         self._counted = False
 

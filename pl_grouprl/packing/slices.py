@@ -54,4 +54,4 @@ def pack_slice(
         "position_ids": layout.position_ids[None, given:].to(device),
         "prefix_layout": layout,
     }
-    return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix)
+    return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix, sequence_group=prefix.batch.sequence_group)

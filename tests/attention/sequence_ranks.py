@@ -21,9 +21,11 @@ from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.sequence_parallel import sequence_mesh
+from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.router import record_router_logits, router_balancing_loss
 from pl_grouprl.models.score import hidden_states, score
 from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout, pack
+from pl_grouprl.packing.slices import pack_slice
 
 SHAPES = {
     "one_group": [(7, [4, 6, 3])],
@@ -89,6 +91,24 @@ def of_scores(case: dict, model, batch: ScoringBatch) -> tuple[torch.Tensor, lis
     return scores.logprobs_N.detach(), gradients(model)
 
 
+def of_slices(case: dict, model, group) -> tuple[float, float]:
+    """Differences of a group in two slices behind its prompt, run by several ranks, to the whole of it on one."""
+    whole = random_groups(3, SHAPES["one_group"])[0]
+    prefix, logprobs = PrefixPass(whole, "cpu", group), []
+    with shared_prefix(model):
+        for rollouts in ([0, 2], [1]):
+            batch = pack_slice(whole, rollouts, prefix)
+            logprobs.append(score(model, batch).logprobs_N)
+            ((batch.targets_N % 7 * logprobs[-1]).sum() / group.size()).backward()
+        prefix.loss(model.parameters()).backward()
+    cut = summed(gradients(model))
+    with shared_prefix(model):
+        batch = pack([replace(whole, rollouts=[whole.rollouts[index] for index in (0, 2, 1)])])
+        expected = score(model, batch).logprobs_N
+        (batch.targets_N % 7 * expected).sum().backward()
+    return difference([torch.cat(logprobs).detach()], [expected.detach()]), difference(cut, gradients(model))
+
+
 def tokens_run(model, batch: ScoringBatch) -> int:
     """Tokens that this rank's decoder gets."""
     found = []
@@ -144,7 +164,7 @@ def main(size: int, cases: list[dict], result: Path) -> None:
         if case.get("refused"):
             found[case["name"]] = refused(case, model, group)
         else:
-            run = of_a_forest if "forest" in case else of_a_batch
+            run = of_a_forest if "forest" in case else of_slices if "slices" in case else of_a_batch
             found[case["name"]] = run(case, model, group)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))

@@ -29,6 +29,8 @@ CASES = [
     {"family": "gemma3_text", "forest": 2},
     {"family": "llama", "shape": "groups", "checkpointing": True},
     {"family": "qwen3_moe", "shape": "odd", "routers": True},
+    {"family": "gpt_oss", "slices": True},
+    {"family": "llama", "slices": True, "options": {"num_key_value_heads": 1}, "checkpointing": True},
 ]
 REFUSALS = [
     ({"family": "llama", "other_rows": True}, "the 2 ranks of a sequence group were given different rows"),
