@@ -26,7 +26,7 @@ from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
-from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards, prepare_rewards
+from pl_grouprl.rewards import RewardFunction, Weighted, prepare_rewards
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 
@@ -164,7 +164,7 @@ class GRPO(PolicyGradientModule):
         with self._timed("rollout"):
             greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=("greedy",))
         with self._timed("reward"):
-            apply_rewards(greedy, self.rewards, tokenizer=self.tokenizer)
+            self.start_rewards(greedy).wait()
         return [self._reward_columns(group) for group in greedy]
 
     def _per_token_advantages(self, buffer: RolloutBuffer) -> Tensor:

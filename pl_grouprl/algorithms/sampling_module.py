@@ -87,7 +87,7 @@ class SamplingModule(PolicyModule):
         )
         if reward_timeout is not None and reward_workers == 0:
             raise ValueError(
-                f"reward_timeout is {reward_timeout} with reward_workers=0; a function that runs in this process cannot "
+                f"reward_timeout is {reward_timeout} with reward_workers=0; what runs in this process cannot "
                 "be stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
             )
         prepare_rewards(rewards)
