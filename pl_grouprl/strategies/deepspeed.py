@@ -1,0 +1,273 @@
+"""DeepSpeed's ZeRO: gradients and optimizer state (stages 1 and 2), and weights too (stage 3), live in shards.
+
+Gradients never are in `parameter.grad` when the optimizer steps: each rank holds its shards of them, flat, by parameter
+group. DeepSpeed has no public way to read or scale them there, so this file knows some of its attributes; it is written
+for DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pl_grouprl.strategies.support import StrategySupport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_DECIDED_BY_MODULE = {
+    "gradient_clipping": "set trainer.gradient_clip_val",
+    "optimizer": "set the optimizer of the module",
+    "scheduler": "set the schedule of the module's optimizer",
+}
+"""Keys of DeepSpeed's configuration that are refused, and what to do."""
+
+
+class DeepSpeedSupport(StrategySupport):
+    """DeepSpeed with ZeRO stage 1, 2 or 3, whatever is offloaded to the CPU.
+
+    The passes of a step are reduced one by one from stage 2 on: a rank has no room for all gradients, so there is
+    nothing to save up for the last pass.
+    """
+
+    def __init__(self, trainer: Trainer | None) -> None:
+        super().__init__(trainer)
+        self.shards = self.stage == 3
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine around the module."""
+        return self.trainer.strategy.model
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        config: Any = self.trainer.strategy.config  # type: ignore[attr-defined]
+        return int(config.get("zero_optimization", {}).get("stage", 0))
+
+    def check(self, module: LightningModule) -> None:
+        """Refuse what cannot be honoured, and leave to the module what DeepSpeed or Lightning would do: see the lines.
+
+        Raises:
+            ValueError: If gradients are to be accumulated by the Trainer, ZeRO is off, or the configuration of
+                DeepSpeed says what the module decides.
+        """
+        strategy: Any = self.trainer.strategy
+        accumulated = self.trainer.accumulate_grad_batches
+        if accumulated > 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches is {accumulated} under DeepSpeed, which forgets how a step's losses "
+                "are divided; leave it out. Set num_mini_batches lower for larger steps, and "
+                "max_tokens_per_micro_batch for less memory."
+            )
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"DeepSpeed's ZeRO stage is {self.stage}; set stage to 1, 2 or 3, or use strategy ddp.")
+        for name, instead in _DECIDED_BY_MODULE.items():
+            if strategy.config.get(name):
+                raise ValueError(
+                    f"config of DeepSpeed has {name}={strategy.config[name]!r}; leave it out and {instead}."
+                )
+        # The module clips, by parts and by the norm that it logs.
+        strategy.config["gradient_clipping"] = 0.0
+        warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
+        # An optimizer that is offloaded is PyTorch's too, of which all ranks and strategies get the same steps.
+        strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        # Lightning would build models with their weights in shards already, which sources that load or draw weights
+        # know nothing of. DeepSpeed shards them when training begins.
+        strategy.model_sharded_context = contextlib.nullcontext
+
+    def shard(self, module: LightningModule) -> None:
+        """Have DeepSpeed leave frozen weights out of its checkpoints where the module does; it has its own way."""
+        kept = module.state_dict()
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        if not any(name in kept for name in frozen):
+            self.trainer.strategy.exclude_frozen_parameters = True  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def whole_weights(self, *models: nn.Module) -> Iterator[None]:
+        """Under ZeRO-3 gather all weights of the models, and keep its hooks from sharding them again meanwhile."""
+        if self.stage < 3:
+            yield
+            return
+        import deepspeed
+
+        offload = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
+        offload.empty_partition_cache()  # waits for weights that were fetched ahead
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        with deepspeed.zero.GatheredParameters(parameters), _hooks_aside(models, offload):
+            yield
+
+    def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the module inside the engine's forward, as `training_step` is run.
+
+        Under ZeRO-3 each layer gathers its weights as it runs, so all ranks have to run the same layers equally often.
+        """
+        results = []
+
+        def forward() -> None:  # ZeRO-3 would look for tensors in what it returns
+            module.forward = own  # type: ignore[method-assign]
+            results.append(getattr(module, method)(*args, **kwargs))
+
+        own = module.forward
+        module.forward = forward  # type: ignore[method-assign]
+        try:
+            self.engine()
+        finally:
+            module.forward = own  # type: ignore[method-assign]
+        return results[0]
+
+    @contextlib.contextmanager
+    def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
+        """Surround a pass. Every trained parameter has to get a gradient in the last one."""
+        optimizer = self.engine.optimizer
+        self.engine.set_gradient_accumulation_boundary(last)
+        optimizer.clear_backward_seen_flag()  # as each forward of the engine does
+        if optimizer.micro_step_id <= 0:
+            self._forget_gradients()
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate one pass of several; its gradients are added to those of this rank's shards."""
+        from deepspeed.runtime.utils import register_output_backward_hooks
+
+        # The engine does this for what its forward returns: the loss of the last pass.
+        register_output_backward_hooks(loss, preprocess_once_fn=self.engine._backward_prologue)
+        super().backward(loss)
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """This rank's shards of the gradients that the coming step uses; to be changed in place."""
+        dropped = self._steps.dropped
+        return [own for index in self._groups(parameters) if index not in dropped for own in self._gradients(index)]
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Norm of the gradients, over all ranks' shards of them, a scalar. All ranks call it."""
+        device = self.trainer.strategy.root_device
+        norms = [torch.linalg.vector_norm(own, dtype=torch.float32).to(device) for own in self.gradients(parameters)]
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+        total = self.trainer.strategy.reduce(square, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total.sqrt() / self.engine.optimizer.loss_scale
+
+    def drop(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Leave parameters out of the coming optimizer step, their moments too."""
+        self._steps.drop(self._groups(parameters))
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """A model's whole state on the CPU of rank 0, None on the others. All ranks call it."""
+        if self.stage < 3:
+            return super().full_state_dict(model)
+        import deepspeed
+
+        state: dict[str, Tensor] = {}
+        owners = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+        for prefix, module in model.named_modules():
+            if prefix not in owners:
+                continue
+            own = dict(module.named_parameters(recurse=False))
+            with deepspeed.zero.GatheredParameters(list(own.values())):
+                if self.trainer.is_global_zero:
+                    state |= {f"{prefix}.{name}".lstrip("."): p.detach().cpu().clone() for name, p in own.items()}
+        if not self.trainer.is_global_zero:
+            return None
+        shards = model.state_dict()  # in the order, and with the buffers, of a whole model
+        return {name: state[name] if name in state else shards[name].cpu() for name in shards}
+
+    @property
+    def _steps(self) -> _GroupSteps:
+        """What steps the optimizer's groups, put in place when it is first asked for."""
+        optimizer = self.engine.optimizer
+        if not isinstance(optimizer._optimizer_step, _GroupSteps):
+            optimizer._optimizer_step = _GroupSteps(self.engine, optimizer._optimizer_step)
+        return optimizer._optimizer_step
+
+    def _groups(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """Indices of the optimizer's groups (under ZeRO-3 its sub-groups) that some parameters make up.
+
+        Raises:
+            ValueError: If they are not all parameters of some groups.
+        """
+        optimizer = self.engine.optimizer
+        groups = optimizer.fp16_groups if self.stage == 3 else optimizer.bit16_groups
+        wanted = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        indices = [index for index, group in enumerate(groups) if group and all(id(p) in wanted for p in group)]
+        found = sum(len(groups[index]) for index in indices)
+        if found != len(wanted):
+            raise ValueError(
+                f"{len(wanted)} parameters are no whole parameter groups of the optimizer ({found} of them are), and "
+                "DeepSpeed knows gradients by group; give a part that is trained by itself a group of its own."
+            )
+        return indices
+
+    def _gradients(self, index: int) -> list[Tensor]:
+        """This rank's shards of a group's gradients."""
+        optimizer = self.engine.optimizer
+        if self.stage == 3 and optimizer.offload_optimizer:
+            return [optimizer.fp32_partitioned_groups_flat[index].grad]
+        if self.stage < 3 and optimizer.cpu_offload:
+            return [optimizer.single_partition_of_fp32_groups[index].grad]
+        return list(optimizer.averaged_gradients[index])
+
+    def _forget_gradients(self) -> None:
+        """Empty what a step adds up in, for parameters whose first gradient comes after the first pass."""
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            optimizer.grad_partitions_flat_buffer.zero_()
+        elif optimizer.cpu_offload:
+            for accumulated in optimizer.accumulated_grads_in_cpu.values():
+                accumulated.zero_()
+
+
+class _GroupSteps:
+    """Stands in for the method of ZeRO's optimizer that steps one group, and passes over some of them.
+
+    Zeros for a gradient would not do: momentum would move the weights all the same.
+    """
+
+    def __init__(self, engine: Any, step: Any) -> None:
+        self._engine, self._step = engine, step
+        self._dropped: set[int] = set()
+        self._at = -1
+
+    @property
+    def dropped(self) -> set[int]:
+        """Groups that the coming step passes over."""
+        return self._dropped if self._at == self._engine.micro_steps else set()
+
+    def drop(self, groups: Sequence[int]) -> None:
+        """Pass over groups in the coming step."""
+        self._dropped = self.dropped | set(groups)
+        self._at = self._engine.micro_steps
+
+    def __call__(self, index: int) -> None:
+        if index not in self.dropped:
+            self._step(index)
+
+
+@contextlib.contextmanager
+def _hooks_aside(models: Sequence[nn.Module], offload: Any) -> Iterator[None]:
+    """Take away the hooks by which ZeRO-3 gathers and shards the weights of some models. Other hooks stay."""
+    modules = [module for model in models for module in model.modules()]
+    registries = {id(own): own for m in modules for own in (m._forward_pre_hooks, m._forward_hooks)}
+    taken: dict[int, set[int]] = {}
+    for handle in (*offload.forward_hooks, *offload.backward_hooks):
+        registry = id(handle.hooks_dict_ref())
+        if registry in registries:
+            taken.setdefault(registry, set()).add(handle.id)
+    before = {registry: OrderedDict(registries[registry]) for registry in taken}
+    for registry, ids in taken.items():
+        for own in ids:
+            del registries[registry][own]
+    try:
+        yield
+    finally:
+        for registry, ids in taken.items():
+            now = OrderedDict(registries[registry])
+            kept = [(own, hook) for own, hook in before[registry].items() if own in ids or own in now]
+            registries[registry].clear()
+            registries[registry].update([*kept, *now.items()])
