@@ -127,7 +127,7 @@ class Prefix:
             )
         recorder = PrefixStates()
         hidden = run_decoder(model, batch, prefix_states=recorder)
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[Leaf] = []
         self.last_hidden = self._cut(hidden[-1:])
         recorded: dict[tuple[nn.Module, Name], Tensor] = recorder.take_out()
         self.given = PrefixStates({place: self._cut(tensor) for place, tensor in recorded.items()})
@@ -146,12 +146,12 @@ class Prefix:
     def _cut(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
-        leaf = _Leaf(tensor)
+        leaf = Leaf(tensor)
         self._leaves.append(leaf)
         return leaf.cut()
 
 
-class _Leaf:
+class Leaf:
     """A tensor that is cut from its graph, and the sum of the gradients that reach it there.
 
     Attributes:

@@ -1,0 +1,299 @@
+"""A group in slices behind its prompt against the same group in one call: hidden states and gradients, in float64."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import gradients, random_groups, tiny_model, worst_gradient_error
+from helpers.variants import VARIANTS, variant
+from torch import Tensor
+
+from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.models import Critic, ValueHead, hidden_states, score
+from pl_grouprl.models.prefix_pass import Leaf, PrefixPass
+from pl_grouprl.packing import pack
+from pl_grouprl.packing.slices import pack_slice
+
+LENGTHS = [7, 0, 1, 12, 3, 0, 9]
+SLICES = {
+    "whole": [[0, 1, 2, 3, 4, 5, 6]],
+    "uneven": [[0, 1], [2, 3], [4, 5, 6]],
+    "single": [[0], [1], [2], [3], [4], [5], [6]],
+    "another order": [[6, 0, 3], [5, 1], [4, 2]],
+}
+_QWEN3_NEXT = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 4},
+    **{"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1},
+    **{"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+}
+FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_next", *VARIANTS)
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    if family in VARIANTS:
+        model = variant(family, dtype=dtype)
+    else:
+        model = tiny_model(family, dtype=dtype, **(_QWEN3_NEXT if family == "qwen3_next" else {}))
+    model.set_experts_implementation("eager")  # the others have no float64
+    return model
+
+
+def group_of(prompt: int = 20) -> Any:
+    (group,) = random_groups(0, [(prompt, LENGTHS)])
+    return group
+
+
+def weights(count: int) -> Tensor:
+    return torch.linspace(0.5, 1.5, count, dtype=torch.float64)
+
+
+def rollout_slices(index: list[int]) -> list[int]:
+    """Places of the tokens of some rollouts among those of all."""
+    starts = [sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
+    return [token for number in index for token in range(starts[number], starts[number] + LENGTHS[number])]
+
+
+def in_one_call(model: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities, and the gradients of a loss that weighs every token differently."""
+    model.zero_grad()
+    logprobs = score(model, pack([group])).logprobs_N
+    (logprobs * weights(len(logprobs))).sum().backward()
+    return logprobs.detach(), gradients(model)
+
+
+def in_slices(model: Any, group: Any, slices: list[list[int]], **loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same, slice by slice."""
+    model.zero_grad()
+    prefix = PrefixPass(group, "cpu")
+    found = torch.zeros(sum(LENGTHS), dtype=torch.float64)
+    for index in slices:
+        places = rollout_slices(index)
+        logprobs = score(model, pack_slice(group, index, prefix)).logprobs_N
+        (logprobs * weights(len(found))[places]).sum().backward()
+        found[places] = logprobs.detach().double()
+    prefix.loss(model.parameters(), **loss).backward()
+    return found, gradients(model)
+
+
+def assert_same(model: Any, slices: list[list[int]], prompt: int = 20, tolerance: float = 1e-6) -> None:
+    group = group_of(prompt)
+    expected, found = in_one_call(model, group), in_slices(model, group, slices)
+    torch.testing.assert_close(found[0], expected[0].double(), atol=tolerance, rtol=0)
+    assert worst_gradient_error(found[1], expected[1]) < tolerance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slices_have_the_gradients_of_the_whole_group(family):
+    model = model_of(family)
+    with shared_prefix(model):
+        assert_same(model, SLICES["uneven"])
+
+
+@pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_next"])
+def test_any_slices(family, slices):
+    model = model_of(family)
+    with shared_prefix(model):
+        assert_same(model, slices)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 8, 9])
+@pytest.mark.parametrize("family", ["llama", "mistral", "llama4", "qwen3_next", "lfm2"])
+def test_prompts_as_long_as_windows_and_chunks_and_shorter(family, prompt):
+    model = model_of(family)
+    with shared_prefix(model):
+        assert_same(model, SLICES["uneven"], prompt)
+
+
+@pytest.mark.parametrize("backend", ["cascade", "reference"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2, windows", "gpt_oss, windows", "llama4"])
+def test_backends(family, backend):
+    model = model_of(family)
+    with shared_prefix(model, backend):
+        assert_same(model, SLICES["uneven"])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2, windows", "gpt_oss, windows", "qwen3_next", "llama4"])
+def test_activation_checkpointing(family):
+    model = model_of(family).train()
+    with shared_prefix(model):
+        expected = in_one_call(model, group_of())
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        found = in_slices(model, group_of(), SLICES["uneven"])
+    assert worst_gradient_error(found[1], expected[1]) < 1e-6
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = model_of("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with shared_prefix(model), pytest.raises(NotImplementedError, match="use_reentrant=False"):
+        in_slices(model, group_of(), SLICES["uneven"])
+
+
+@pytest.mark.parametrize("backend", ["auto", "cascade", "reference", "flex"])
+@pytest.mark.parametrize("family", ["llama", "gemma2, windows", "gpt_oss, windows", "llama4", "qwen3_next"])
+def test_scoring_without_gradient(family, backend):
+    model, group = model_of(family, torch.float32), group_of()
+    prefix = PrefixPass(group, "cpu")
+    with shared_prefix(model, backend), torch.no_grad():
+        expected = score(model, pack([group])).logprobs_N
+        for index in SLICES["uneven"]:
+            found = score(model, pack_slice(group, index, prefix)).logprobs_N
+            torch.testing.assert_close(found, expected[rollout_slices(index)], atol=1e-5, rtol=0)
+        assert not prefix.loss().requires_grad
+
+
+def test_the_prompt_runs_once():
+    model, group, lengths = model_of("llama"), group_of(), []
+    with shared_prefix(model):
+        handle = find_decoder(model).embed_tokens.register_forward_hook(lambda *a: lengths.append(a[2].shape[1]))
+        in_slices(model, group, SLICES["uneven"])
+        handle.remove()
+    assert lengths == [20, 7, 13, 12]
+
+
+def test_two_models_and_a_value_of_every_state():
+    """A policy and a critic in one pass; the critic reads the states before each token and behind the last."""
+    policy, group = model_of("llama"), group_of()
+    head = ValueHead.near_zero(32, std=0.5).double()
+    critic = Critic(tiny_model("qwen3", dtype=torch.float64, seed=1).model, head)
+
+    def loss(batch: Any, places: Any, rollouts: Any) -> Tensor:
+        logprobs = score(policy, batch).logprobs_N
+        values, final = critic.values(batch), critic.values(batch, batch.final_index_B)
+        count, number = weights(sum(LENGTHS))[places], weights(len(LENGTHS))[rollouts]
+        return ((logprobs + values.square()) * count).sum() + (final.square() * number).sum()
+
+    both = torch.nn.ModuleDict({"policy": policy, "critic": critic})
+    with shared_prefix(policy), shared_prefix(critic.trunk):
+        loss(pack([group]), slice(None), slice(None)).backward()
+        expected = gradients(both)
+        both.zero_grad()
+        prefix = PrefixPass(group, "cpu")
+        for index in SLICES["another order"]:
+            loss(pack_slice(group, index, prefix), rollout_slices(index), index).backward()
+        prefix.loss(both.parameters()).backward()
+    assert worst_gradient_error(gradients(both), expected) < 1e-6
+
+
+def test_a_model_with_and_without_gradient_in_one_pass():
+    """Old log-probabilities of the same pass do not take the place of what is trained."""
+    model, group = model_of("llama"), group_of()
+    with shared_prefix(model):
+        expected = in_one_call(model, group)[1]
+        model.zero_grad()
+        prefix = PrefixPass(group, "cpu")
+        batch = pack_slice(group, range(len(LENGTHS)), prefix)
+        with torch.no_grad():
+            old = score(model, batch).logprobs_N
+        logprobs = score(model, batch).logprobs_N
+        torch.testing.assert_close(logprobs, old, atol=0, rtol=0)
+        (logprobs * weights(len(logprobs))).sum().backward()
+        prefix.loss().backward()
+    assert worst_gradient_error(gradients(model), {name: expected[name] for name in gradients(model)}) < 1e-6
+
+
+def test_frozen_layers_take_no_part():
+    model, group = model_of("llama"), group_of()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1.self_attn.v_proj" in name)
+    with shared_prefix(model):
+        expected, found = in_one_call(model, group), in_slices(model, group, SLICES["uneven"])
+    assert len(found[1]) == 1
+    assert worst_gradient_error(found[1], expected[1]) < 1e-6
+
+
+def test_what_nobody_differentiated_gets_zeros():
+    model, group = model_of("llama"), group_of()
+    with shared_prefix(model):
+        prefix = PrefixPass(group, "cpu")
+        score(model, pack_slice(group, [0], prefix))
+        loss = prefix.loss(model.parameters())
+        loss.backward()
+    assert loss == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_a_scaled_loss_is_not_scaled_twice():
+    model, group = model_of("llama"), group_of()
+    scale = 1024.0
+    with shared_prefix(model):
+        expected = in_one_call(model, group)[1]
+        model.zero_grad()
+        prefix = PrefixPass(group, "cpu")
+        for index in SLICES["uneven"]:
+            logprobs = score(model, pack_slice(group, index, prefix)).logprobs_N
+            (scale * (logprobs * weights(sum(LENGTHS))[rollout_slices(index)]).sum()).backward()
+        (scale * prefix.loss(model.parameters(), loss_scale=scale)).backward()
+    assert worst_gradient_error({name: g / scale for name, g in gradients(model).items()}, expected) < 1e-6
+
+
+def test_gradients_of_many_slices_are_added_in_float32():
+    """In bfloat16 a sum of ones stops growing at 256."""
+    leaf = Leaf(torch.zeros(3, dtype=torch.bfloat16, requires_grad=True))
+    cut = leaf.cut()
+    for _ in range(600):
+        cut.sum().backward()
+    assert cut.grad is None
+    torch.testing.assert_close(leaf.gradient, torch.full((3,), 600.0), atol=0, rtol=0)
+
+
+def test_only_empty_rollouts_run_a_token_that_nobody_reads():
+    model, group = model_of("llama"), group_of()
+    with shared_prefix(model):
+        prefix = PrefixPass(group, "cpu")
+        batch = pack_slice(group, [1, 5], prefix)
+        states = hidden_states(model, batch)
+    assert batch.rollout_lengths == (0, 0)
+    assert batch.targets_N.numel() == 0
+    assert batch.final_index_B.tolist() == [0, 0]
+    assert states.shape == (2, 32)
+
+
+def test_indices_of_a_slice_by_hand():
+    (group,) = random_groups(0, [(4, [2, 0, 3])])
+    batch = pack_slice(group, [2, 1, 0], PrefixPass(group, "cpu"))
+    tokens = [rollout.token_ids for rollout in group.rollouts]
+    assert batch.model_inputs["input_ids"].tolist() == [tokens[2] + tokens[0]]
+    assert batch.model_inputs["position_ids"].tolist() == [[4, 5, 6, 4, 5]]
+    assert batch.predict_index_N.tolist() == [0, 1, 2, 0, 4]
+    assert batch.final_index_B.tolist() == [3, 0, 5]
+    assert batch.layout.given == 4
+    assert batch.num_tokens_run == 5
+    assert batch.padding_fraction == 0
+    with pytest.raises(ValueError, match="rollout_indices is empty"):
+        pack_slice(group, [], PrefixPass(group, "cpu"))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_nothing_stays_behind(family, checkpointing):
+    """Tensors of a pass go when it is done, without the garbage collector: a cycle through a graph would stay."""
+    model, group = model_of(family).train(), group_of()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with shared_prefix(model):
+        in_slices(model, group, SLICES["uneven"])
+        gc.collect()
+        gc.disable()
+        try:
+            prefix = PrefixPass(group, "cpu")
+            score(model, pack_slice(group, [0, 3], prefix)).logprobs_N.sum().backward()
+            kept = [weakref.ref(leaf.recorded) for leaf in prefix.states(model)._leaves]
+            prefix.loss().backward()
+            assert len(kept) > 3
+            assert not [one for one in kept if one() is not None]
+        finally:
+            gc.enable()
+
+
+def test_a_model_whose_frequencies_move_is_refused():
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    model, group = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16), group_of()
+    with shared_prefix(model), pytest.raises(NotImplementedError, match="larger token budget"):
+        hidden_states(model, pack_slice(group, [0], PrefixPass(group, "cpu")))
