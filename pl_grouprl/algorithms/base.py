@@ -28,13 +28,18 @@ from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, lea
 from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.algorithms.step_terms import LossTerms, StepTerms
 from pl_grouprl.attention import find_decoder
+from pl_grouprl.attention.sequence_parallel import (
+    check_sequence_parallel,
+    check_sequence_parallel_size,
+    sequence_mesh,
+)
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ModelCost, ScoringBatch
-from pl_grouprl.rewards import RewardFunction, Weighted, apply_rewards
+from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 
@@ -164,6 +169,12 @@ class RolloutModule(SamplingModule, ABC):
                 f"num_mini_batches is {self.num_mini_batches} with batch_size={batch_size} prompts; groups are not "
                 f"split, so it can be at most {batch_size}."
             )
+        check_sequence_parallel_size(self.sequence_parallel_size, self.trainer.world_size)
+        if self.sequence_parallel_size > 1 and self.sharing != "shared":
+            raise ValueError(
+                f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows are "
+                "not divided among ranks. Use sharing='shared'."
+            )
         accumulated = self.trainer.accumulate_grad_batches
         if stage == "fit" and self.num_iterations > 1 and accumulated > self.num_mini_batches:
             raise ValueError(
@@ -175,6 +186,15 @@ class RolloutModule(SamplingModule, ABC):
             raise ValueError(
                 "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
             )
+
+    def on_fit_start(self) -> None:
+        """Find the peers that run rows together, and refuse models that cannot be run so."""
+        if self.sequence_parallel_size > 1:
+            for model in self.scored_models():
+                check_sequence_parallel(model, self.sequence_parallel_size)
+            mesh = sequence_mesh(self.sequence_parallel_size, self.device.type)
+            self._sequence_group = mesh.get_group("sequence")
+        super().on_fit_start()
 
     def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
         """Sample, reward and prepare the rollouts of a prompt batch."""
@@ -239,7 +259,7 @@ class RolloutModule(SamplingModule, ABC):
         for group in groups:  # places in the whole batch of all ranks, those of replacements behind
             group.group_id = (attempt << 32) + group.group_id
         with self._timed("reward"):
-            metrics = apply_rewards(groups, self.rewards, tokenizer=self.tokenizer)
+            metrics = self.start_rewards(groups).wait()
         return groups, [(sum(len(group.rollouts) for group in groups), metrics)]
 
     def _replace_uniform_groups(

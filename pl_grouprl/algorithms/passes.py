@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pl_grouprl.algorithms.distribution import from_state, to_state
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_group, filler_tokens, lay_out
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.schedule import Part, Schedule, agree, plan_schedule
@@ -16,6 +17,9 @@ from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.packing import Sharing
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
+
+Chosen = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
+"""What `RolloutBuffer.select` returns."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +90,28 @@ class Passes:
             group, parts = self._buffer.groups[index], [(index, own) for own in splits[number].slices]
         prefix = PrefixPass(group, self._options.device)
         for _ in range(count - len(parts)):
-            yield self._filler(group, prefix)
+            yield self._mini_batch(self._filling(group), prefix)
         for part in parts:
             yield self._mini_batch(self._buffer.select([part]), prefix)
         yield prefix
 
-    def _filler(self, group: RolloutGroup, prefix: PrefixPass | None = None) -> MiniBatch:
+    def _filling(self, group: RolloutGroup) -> Chosen:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}
-        return self._mini_batch(([filler_group(group)], filler_tokens(like), ()), prefix)
+        return [filler_group(group)], filler_tokens(like), ()
 
     def _together(self, row: tuple[Part, ...] | None) -> Iterator[MiniBatch]:
         """A row of this rank, or those of all ranks of the sequence group one after another."""
         group = self._options.sequence_group
+        chosen = self._filling(self._buffer.groups[0]) if row is None else self._buffer.select(row)
         if group is None:
-            yield self._filler(self._buffer.groups[0]) if row is None else self._mini_batch(self._buffer.select(row))
+            yield self._mini_batch(chosen)
             return
-        raise NotImplementedError
+        groups, tokens, _ = chosen
+        state = {"groups": [to_state(own) for own in groups], "tokens": tokens}
+        for row_of_peer in gather_plain(state, self._options.device, group):
+            yield self._mini_batch(([from_state(own) for own in row_of_peer["groups"]], row_of_peer["tokens"], ()))
 
-    def _mini_batch(
-        self,
-        chosen: tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]],
-        prefix: PrefixPass | None = None,
-    ) -> MiniBatch:
+    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MiniBatch:
         groups, tokens, numbers = chosen
         options = self._options
         scoring = lay_out(groups, options.sharing, options.device, prefix, options.sequence_group)

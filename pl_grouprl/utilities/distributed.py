@@ -15,13 +15,14 @@ def num_ranks() -> int:
     return torch.distributed.get_world_size() if initialized else 1
 
 
-def gather_plain(value: Any, device: torch.device | str = "cpu") -> list[Any]:
+def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = None) -> list[Any]:
     """Collect a value from every rank, in rank order. All ranks must call it.
 
     Args:
         value: Numbers, strings, tensors, and lists and dictionaries of them. What arrives is loaded with
             `weights_only=True`: nothing that a rank sends is executed.
         device: Where the communication happens; the rank's own GPU under NCCL.
+        group: The process group whose ranks take part; None is all.
     """
     if num_ranks() == 1:
         return [value]
@@ -32,7 +33,7 @@ def gather_plain(value: Any, device: torch.device | str = "cpu") -> list[Any]:
     sent = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
     return [
         torch.load(io.BytesIO(received.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-        for received in gather_all_tensors(sent)
+        for received in gather_all_tensors(sent, group=group)
     ]
 
 

@@ -42,6 +42,16 @@ def compare(actual, expected, tolerance=1e-6):
         assert worst <= tolerance * scale, (part, worst / scale)
 
 
+# Prompts have 20 tokens and groups up to 34 of rollouts: 70 takes a group or two at once, 24 splits the larger ones.
+@pytest.mark.parametrize(("budget", "sharing"), [(70, "shared"), (24, "shared"), (70, "repeated")])
+@pytest.mark.parametrize("name", [*CASES, NO_ACCUMULATION[0]])
+def test_a_token_budget_does_not_change_the_gradient(whole, name, budget, sharing, tmp_path):
+    cls, options = CASES[name] if name in CASES else NO_ACCUMULATION[1:]
+    cut = options | {"max_tokens_per_micro_batch": budget}
+    found = gradients_of_a_step(cls, cut, sharing=sharing, folder=tmp_path)
+    compare(found, whole(name, cls, options), 1e-6 if sharing == "shared" else 1e-5)
+
+
 @pytest.mark.parametrize(("cut", "sharing"), [(4, "shared"), (2, "repeated")])
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_and_sharing(whole, tmp_path, case, cut, sharing):

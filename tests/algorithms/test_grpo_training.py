@@ -258,8 +258,8 @@ def test_fewer_groups_than_mini_batches_train_what_is_there(make_module, make_da
     make_trainer(max_epochs=1, callbacks=[history]).fit(module, data)
     norms = [step["grad_norm"] for step in history.steps]
     assert len(norms) == 6
-    assert norms[3] > 0
-    assert norms[4:] == [0, 0]
+    assert sorted(norms[3:])[:2] == [0, 0]
+    assert max(norms[3:]) > 0
 
 
 def test_subclass_changes_one_thing(make_module, make_data, make_trainer, scripted_engine):
