@@ -21,9 +21,10 @@ from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
 from pl_grouprl.algorithms.passes import Passes, RowOptions
 from pl_grouprl.algorithms.policy_module import evaluating
-from pl_grouprl.algorithms.resume import compare_options, mark_epoch_unfinished, restore_rollouts
+from pl_grouprl.algorithms.resume import compare_options, restore_rollouts
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
+from pl_grouprl.algorithms.saved_state import Attributes, Check, OfEachRank, Stateful
 from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
 from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.algorithms.step_terms import LossTerms, StepTerms
@@ -42,6 +43,7 @@ from pl_grouprl.packing import ModelCost, ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
+
 
 class RolloutModule(SamplingModule, ABC):
     """Trains a policy on rollouts of its own. A subclass says what is prepared after a rollout and what the loss is.
@@ -115,6 +117,7 @@ class RolloutModule(SamplingModule, ABC):
         self.max_generation_batches = max_generation_batches
         self.last_rollouts: RolloutBuffer | None = None
         self.num_tokens = 0
+        self._amid_rollouts = False
         self._clock = StepClock()
         self._cycle_seconds = 0.0
         self._cycle_is_whole = False
@@ -417,7 +420,9 @@ class RolloutModule(SamplingModule, ABC):
         if self.sequence_parallel_size > 1:  # the rows of peers are among them
             return
         for name, count in found.items():
-            if name not in expected or not math.isclose(float(count), float(expected[name]), rel_tol=1e-4, abs_tol=1e-6):
+            if name not in expected or not math.isclose(
+                float(count), float(expected[name]), rel_tol=1e-4, abs_tol=1e-6
+            ):
                 raise RuntimeError(
                     f"compute_loss of {type(self).__name__} divides {name!r} by {float(count):g}, but "
                     f"loss_denominators said {expected.get(name)}; override both alike."
@@ -458,35 +463,28 @@ class RolloutModule(SamplingModule, ABC):
         sampling = {f"sampling.{name}": value for name, value in plain.items()}
         return {"num_generations": self.num_generations, "seed": self.seed} | sampling
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the counters, and the rollouts of every rank where some of their updates are still to come."""
-        super().on_save_checkpoint(checkpoint)
-        mark_epoch_unfinished(checkpoint)
-        buffer = self.last_rollouts
-        unfinished = buffer is not None and buffer.updates_done < self.updates_per_rollout
-        state = buffer.state_dict() if buffer is not None and unfinished else None
-        checkpoint["pl_grouprl"] |= {
-            "num_tokens": self.num_tokens,
-            "rollouts": gather_plain(state, self.device),
-            "options": self.rollout_options(),
+    def saved_state(self) -> dict[str, Stateful]:
+        """Add the counter of tokens, and the rollouts of every rank where some of their updates are still to come."""
+        return super().saved_state() | {
+            "tokens": Attributes(self, "num_tokens"),
+            "rollouts": OfEachRank(self, self._unfinished_rollouts, self._restore_rollouts),
+            "options": Check(self.rollout_options, self._compare_options),
         }
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them.
+    def _unfinished_rollouts(self) -> dict[str, Any] | None:
+        buffer = self.last_rollouts
+        if buffer is None or buffer.updates_done >= self.updates_per_rollout:
+            return None
+        return buffer.state_dict()
 
-        Raises:
-            ValueError: If rollouts some of whose updates are still to come would be trained under other options, or
-                cut into another number of mini-batches.
-        """
-        super().on_load_checkpoint(checkpoint)
-        state = checkpoint.get("pl_grouprl", {})
-        self.num_tokens = state.get("num_tokens", 0)
-        per_rank = state.get("rollouts", [None])
-        if self._trainer is not None and self.trainer.state.fn == "fit":
-            amid_rollouts = per_rank[0] is not None and len(per_rank) == num_ranks()
-            compare_options(state.get("options", {}), self.rollout_options(), amid_rollouts=amid_rollouts)
+    def _restore_rollouts(self, per_rank: list[dict[str, Any] | None]) -> None:
         restored = restore_rollouts(per_rank, self.global_rank, self.num_mini_batches)
         self.last_rollouts = restored or self.last_rollouts
+        self._amid_rollouts = restored is not None
+
+    def _compare_options(self, then: dict[str, Any], now: dict[str, Any]) -> None:
+        if self.is_resumed:
+            compare_options(then, now, amid_rollouts=self._amid_rollouts)
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Charge what runs inside to a part of the step's time."""

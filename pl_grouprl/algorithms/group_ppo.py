@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pl_grouprl.algorithms.ppo import PPO, CriticRows, Estimate
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.saved_state import Stateful
 from pl_grouprl.functional.advantages import generalized_advantages, td_errors
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores
@@ -253,17 +254,9 @@ class GroupPPO(PPO):
         more = ("critic_positions", "boundary_at_turn_ends")
         return super().rollout_options() | {name: getattr(self, name) for name in (*names, *more)}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def saved_state(self) -> dict[str, Stateful]:
         """Add the threshold."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["pl_grouprl"]["threshold_controller"] = self.threshold_controller.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore it."""
-        super().on_load_checkpoint(checkpoint)
-        state = checkpoint.get("pl_grouprl", {}).get("threshold_controller")
-        if state is not None:
-            self.threshold_controller.load_state_dict(state)
+        return super().saved_state() | {"threshold_controller": self.threshold_controller}
 
 
 def _turn_ends(mask_BT: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pl_grouprl.algorithms.base import RolloutModule
 from pl_grouprl.algorithms.mini_batch import MiniBatch
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.saved_state import Stateful
 from pl_grouprl.algorithms.step_terms import LossTerms
 from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
@@ -310,15 +311,9 @@ class PolicyGradientModule(RolloutModule):
 
     # Checkpoints.
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def saved_state(self) -> dict[str, Stateful]:
         """Add the KL coefficient."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["pl_grouprl"]["kl_controller"] = self.kl_controller.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore it."""
-        super().on_load_checkpoint(checkpoint)
-        self.kl_controller.load_state_dict(checkpoint.get("pl_grouprl", {}).get("kl_controller", {}))
+        return super().saved_state() | {"kl_controller": self.kl_controller}
 
 
 def describe(part: Any) -> str:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
-from pl_grouprl.algorithms.resume import compare_adapters
+from pl_grouprl.algorithms.resume import compare_adapters, compare_optimizers
+from pl_grouprl.algorithms.saved_state import Attributes, Check, SavedStateModule, Stateful
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
 from pl_grouprl.models.adapters import adapter_options
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_OPTIMIZER = OptimizerConfig()
 
 
-class PolicyModule(pl.LightningModule):
+class PolicyModule(SavedStateModule):
     """Holds the policy and steps its optimizer; knows nothing of rollouts.
 
     Args:
@@ -302,31 +302,36 @@ class PolicyModule(pl.LightningModule):
     def _joint_norm(self, norms: Iterable[Tensor]) -> Tensor:
         return torch.linalg.vector_norm(torch.stack([norm.to(self.device) for norm in norms]))
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what Lightning does not know of."""
-        checkpoint["pl_grouprl"] = {
-            "nonfinite_steps": self.nonfinite_steps,
-            "reference_fingerprint": self._reference_fingerprint,
-            "adapters": self._adapter_options(),
+    def saved_state(self) -> dict[str, Stateful]:
+        """Add the count of skipped steps, and what must be as it was: the base, the adapters, the optimizer."""
+        return super().saved_state() | {
+            "reference_fingerprint": Check(lambda: self._reference_fingerprint, self._compare_reference),
+            "adapters": Check(self._adapter_options, compare_adapters),
+            "optimizer": Check(self._optimizer_options, self._compare_optimizer),
+            "steps": Attributes(self, "nonfinite_steps"),
         }
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore it.
-
-        Raises:
-            ValueError: If the source no longer gives the weights that are no part of the checkpoint: the reference's,
-                or those under an adapter; or if the adapters have other options.
-        """
-        state = checkpoint.get("pl_grouprl", {})
-        self.nonfinite_steps = state.get("nonfinite_steps", 0)
-        then, now = state.get("reference_fingerprint"), self._reference_fingerprint
+    def _compare_reference(self, then: float | None, now: float | None) -> None:
         if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
             raise ValueError(
                 f"policy={self.policy_source!r} gives another model (sum of absolute weights {now}) than the "
                 f"checkpoint was trained with ({then}), so the reference, or the base of its adapter, would differ; "
                 "restore it or start a new run."
             )
-        compare_adapters(state.get("adapters", {}), self._adapter_options())
+
+    def _optimizer_options(self) -> dict[str, Any]:
+        """Options that an optimizer's state brings along, by part."""
+        names = ("learning_rate", "weight_decay", "betas", "eps")
+        parts = {} if self.policy is None else self.optimized_parts()
+        return {
+            f"{part}.{name}": list(value) if isinstance(value := getattr(config, name), tuple) else value
+            for part, (_, config) in parts.items()
+            for name in names
+        }
+
+    def _compare_optimizer(self, then: dict[str, Any], now: dict[str, Any]) -> None:
+        if self.is_resumed:
+            compare_optimizers(then, now)
 
     def _adapter_options(self) -> dict[str, dict[str, Any]]:
         """Those of each part that is trained; none before the models are loaded."""

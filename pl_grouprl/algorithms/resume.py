@@ -5,31 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.distributed import num_ranks
+from pl_grouprl.utilities.options import differing_options
 
 
-def mark_epoch_unfinished(checkpoint: dict[str, Any]) -> None:
-    """Take back that an epoch was completed where the run only stopped in it, by `max_steps` for one.
+def set_right_progress(checkpoint: dict[str, Any]) -> bool:
+    """Let the counters of a checkpoint say where the run stood, at whatever moment of its loops it was saved.
 
-    Lightning counts the epoch as done before it saves the last checkpoint of a run. A run that goes on from there would
-    skip the rest of the epoch, or do nothing at all under `max_epochs: 1`. After this the checkpoint says what one
-    says that was saved at the same step amid the epoch.
+    Lightning counts an epoch as done before it saves the last checkpoint of a run, also where the run only stopped in
+    it, by `max_steps` for one; going on from there would skip the rest of the epoch. And where a run has stopped at the
+    end of an epoch, Lightning 2.6 takes the next one for finished as well if there is a `max_steps`.
 
     Args:
-        checkpoint: What Lightning is about to save; changed in place.
+        checkpoint: What Lightning has loaded and is about to restore; changed in place.
+
+    Returns:
+        Whether an epoch was complete, so that the next one begins.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop")
-    if loop is None or loop["epoch_loop.batch_progress"]["is_last_batch"]:
-        return
-    progress = loop["epoch_progress"]
-    for counts in (progress["current"], progress["total"]):
-        for name in ("processed", "completed"):
-            if counts[name] == counts["ready"] > 0:
-                counts[name] -= 1
-    checkpoint["epoch"] = progress["current"]["processed"]
+    if loop is None:
+        return False
+    epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
+    at_end = bool(batches["is_last_batch"])
+    for counts in (epochs["current"], epochs["total"]):
+        if at_end:
+            counts["ready"] = counts["processed"] = counts["completed"] = counts["started"]
+        else:
+            for name in ("processed", "completed"):
+                counts[name] = min(counts[name], max(counts["ready"] - 1, 0))
+    if at_end:
+        for counts in (batches["current"], batches["total"]):
+            counts["completed"] = counts["ready"]
+        steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
+    return at_end
 
 
 def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) -> RolloutBuffer | None:
@@ -41,26 +54,55 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
         num_mini_batches: Into how many parts a pass over the rollouts is cut now.
 
     Returns:
-        The rollouts; None where no updates were to come, and, with a warning, where there were more or fewer ranks.
+        The rollouts; None where no updates were to come.
 
     Raises:
         ValueError: If the rollouts were cut into another number of mini-batches.
     """
     if per_rank[0] is None:
         return None
-    if len(per_rank) != num_ranks():
-        rank_zero_warn(
-            f"the checkpoint holds rollouts of {len(per_rank)} ranks and this run has {num_ranks()}; the prompts of "
-            "that batch are sampled again for its remaining updates."
-        )
-        return None
-    buffer = RolloutBuffer.from_state_dict(per_rank[rank])
+    state = per_rank[rank] if len(per_rank) == num_ranks() else deal_again(per_rank, rank, num_ranks())
+    buffer = RolloutBuffer.from_state_dict(state)
     if buffer.num_mini_batches != num_mini_batches:
         raise ValueError(
             f"num_mini_batches is {num_mini_batches}, but the checkpoint is amid rollouts that are trained in "
             f"{buffer.num_mini_batches}; keep that number, or resume where a batch of rollouts ends."
         )
     return buffer
+
+
+def deal_again(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Deal the rollouts of all ranks to another number of ranks; each group stays in its mini-batch.
+
+    Nothing is sampled or estimated again, so what moves once per batch of rollouts (the KL coefficient, the threshold
+    of token groups) does not move twice.
+
+    Args:
+        per_rank: The state of each rank's buffer.
+        rank: Whose share is wanted.
+        num_ranks: How many ranks there are now.
+
+    Returns:
+        The state of a buffer. A rank for which no group is left holds one without a trained token.
+    """
+    places = [
+        (state["mini_batches"][index], group["group_id"], owner, index)
+        for owner, state in enumerate(per_rank)
+        for index, group in enumerate(state["groups"])
+        if state["mini_batches"][index] >= 0  # not one that only fills a rank
+    ]
+    places.sort(key=lambda place: place[:2])
+    own = places[rank::num_ranks]
+    numbers = [number for number, *_ in own]
+    tokens = {
+        name: [per_rank[owner]["tokens"][name][index] for *_, owner, index in own or places[:1]]
+        for name in per_rank[0]["tokens"]
+    }
+    if not own:
+        numbers = [-1]
+        tokens["loss_mask"] = [torch.zeros_like(tokens["loss_mask"][0])]
+    groups = [per_rank[owner]["groups"][index] for *_, owner, index in own or places[:1]]
+    return {**per_rank[0], "groups": groups, "mini_batches": numbers, "tokens": tokens}
 
 
 def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
@@ -100,3 +142,21 @@ def compare_options(then: dict[str, Any], now: dict[str, Any], *, amid_rollouts:
                 "value, or resume where a batch of rollouts ends."
             )
         rank_zero_warn(f"{name} is {now[name]!r} from here on; the checkpoint was made with {then[name]!r}.")
+
+
+def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse options of the optimizer that the state in the checkpoint would overrule.
+
+    Args:
+        then: In the checkpoint, by name, such as `policy.learning_rate`.
+        now: The same of this run.
+
+    Raises:
+        ValueError: If one differs.
+    """
+    differences = differing_options(then, now)
+    if differences:
+        raise ValueError(
+            f"the optimizer has other options than in the checkpoint, whose state brings its own: "
+            f"{'; '.join(differences)}. Restore them, or start a new run from the exported policy."
+        )

@@ -3,6 +3,7 @@
 from pl_grouprl.callbacks.completions_table import CompletionsTable
 from pl_grouprl.callbacks.export_policy import ExportPolicy
 from pl_grouprl.callbacks.run_summary import RunSummary
+from pl_grouprl.callbacks.safe_checkpoint import SafeCheckpoint, StoppedBySignal
 from pl_grouprl.callbacks.shared_prefix import SharedPrefixCallback
 from pl_grouprl.callbacks.token_group_metrics import CompressionRatio, TokenGroupStatistics
 from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
@@ -13,7 +14,9 @@ __all__ = [
     "CompressionRatio",
     "ExportPolicy",
     "RunSummary",
+    "SafeCheckpoint",
     "SharedPrefixCallback",
+    "StoppedBySignal",
     "TokenGroupMonitor",
     "TokenGroupStatistics",
     "ValidateAtStart",

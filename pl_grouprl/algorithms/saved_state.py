@@ -1,0 +1,158 @@
+"""What a checkpoint holds of a module beside weights, optimizer and position: listed, saved, restored in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+
+from pl_grouprl.algorithms.resume import set_right_progress
+from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.random_state import random_state, set_random_state
+
+KEY = "pl_grouprl"
+"""Where it is in a checkpoint."""
+
+
+class Stateful(Protocol):
+    """A part that knows its state: plain containers, numbers, strings and tensors."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a state, or refuse it."""
+
+
+class Attributes:
+    """Some attributes of an object, as a part."""
+
+    def __init__(self, owner: Any, *names: str) -> None:
+        self.owner = owner
+        self.names = names
+
+    def state_dict(self) -> dict[str, Any]:
+        """Their values by name."""
+        return {name: getattr(self.owner, name) for name in self.names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set those that the state has."""
+        for name in self.names:
+            if name in state:
+                setattr(self.owner, name, state[name])
+
+
+class Check:
+    """A fact that a checkpoint notes and that must hold when it is loaded, as a part.
+
+    Args:
+        note: Gives the fact.
+        compare: Takes what was noted and what is so now; raises, or warns, where they do not go together.
+    """
+
+    def __init__(self, note: Callable[[], Any], compare: Callable[[Any, Any], None]) -> None:
+        self.note = note
+        self.compare = compare
+
+    def state_dict(self) -> Any:
+        """Note it."""
+        return self.note()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Compare it."""
+        self.compare(state, self.note())
+
+
+class OfEachRank:
+    """What differs from rank to rank, as a part whose state is a list by rank.
+
+    Args:
+        module: Whose ranks.
+        save: Gives this rank's.
+        load: Takes all ranks', however many there were.
+    """
+
+    def __init__(self, module: pl.LightningModule, save: Callable[[], Any], load: Callable[[list[Any]], None]) -> None:
+        self.module = module
+        self.save = save
+        self.load = load
+
+    def state_dict(self) -> list[Any]:
+        """Gather them; all ranks call it."""
+        return gather_plain(self.save(), self.module.device)
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Hand them over."""
+        self.load(state)
+
+
+class SavedStateModule(pl.LightningModule):
+    """A module whose state in checkpoints is what `saved_state` lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random_states: list[dict[str, Any]] = []
+        self._before_validation: dict[str, Any] | None = None
+        self._begins_epoch = False
+
+    def saved_state(self) -> dict[str, Stateful]:
+        """Parts of the state by name, in the order in which they are loaded. A subclass adds its own.
+
+        A part that an older checkpoint does not have is left as it is.
+        """
+        return {"random_numbers": OfEachRank(self, self._random_state, self._keep_random_states)}
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether what is loaded is to be trained on, not only looked at."""
+        return self._trainer is not None and self.trainer.state.fn == "fit"
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save all parts."""
+        checkpoint[KEY] = {name: part.state_dict() for name, part in self.saved_state().items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load all parts.
+
+        Raises:
+            ValueError: If a part refuses its state.
+        """
+        self._begins_epoch = set_right_progress(checkpoint)
+        state = checkpoint.get(KEY, {})
+        for name, part in self.saved_state().items():
+            if name in state:
+                part.load_state_dict(state[name])
+
+    # Random numbers.
+
+    def _random_state(self) -> dict[str, Any]:
+        return self._before_validation or random_state(self.device)
+
+    def _keep_random_states(self, per_rank: list[dict[str, Any]]) -> None:
+        self._random_states = per_rank
+
+    def on_train_start(self) -> None:
+        """Let a resumed run go on: the loop with the next epoch, where one was complete, and the random numbers.
+
+        They are set now, because what makes the run ready draws some too; on the ranks that there were.
+        """
+        if self._begins_epoch:
+            self.trainer.fit_loop.epoch_loop.restarting = False
+            self._begins_epoch = False
+        states, self._random_states = self._random_states, []
+        if self.global_rank < len(states):
+            set_random_state(states[self.global_rank], self.device)
+
+    def on_validation_start(self) -> None:
+        """Note the random numbers: a validation within a run takes none of the training's.
+
+        A run that is resumed from a checkpoint of the same step leaves that validation out.
+        """
+        self._before_validation = random_state(self.device)
+
+    def on_validation_end(self) -> None:
+        """Go on with them."""
+        if self._before_validation is not None:
+            set_random_state(self._before_validation, self.device)
+        self._before_validation = None

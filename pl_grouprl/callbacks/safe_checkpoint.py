@@ -1,0 +1,231 @@
+"""Checkpoints that survive what ends a run: a kill at any moment, a full disk, a signal to stop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import proxy
+
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from pl_grouprl.callbacks.run_folder import is_trial
+from pl_grouprl.utilities.checkpoint_files import (
+    about,
+    commit,
+    link,
+    process_name,
+    remove,
+    remove_leftovers,
+    settle,
+    unfinished_path,
+)
+from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
+from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.signals import StopRequest
+
+
+class StoppedBySignal(SystemExit):
+    """Ends a run that was asked to, after its checkpoint is saved.
+
+    The exit code is 128 plus the number of the signal, as a shell reports it: 143 for SIGTERM, 138 for SIGUSR1, 130 for
+    Ctrl-C. Processes that Lightning's launcher has started exit with 0: otherwise it would kill the others of the run.
+    """
+
+
+class SafeCheckpoint(ModelCheckpoint):
+    """Lightning's ModelCheckpoint, with complete checkpoints at every moment and one more when a signal ends the run.
+
+    A checkpoint is written beside its name, file or folder, and renamed when all of it is on the disk; a manifest with
+    hashes tells a torn one. Where one cannot be written, the run ends with an error on all ranks and the former ones
+    are untouched. What killed runs have left unfinished is removed at the start.
+
+    SIGTERM, SIGUSR1 and Ctrl-C, to whichever rank, are noted; after the training batch at hand all ranks save `last`
+    and stop (`StoppedBySignal`). A second Ctrl-C ends the process at once. Under SLURM with requeueing, its signal
+    saves the checkpoint that Lightning resumes from by itself, and requeues the job.
+
+    Args:
+        stop_on_signal: Whether signals are taken over.
+        **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`.
+
+    Raises:
+        ValueError: At setup, if the folder is not local, or has checkpoints of a run with other options.
+    """
+
+    def __init__(self, *, stop_on_signal: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.stop_on_signal = stop_on_signal
+        self._request = StopRequest()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the folder ready: it can be written, and has nothing of a killed run or another configuration."""
+        super().setup(trainer, pl_module, stage)
+        self._request = StopRequest()
+        if stage != "fit" or is_trial(trainer):
+            return
+        if "://" in str(self.dirpath):
+            raise ValueError(f"dirpath is {self.dirpath}; SafeCheckpoint needs a local folder, use ModelCheckpoint.")
+        folder = Path(str(self.dirpath))
+        if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one of the user's own
+            trainer.strategy.checkpoint_io = DirectCheckpointIO()
+        _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
+        if trainer.ckpt_path is None or Path(trainer.ckpt_path).resolve().parent != folder.resolve():
+            options: dict[str, Any] = getattr(pl_module, "checkpoint_options", dict)()
+            _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, options, trainer))
+
+    # Signals.
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the signals from Lightning, whose handler waits for the other ranks."""
+        if self.stop_on_signal:
+            self._request.listen()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the signals."""
+        super().on_train_start(trainer, pl_module)
+        self.on_sanity_check_start(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Save where that is due, and where a signal asks to stop.
+
+        Raises:
+            StoppedBySignal: On all ranks, after the checkpoint.
+        """
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        if not self.stop_on_signal or trainer.fit_loop.epoch_loop._should_accumulate():
+            return  # gradients that are accumulated are in no checkpoint
+        signum = _largest(trainer, self._request.signum)
+        if signum:
+            self._stop(trainer, signum)
+
+    def _stop(self, trainer: Trainer, signum: int) -> None:
+        environment: Any = trainer._accelerator_connector.cluster_environment
+        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        if requeues and signum == environment.requeue_signal:
+            self._save_checkpoint(trainer, trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+            if trainer.is_global_zero:
+                subprocess.run(["scontrol", "requeue", _slurm_job()], check=False)  # noqa: S603, S607
+        elif self._last_global_step_saved != trainer.global_step and not is_trial(trainer):
+            save_last, self.save_last = self.save_last, True
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+            self.save_last = save_last
+        rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; go on with --ckpt_path last.")
+        launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and trainer.local_rank > 0
+        raise StoppedBySignal(0 if launched else 128 + signum)
+
+    # Writing.
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        write_checkpoint(trainer, Path(filepath), weights_only=self.save_weights_only)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(self))
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if trainer.is_global_zero:
+            remove(Path(filepath), process_name())
+
+    @staticmethod
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            link(Path(filepath), Path(linkpath), process_name())
+        trainer.strategy.barrier()
+
+
+def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = False) -> None:
+    """Save a checkpoint of a fit under a name, complete or not at all. All ranks call it.
+
+    Args:
+        trainer: Of the run, under any strategy: what it writes may be a file or a folder.
+        target: The checkpoint's name; a former one there is replaced when the new one is complete.
+        weights_only: Leave out what a resume needs.
+
+    Raises:
+        OSError: On all ranks, if one of them could not write.
+    """
+    owner = gather_plain(process_name(), trainer.strategy.root_device)[0]
+    unfinished = unfinished_path(target, owner)
+    what = f"the checkpoint {target} could not be saved, the former ones are untouched"
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+    contents = checkpoint.get("pl_grouprl", {})
+    facts = {"step": trainer.global_step, "options": contents.get("options", {})}
+    try:
+        _on_all_ranks(trainer, what, lambda: _clear(unfinished) if trainer.is_global_zero else None)
+        _on_all_ranks(trainer, what, lambda: trainer.strategy.save_checkpoint(checkpoint, unfinished))
+        _on_all_ranks(
+            trainer, what, lambda: commit(unfinished, target, facts, owner) if trainer.is_global_zero else None
+        )
+    except OSError:
+        if trainer.is_global_zero:
+            _clear(unfinished)
+        raise
+
+
+def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> None:
+    """Do something on each rank; where it fails on one, all ranks fail, instead of waiting for that one."""
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    reasons = gather_plain("" if failure is None else str(failure), trainer.strategy.root_device)
+    if failure is not None and not isinstance(failure, OSError):
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason:
+            place = f" (rank {rank})" if len(reasons) > 1 else ""
+            raise OSError(f"{what}: {reason}{place}. The folder must be writable and have space.") from failure
+
+
+def _largest(trainer: Trainer, number: int) -> int:
+    """The largest number of all ranks."""
+    mine = torch.tensor(number, device=trainer.strategy.root_device)
+    largest = trainer.strategy.reduce(mine, reduce_op="max")
+    return int(largest) if isinstance(largest, Tensor) else number
+
+
+def _clear(unfinished: Path) -> None:
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(unfinished):
+        remove(unfinished, process_name())
+
+
+def _make_ready(folder: Path, trainer: Trainer) -> None:
+    if not trainer.is_global_zero:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    settle(folder)
+    remove_leftovers(folder)
+    trial = unfinished_path(folder / "trial", process_name())
+    trial.touch()
+    trial.unlink()
+
+
+def _refuse_others(folder: Path, options: dict[str, Any], trainer: Trainer) -> None:
+    """Refuse to begin a run among the checkpoints of one that had other options."""
+    if not trainer.is_global_zero:
+        return
+    for checkpoint in sorted(folder.glob("*.ckpt")):
+        differences = differing_options(about(checkpoint).get("options", {}), options)
+        if differences:
+            raise ValueError(
+                f"dirpath {folder} has checkpoints of a run with other options than this one ({checkpoint.name}: "
+                f"{'; '.join(differences)}); choose another folder, or remove them."
+            )
+
+
+def _slurm_job() -> str:
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"

@@ -1,0 +1,261 @@
+"""Checkpoints on disk: written beside their name, renamed when complete, and checked by a manifest.
+
+A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` beside a file
+and `manifest.json` inside a folder, holds the size and the SHA-256 of each file. To check checkpoints by hand:
+
+    python -m pl_grouprl.utilities.checkpoint_files PATH...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_MANIFEST = "manifest.json"
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:unfinished|former)-(?P<host>.+)-(?P<pid>\d+)")
+
+
+def manifest_of(checkpoint: Path) -> Path:
+    """Where the manifest of a checkpoint is."""
+    checkpoint = checkpoint.resolve()  # `last` may be a link
+    return checkpoint / _MANIFEST if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.{_MANIFEST}")
+
+
+def process_name() -> str:
+    """Host and process id: what tells the unfinished files of a run that lives from those of one that was killed."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def unfinished_path(target: Path, owner: str) -> Path:
+    """Where a checkpoint, or another file, is written until it is complete: on the same file system."""
+    return target.with_name(f".{target.name}.unfinished-{owner}")
+
+
+def commit(unfinished: Path, target: Path, about: dict[str, Any], owner: str) -> None:
+    """Give a checkpoint that is written its name, so that a complete one is found whenever this is interrupted.
+
+    Everything is on the disk before anything is renamed. A file takes the place of the former one in one step; its
+    manifest knows both until then. Of a folder, the former one is moved aside first: `settle` finishes what an
+    interruption leaves.
+
+    Args:
+        unfinished: What was written, file or folder.
+        target: Its name; a former checkpoint there is replaced.
+        about: Plain values that the manifest keeps beside the hashes.
+        owner: The `process_name` of the process that writes.
+
+    Raises:
+        OSError: If the file system refuses; the former checkpoint is still there.
+    """
+    for path in _files(unfinished).values():
+        _sync(path)
+    version = {**about, "files": {name: _describe(path) for name, path in _files(unfinished).items()}}
+    if unfinished.is_dir():
+        _write_manifest(unfinished / _MANIFEST, [version], owner)
+        for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
+            _sync(folder)
+        _replace(unfinished, target, owner)
+        target.with_name(f"{target.name}.{_MANIFEST}").unlink(missing_ok=True)  # of a file that it has replaced
+    else:
+        manifest = target.with_name(f"{target.name}.{_MANIFEST}")
+        _write_manifest(manifest, [version, *_versions(manifest)], owner)
+        _replace(unfinished, target, owner)
+        _write_manifest(manifest, [version], owner)
+    _sync(target.parent)
+
+
+def remove(checkpoint: Path, owner: str) -> None:
+    """Delete a checkpoint and its manifest; interrupted, it leaves a leftover rather than a torn checkpoint."""
+    if checkpoint.is_dir() and not checkpoint.is_symlink():
+        former = _former_path(checkpoint, owner)
+        os.replace(checkpoint, former)
+        (former / _MANIFEST).unlink(missing_ok=True)  # from here on it is not settled any more
+        shutil.rmtree(former)
+    else:
+        checkpoint.unlink(missing_ok=True)
+        checkpoint.with_name(f"{checkpoint.name}.{_MANIFEST}").unlink(missing_ok=True)
+
+
+def flaw(checkpoint: Path) -> str | None:
+    """Say what is wrong with a checkpoint; None where it is what was saved.
+
+    A file without a manifest, as Lightning's own ModelCheckpoint saves it, is checked by the sums in it.
+    """
+    try:
+        versions = _versions(manifest_of(checkpoint))
+        if versions:
+            flaws = [_difference(checkpoint.resolve(), version["files"]) for version in versions]
+            return None if None in flaws else flaws[0]
+        if checkpoint.is_dir():
+            return "it has no manifest"
+        with zipfile.ZipFile(checkpoint) as archive:
+            torn = archive.testzip()
+        return None if torn is None else f"its part {torn} is torn"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+
+
+def about(checkpoint: Path) -> dict[str, Any]:
+    """What the manifest says of a checkpoint beside its hashes; nothing where it has none."""
+    for version in _versions(manifest_of(checkpoint)):
+        return {name: value for name, value in version.items() if name != "files"}
+    return {}
+
+
+def settle(folder: Path) -> None:
+    """Give complete checkpoints of killed runs the name that they were about to get, or had just lost.
+
+    Several processes may do this at once.
+    """
+    for leftover, name in _leftovers(folder):
+        target = folder / name
+        if leftover.is_dir() and not os.path.lexists(target) and flaw(leftover) is None:
+            with contextlib.suppress(OSError):  # another process was faster
+                os.replace(leftover, target)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs have left unfinished in a folder; call `settle` before.
+
+    Runs of other hosts count as dead: a folder of checkpoints belongs to one run at a time.
+    """
+    for leftover, _ in list(_leftovers(folder)):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+    for manifest in folder.glob(f"*.{_MANIFEST}"):
+        if not os.path.lexists(folder / manifest.name.removesuffix(f".{_MANIFEST}")):
+            manifest.unlink(missing_ok=True)
+
+
+def newest_complete(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """Find the newest checkpoint that is complete.
+
+    Returns:
+        The checkpoint, None if there is none, and what is wrong with those that are newer.
+    """
+    torn: dict[Path, str] = {}
+    for path in sorted(checkpoints, key=_age, reverse=True):
+        wrong = flaw(path)
+        if wrong is None:
+            return path, torn
+        torn[path] = wrong
+    return None, torn
+
+
+def link(target: Path, name: Path, owner: str) -> None:
+    """Let a name point to a checkpoint beside it, in place of what it was."""
+    unfinished = unfinished_path(name, owner)
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(os.path.relpath(target, name.parent))
+    _replace(unfinished, name, owner)
+    _sync(name.parent)
+
+
+def _age(checkpoint: Path) -> tuple[int, bool]:
+    return checkpoint.stat().st_mtime_ns, checkpoint.name.startswith("last")
+
+
+def _former_path(target: Path, owner: str) -> Path:
+    return target.with_name(f".{target.name}.former-{owner}")
+
+
+def _leftovers(folder: Path) -> Iterator[tuple[Path, str]]:
+    """What dead processes have left in a folder, and the name that each of it was for."""
+    for path in sorted(folder.glob(".*"), reverse=True):  # an unfinished one is newer than the former
+        parts = _LEFTOVER.fullmatch(path.name)
+        if parts is not None and not _lives(parts["host"], int(parts["pid"])):
+            yield path, parts["name"]
+
+
+def _lives(host: str, pid: int) -> bool:
+    if host != socket.gethostname() or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _files(checkpoint: Path) -> dict[str, Path]:
+    if not checkpoint.is_dir():
+        return {".": checkpoint}
+    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
+    return {path.relative_to(checkpoint).as_posix(): path for path in files if path != checkpoint / _MANIFEST}
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _difference(checkpoint: Path, files: dict[str, dict[str, Any]]) -> str | None:
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"its file {name} is missing"
+        if path.stat().st_size != expected["size"]:
+            return f"{path.name} has {path.stat().st_size} bytes of {expected['size']}"
+    for name, expected in files.items():
+        if _describe(checkpoint / name) != expected:
+            return f"the contents of {(checkpoint / name).name} are not what was saved"
+    return None
+
+
+def _versions(manifest: Path) -> list[dict[str, Any]]:
+    if not manifest.is_file():
+        return []
+    return list(json.loads(manifest.read_text(encoding="utf-8"))["versions"])
+
+
+def _write_manifest(manifest: Path, versions: list[dict[str, Any]], owner: str) -> None:
+    unfinished = unfinished_path(manifest, owner)
+    unfinished.write_text(json.dumps({"versions": versions}, indent=1) + "\n", encoding="utf-8")
+    _sync(unfinished)
+    os.replace(unfinished, manifest)
+
+
+def _replace(unfinished: Path, target: Path, owner: str) -> None:
+    if any(path.is_dir() and not path.is_symlink() for path in (unfinished, target)):
+        former = _former_path(target, owner)
+        if os.path.lexists(target):
+            os.replace(target, former)
+        os.replace(unfinished, target)
+        if former.is_dir() and not former.is_symlink():
+            shutil.rmtree(former)
+        else:
+            former.unlink(missing_ok=True)
+    else:
+        os.replace(unfinished, target)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+if __name__ == "__main__":
+    flaws = {name: flaw(Path(name)) for name in sys.argv[1:]}
+    print(*(f"{name}: {wrong or 'complete'}" for name, wrong in flaws.items()), sep="\n")
+    sys.exit(any(flaws.values()))

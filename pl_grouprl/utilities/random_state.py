@@ -1,0 +1,34 @@
+"""The state of the random numbers of a process, as plain values that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of the global generators of Python, NumPy and torch, and of the process's GPU where it has one."""
+    version, words, gauss = random.getstate()
+    name, key, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(key).tolist(), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on with the random numbers from a state; the GPU's where both have one."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, key, *rest = state["numpy"]
+    np.random.set_state((name, np.asarray(key, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

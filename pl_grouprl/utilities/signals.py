@@ -1,0 +1,36 @@
+"""Signals that ask a run to stop, noted until it is at a point where it can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopRequest:
+    """Notes the first signal that asks to stop. A second Ctrl-C ends the process at once.
+
+    Attributes:
+        signum: The signal, 0 for none so far.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    def listen(self) -> None:
+        """Take over the signals, in place of handlers that act at once. Only the main thread can."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # works where Python code no longer runs, in a collective too
+        if not self.signum:
+            self.signum = signum
+            name = signal.Signals(signum).name
+            # No print: the signal may have come in the middle of one.
+            os.write(2, f"\n{name}: the run saves a checkpoint after this batch and stops.\n".encode())

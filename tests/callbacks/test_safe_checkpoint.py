@@ -1,0 +1,312 @@
+"""Whatever ends a save, the newest complete checkpoint is found and loads."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from pl_grouprl.callbacks import SafeCheckpoint
+from pl_grouprl.utilities import checkpoint_files
+from pl_grouprl.utilities.checkpoint_files import commit, flaw, manifest_of, newest_complete, remove_leftovers, settle
+from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
+
+DEAD = f"{os.uname().nodename}-{2**22 + 1}"  # above the largest process id of Linux
+
+
+class Counter(LightningModule):
+    """One weight that grows by 1 with each step; its score falls."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.options = options
+
+    def checkpoint_options(self):
+        return self.options
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["pl_grouprl"] = {"options": self.options}
+
+    def training_step(self, batch, batch_idx):
+        self.log("score", float(-self.global_step))
+        return -self.weight.sum()
+
+    def train_dataloader(self):
+        return [torch.zeros(1)] * 100
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def fit(folder, steps=4, checkpoint=None, module=None, callback=None, **options):
+    options = {"every_n_train_steps": 2, "filename": "{step}", **options}
+    callback = callback or SafeCheckpoint(dirpath=folder, **options)
+    module = module or Counter()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", max_steps=steps, callbacks=[callback], default_root_dir=folder, **quiet)
+    trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
+    return callback, module
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def step_of(checkpoint):
+    return torch.load(checkpoint, weights_only=True)["global_step"]
+
+
+# A whole run.
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_save_top_k_save_last_and_monitor_work_as_before(tmp_path):
+    callback, _ = fit(tmp_path, steps=8, save_top_k=2, save_last=True, monitor="score", mode="min")
+    checkpoints = {"last.ckpt", "step=6.ckpt", "step=8.ckpt"}
+    assert set(names(tmp_path)) == checkpoints | {f"{name}.manifest.json" for name in checkpoints}
+    assert Path(callback.best_model_path).name == "step=8.ckpt"
+    assert all(flaw(tmp_path / name) is None for name in checkpoints)
+    assert step_of(tmp_path / "last.ckpt") == 8
+    _, module = fit(tmp_path, steps=10, checkpoint=tmp_path / "last.ckpt")
+    assert module.weight.item() == 10
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_last_as_a_link(tmp_path):
+    fit(tmp_path, steps=4, save_top_k=-1, save_last="link")
+    last = tmp_path / "last.ckpt"
+    assert last.is_symlink()
+    assert flaw(last) is None
+    assert step_of(last) == 4
+
+
+def test_the_manifest_can_be_checked_with_one_command(tmp_path):
+    fit(tmp_path)
+    command = [sys.executable, "-m", "pl_grouprl.utilities.checkpoint_files", str(tmp_path / "step=4.ckpt")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.endswith("complete\n")
+    manifest = json.loads(manifest_of(tmp_path / "step=4.ckpt").read_text())
+    assert manifest["versions"][0]["step"] == 4
+    with (tmp_path / "step=4.ckpt").open("ab") as file:
+        file.write(b"x")
+    torn = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert torn.returncode == 1
+    assert "bytes of" in torn.stdout
+
+
+# Ends at every system call of a save.
+
+
+class Killed(BaseException):
+    """Ends the process as far as the file system can tell."""
+
+
+def save_interrupted(monkeypatch, number, save):
+    """Run a save that is killed at its n-th change of the file system; says whether it was."""
+    count = 0
+
+    def stopping(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == number:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stopping(os.replace))
+        patch.setattr(os, "fsync", stopping(os.fsync))
+        patch.setattr(Path, "write_text", stopping(Path.write_text))
+        patch.setattr(Path, "unlink", stopping(Path.unlink))
+        patch.setattr(shutil, "rmtree", stopping(shutil.rmtree))
+        try:
+            save()
+        except Killed:
+            return True
+    return False
+
+
+def write(path, value, as_folder):
+    if as_folder:
+        path.mkdir(parents=True)
+        torch.save({"value": value}, path / "shard-0")
+        (path / "more").mkdir()
+        torch.save({"value": value}, path / "more" / "shard-1")
+    else:
+        torch.save({"value": value}, path)
+
+
+def read(path):
+    return torch.load(path / "shard-0" if path.is_dir() else path, weights_only=True)["value"]
+
+
+@pytest.mark.parametrize("as_folder", [False, True], ids=["file", "folder"])
+def test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint(tmp_path, monkeypatch, as_folder):
+    for number in range(1, 40):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        target = folder / "last.ckpt"
+        for value in (1, 2):
+            unfinished = checkpoint_files.unfinished_path(target, DEAD)
+            write(unfinished, value, as_folder)
+            if value == 1:
+                commit(unfinished, target, {"step": 1}, DEAD)
+        killed = save_interrupted(monkeypatch, number, lambda: commit(unfinished, target, {"step": 2}, DEAD))  # noqa: B023
+        settle(folder)
+        newest, torn = newest_complete(folder.glob("*.ckpt"))
+        assert newest == target
+        assert not torn
+        assert read(target) in ((1, 2) if killed else (2,))
+        remove_leftovers(folder)
+        assert flaw(target) is None
+        manifest = [] if as_folder else ["last.ckpt.manifest.json"]
+        assert names(folder) == ["last.ckpt", *manifest]
+        if not killed:
+            break
+    assert number > 8  # every change of the file system had its turn
+
+
+def test_kills_in_a_row_keep_the_checkpoint_that_is_there(tmp_path, monkeypatch):
+    target = tmp_path / "last.ckpt"
+    for value in range(5):
+        unfinished = checkpoint_files.unfinished_path(target, DEAD)
+        write(unfinished, value, as_folder=False)
+        save = lambda: commit(unfinished, target, {"step": value}, DEAD)  # noqa: B023, E731
+        # The first is saved; the others are killed right before the rename: fsync twice, manifest, its rename, then it.
+        assert save_interrupted(monkeypatch, 5 if value else 1000, save) == bool(value)
+        assert flaw(target) is None
+        assert read(target) == 0
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other bytes", "missing"])
+@pytest.mark.parametrize("as_folder", [False, True], ids=["file", "folder"])
+def test_torn_checkpoints_are_told(tmp_path, as_folder, damage):
+    for number, name in enumerate(["old.ckpt", "new.ckpt"]):
+        unfinished = checkpoint_files.unfinished_path(tmp_path / name, DEAD)
+        write(unfinished, number, as_folder)
+        commit(unfinished, tmp_path / name, {}, DEAD)
+        os.utime(tmp_path / name, (number, number))
+    victim = tmp_path / "new.ckpt" / "more" / "shard-1" if as_folder else tmp_path / "new.ckpt"
+    content = victim.read_bytes()
+    if damage == "missing" and as_folder:
+        victim.unlink()
+    elif damage == "other bytes":
+        victim.write_bytes(content[:-10] + b"?" * 10)
+    else:
+        victim.write_bytes(content[:-10])
+    os.utime(tmp_path / "new.ckpt", (5, 5))
+    newest, torn = newest_complete(tmp_path.glob("*.ckpt"))
+    assert newest == tmp_path / "old.ckpt"
+    assert list(torn) == [tmp_path / "new.ckpt"]
+
+
+def test_files_without_a_manifest_are_checked_by_their_own_sums(tmp_path):
+    torch.save({"weights": torch.ones(1000)}, tmp_path / "whole.ckpt")
+    content = (tmp_path / "whole.ckpt").read_bytes()
+    (tmp_path / "short.ckpt").write_bytes(content[:-100])
+    middle = len(content) // 2
+    (tmp_path / "other.ckpt").write_bytes(content[:middle] + b"?" + content[middle + 1 :])
+    (tmp_path / "folder.ckpt").mkdir()
+    assert flaw(tmp_path / "whole.ckpt") is None
+    assert "cannot be read" in flaw(tmp_path / "short.ckpt")
+    assert "torn" in flaw(tmp_path / "other.ckpt")
+    assert flaw(tmp_path / "folder.ckpt") == "it has no manifest"
+
+
+def test_leftovers_of_killed_runs_are_removed_and_those_of_living_ones_kept(tmp_path):
+    (tmp_path / f".last.ckpt.unfinished-{DEAD}").write_bytes(b"half")
+    (tmp_path / f".other.ckpt.unfinished-{DEAD}").mkdir()
+    (tmp_path / "gone.ckpt.manifest.json").write_text("{}")
+    living = f".last.ckpt.unfinished-{os.uname().nodename}-{os.getppid()}"
+    (tmp_path / living).write_bytes(b"half")
+    fit(tmp_path, steps=2)
+    assert names(tmp_path) == [living, "step=2.ckpt", "step=2.ckpt.manifest.json"]
+
+
+# File systems that refuse.
+
+
+def small_files(limit):
+    """Let no file grow beyond a limit, as on a full disk; returns what undoes it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_an_error_and_the_former_checkpoint_loads(tmp_path):
+    fit(tmp_path, steps=2, save_last=True)
+    module = Counter()
+    undo = small_files(1000)
+    try:
+        with pytest.raises(OSError, match=r"last\.ckpt could not be saved, the former ones .*File too large.* space"):
+            fit(tmp_path, checkpoint=tmp_path / "last.ckpt", module=module, save_top_k=0, save_last=True)
+    finally:
+        undo()
+    assert flaw(tmp_path / "last.ckpt") is None
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+    _, module = fit(tmp_path, checkpoint=tmp_path / "last.ckpt", save_last=True)
+    assert module.weight.item() == 4
+
+
+def test_the_reason_of_the_file_system_is_told(tmp_path):
+    with pytest.raises(OSError, match="No space left on device") as failure:
+        DirectCheckpointIO().save_checkpoint({"weights": torch.ones(100_000)}, Path("/dev/full"))
+    assert failure.value.errno == errno.ENOSPC
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    module = Counter()
+    with pytest.raises(OSError, match=r"dirpath .* cannot be used: .*Permission denied.* must be writable"):
+        fit(tmp_path, module=module)
+    assert module.weight.item() == 0
+
+
+def test_a_save_without_permission_is_an_error(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        if "unfinished" in self.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opening(self, *args, **kwargs)
+
+    opening = Path.open
+    fit(tmp_path, steps=2)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(OSError, match=r"step=4\.ckpt could not be saved.*Permission denied"):
+        fit(tmp_path, checkpoint=tmp_path / "step=2.ckpt")
+    assert flaw(tmp_path / "step=2.ckpt") is None
+
+
+def test_nothing_goes_through_the_folder_for_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/dev/full")
+    monkeypatch.setattr("tempfile.tempdir", "/dev/full")
+    fit(tmp_path)
+    assert flaw(tmp_path / "step=4.ckpt") is None
+
+
+# Other configurations.
+
+
+def test_a_folder_of_another_configuration_is_refused(tmp_path):
+    fit(tmp_path, module=Counter(gamma=0.9, sizes=(1, 2)))
+    with pytest.raises(ValueError, match=r"other options than this one \(step=4.ckpt: gamma is 1.0 \(there 0.9\)\)"):
+        fit(tmp_path, module=Counter(gamma=1.0, sizes=(1, 2)))
+    fit(tmp_path, module=Counter(gamma=0.9, sizes=(1, 2)))  # the same options: Lightning counts the names up
+
+
+def test_a_remote_folder_is_refused():
+    with pytest.raises(ValueError, match=r"dirpath is memory://there; SafeCheckpoint needs a local folder"):
+        fit("memory://there")
