@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types clean
+.PHONY: demo test strategies lint types clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
 
 test: .venv/installed lint types
 	$(BIN)/python -m pytest
+
+# Trains under every strategy, beside a single process: about a quarter of an hour.
+strategies: .venv/installed
+	$(BIN)/python tests/strategies/table.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

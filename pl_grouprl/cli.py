@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
@@ -208,6 +209,7 @@ class RLCLI(LightningCLI):
         """Leave the configuration as the command line gave it: a checkpoint brings weights and state, no options."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        _refuse_missing_gpu(config.get("accelerator"))
         if config.get("fast_dev_run") and isinstance(config.get("callbacks"), list):
             # ModelCheckpoint(save_last=True) would write into the working directory when training ends.
             config["callbacks"] = [own for own in config["callbacks"] if not isinstance(own, Checkpoint)]
@@ -236,6 +238,15 @@ class RLCLI(LightningCLI):
         print(*reports, sep="\n")
         if not all(report.passed for report in reports):
             sys.exit(1)
+
+
+def _refuse_missing_gpu(accelerator: Any) -> None:
+    """Say what runs on this machine; Lightning says only that it finds no backend."""
+    if accelerator in ("gpu", "cuda") and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+        raise ValueError(
+            f"trainer.accelerator is {accelerator!r} and PyTorch finds no GPU. FSDP1 and DeepSpeed need GPUs; without "
+            "them use --trainer.accelerator cpu with no strategy, strategy/ddp.yaml or strategy/fsdp2.yaml."
+        )
 
 
 def last_checkpoint(trainer: Trainer) -> str:

@@ -1,0 +1,114 @@
+"""The fragments in configs/strategy: they parse, and make the strategies that they say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies import Strategy
+
+from pl_grouprl.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+FRAGMENTS = sorted(path.stem for path in (ROOT / "configs" / "strategy").glob("*.yaml"))
+ON_GPU = [name for name in FRAGMENTS if name == "fsdp" or name.startswith("deepspeed")]
+
+
+def trainer_options(name):
+    return yaml.safe_load((ROOT / "configs" / "strategy" / f"{name}.yaml").read_text())["trainer"]
+
+
+def make_strategy(name):
+    if name.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Strategy, "strategy")
+    return parser.instantiate_classes(parser.parse_object({"strategy": trainer_options(name)["strategy"]})).strategy
+
+
+def printed_config(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *args, "--print_config"])
+    output = capsys.readouterr()
+    assert stop.value.code in (0, None), output.err
+    return "\n".join(line for line in output.out.splitlines() if not line.startswith("[20"))  # DeepSpeed's log
+
+
+def test_there_is_a_fragment_for_each_strategy():
+    assert FRAGMENTS == ["ddp", "deepspeed_z2", "deepspeed_z3", "deepspeed_z3_offload", "fsdp", "fsdp2"]
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_a_fragment_adds_itself_to_a_run_and_the_printed_config_is_one(name, capsys, tmp_path):
+    printed = printed_config(capsys, "--config", "grpo_pg.yaml", "--config", f"strategy/{name}.yaml")
+    trainer, fragment = yaml.safe_load(printed)["trainer"], trainer_options(name)
+    assert trainer["devices"] == 2
+    assert trainer["accelerator"] == ("gpu" if name in ON_GPU else "cpu")  # grpo_pg.yaml says cpu
+    if isinstance(fragment["strategy"], str):
+        assert trainer["strategy"] == fragment["strategy"]
+    else:
+        assert trainer["strategy"]["class_path"] == fragment["strategy"]["class_path"]
+        expected = fragment["strategy"]["init_args"]
+        assert {option: trainer["strategy"]["init_args"][option] for option in expected} == expected
+    (tmp_path / "whole.yaml").write_text(printed)
+    assert yaml.safe_load(printed_config(capsys, "--config", str(tmp_path / "whole.yaml"))) == yaml.safe_load(printed)
+
+
+def test_sizes_are_changed_on_the_command_line(capsys):
+    sizes = ["--trainer.devices", "8", "--trainer.strategy.init_args.data_parallel_size", "32"]
+    more = [*sizes, "--trainer.num_nodes", "4"]
+    out = printed_config(capsys, "--config", "grpo_pg.yaml", "--config", "strategy/fsdp2.yaml", *more)
+    trainer = yaml.safe_load(out)["trainer"]
+    assert trainer["strategy"]["init_args"]["data_parallel_size"] == 32
+    assert (trainer["devices"], trainer["num_nodes"]) == ("8", 4)
+
+
+def test_fsdp2_shards_over_all_processes():
+    strategy = make_strategy("fsdp2")
+    # Lightning's "auto" would be one data-parallel rank, and nothing sharded.
+    assert strategy._data_parallel_size == trainer_options("fsdp2")["devices"] == 2
+    assert strategy._tensor_parallel_size == 1
+    assert strategy._save_distributed_checkpoint
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Qwen3Moe"])
+def test_fsdp_wraps_each_decoder_layer_and_nothing_else(family):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    wraps = make_strategy("fsdp").kwargs["auto_wrap_policy"]
+    chosen = [module for module in model.modules() if wraps(module=module, recurse=False, nonwrapped_numel=10**6)]
+    assert [id(module) for module in chosen] == [id(layer) for layer in model.model.layers]
+
+
+def test_fsdp_writes_sharded_checkpoints():
+    assert make_strategy("fsdp")._state_dict_type == "sharded"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "offloads"),
+    [("deepspeed_z2", 2, False), ("deepspeed_z3", 3, False), ("deepspeed_z3_offload", 3, True)],
+)
+def test_deepspeed_has_the_stage_of_its_name(name, stage, offloads):
+    config = make_strategy(name).config
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["zero_allow_untested_optimizer"]
+    devices = [
+        config["zero_optimization"].get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")
+    ]
+    assert devices == (["cpu", "cpu"] if offloads else [None, None])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_without_a_gpu_the_error_says_what_runs_here(name):
+    if name.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    with pytest.raises(ValueError, match=r"trainer.accelerator is 'gpu' and PyTorch finds no GPU.*strategy/fsdp2.yaml"):
+        main(["fit", "--config", "grpo_pg.yaml", "--config", f"strategy/{name}.yaml"])

@@ -1,0 +1,286 @@
+"""One table: every strategy trains like a single process, resumes exactly, and exports what it trained.
+
+    python tests/strategies/table.py            # or: make strategies
+
+Each row trains ten steps (see table_run.py), then goes on from its own checkpoint of step five in new processes. Its
+losses are compared with those of one process that cuts nothing; the weights of the resumed run with those of the row's
+undisturbed run, to the last bit; and the exported policy with the one that was trained. Rows that need a GPU say so
+where there is none. The command exits with 1 if a row fails; a failed row tells its error below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("table_run.py")
+ALGORITHMS = ("GRPO", "GROUP PPO")
+LOSS_TOLERANCE = 1e-4
+"""Of float32, over ten steps that each build on the one before."""
+CUT = {"max_tokens_per_micro_batch": 64}
+"""Smaller than the largest groups, see table_run.py: several passes a step, and groups that are split."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained, and how.
+
+    Attributes:
+        name: As the table shows it.
+        algorithm: `GRPO` or `GROUP PPO`.
+        strategy: Name of a fragment in configs/strategy; None is a single process.
+        devices: Processes, or GPUs.
+        accelerator: `cpu` or `gpu`.
+        options: Of the module, beside those of table_run.py.
+    """
+
+    name: str
+    algorithm: str
+    strategy: str | None = None
+    devices: int = 1
+    accelerator: str = "cpu"
+    options: dict[str, Any] = field(default_factory=lambda: dict(CUT))
+
+
+@dataclass
+class Result:
+    """What came of a row.
+
+    Attributes:
+        row: The row.
+        status: `ok`, `failed` or `not run here`.
+        seconds: Of all its processes, imports included.
+        loss_difference: Largest difference to the reference, over the steps.
+        resume_difference: Largest difference of a weight.
+        logit_difference: Between the exported policy, loaded anew, and the trained one.
+        rollouts: Batches of prompts that were sampled.
+        validations: Validations that ran.
+        error: What is wrong; empty where nothing is.
+    """
+
+    row: Row
+    status: str = "ok"
+    seconds: float = 0.0
+    loss_difference: float | None = None
+    resume_difference: float | None = None
+    logit_difference: float | None = None
+    rollouts: int = 0
+    validations: int = 0
+    error: str = ""
+
+
+def table_rows(num_gpus: int) -> list[Row]:
+    """All rows; those of the GPU use at most two, and one where there is no more."""
+    ulysses = CUT | {"sequence_parallel_size": 2}
+    rows = []
+    for algorithm in ALGORITHMS:
+        rows += [
+            Row("single", algorithm),
+            Row("ddp x2", algorithm, "ddp", 2),
+            Row("fsdp2 x2", algorithm, "fsdp2", 2),
+            Row("fsdp1 x2, on CPU", algorithm, "fsdp", 2),
+            Row("ZeRO-2 x2, on CPU", algorithm, "deepspeed_z2", 2),
+            Row("ZeRO-3 x2, on CPU", algorithm, "deepspeed_z3", 2),
+            Row("ulysses x2", algorithm, "fsdp2", 2, options=ulysses),
+        ]
+    fragments = ("ddp", "fsdp2", "fsdp", "deepspeed_z2", "deepspeed_z3", "deepspeed_z3_offload")
+    devices = min(max(num_gpus, 1), 2)
+    rows += [Row(f"{name}.yaml, GPU", a, name, devices, "gpu") for a in ALGORITHMS for name in fragments]
+    return rows
+
+
+def reference_of(row: Row) -> Row:
+    """The same run in one process that trains each mini-batch in one pass."""
+    return Row("reference", row.algorithm, accelerator=row.accelerator, options={})
+
+
+class Table:
+    """Runs rows in a folder; the runs that others are compared with are trained once.
+
+    Args:
+        folder: Where runs leave their files.
+        time_limit: Seconds for each of a row's two trainings.
+    """
+
+    def __init__(self, folder: Path, time_limit: float = 240.0) -> None:
+        self.folder = folder
+        self.time_limit = time_limit
+        self._references: dict[str, Path] = {}
+
+    def run(self, row: Row) -> Result:
+        """Train a row twice and compare. Never raises for what a row does."""
+        start, result = time.perf_counter(), Result(row)
+        try:
+            reference = self._reference(row)
+            start = time.perf_counter()
+            whole, resumed = self._folder(row, "whole"), self._folder(row, "resumed")
+            train(whole, row, self.time_limit)
+            train(resumed, row, self.time_limit, checkpoint=whole / "step=5.ckpt")
+            compare(result, reference, whole, resumed)
+        except (RunFailedError, OSError, KeyError, ValueError) as failure:
+            result.status, result.error = "failed", str(failure) or repr(failure)
+        result.seconds = time.perf_counter() - start
+        return result
+
+    def _reference(self, row: Row) -> Path:
+        key = f"{row.algorithm}, {row.accelerator}"
+        if key not in self._references:
+            folder = self._folder(reference_of(row), row.accelerator)
+            train(folder, reference_of(row), self.time_limit)
+            self._references[key] = folder
+        return self._references[key]
+
+    def _folder(self, row: Row, kind: str) -> Path:
+        name = f"{row.algorithm} {row.name} {kind}".replace(" ", "_").replace(",", "")
+        return self.folder / name
+
+
+class RunFailedError(Exception):
+    """A training ended with an error or ran out of time; the text is the end of what it printed."""
+
+
+def train(folder: Path, row: Row, time_limit: float, checkpoint: Path | None = None) -> None:
+    """Train in processes of their own, and leave none of them behind.
+
+    Raises:
+        RunFailedError: If it fails or takes longer than the limit, in seconds.
+    """
+    folder.mkdir(parents=True)
+    order = asdict(row) | {"checkpoint": None if checkpoint is None else str(checkpoint)}
+    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(order)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(time_limit)
+        except subprocess.TimeoutExpired:
+            raise RunFailedError(f"it takes longer than {time_limit:.0f} s:\n{tail(log)}") from None
+        finally:
+            end_session(process)
+    if code:
+        raise RunFailedError(f"it ended with code {code}:\n{tail(log)}")
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End the process and the ranks that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def compare(result: Result, reference: Path, whole: Path, resumed: Path) -> None:
+    """Fill in what the runs in three folders differ by, and whether that is too much."""
+    import torch
+
+    runs = {path: json.loads((path / "run.json").read_text()) for path in (reference, whole)}
+    losses = [[step["loss"] for step in run["steps"]] for run in runs.values()]
+    result.rollouts, result.validations = len(runs[whole]["rollouts"]), len(runs[whole]["validations"])
+    result.loss_difference = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    weights = [torch.load(path / "weights.pt", weights_only=True) for path in (whole, resumed)]
+    result.resume_difference = largest_difference(*weights)
+    result.logit_difference = largest_difference(
+        {"logits": torch.load(whole / "logits.pt", weights_only=True)}, {"logits": exported_logits(whole / "policy")}
+    )
+    wrong = {
+        f"losses differ by {result.loss_difference:.1e}": not result.loss_difference <= LOSS_TOLERANCE,
+        f"resumed weights differ by {result.resume_difference:.1e}": result.resume_difference != 0,
+        f"logits of the export differ by {result.logit_difference:.1e}": not result.logit_difference <= 1e-6,
+        f"{result.rollouts} rollouts in place of 5": result.rollouts != 5,
+        f"{result.validations} validations in place of 2": result.validations != 2,
+    }
+    result.error = "; ".join(text for text, is_wrong in wrong.items() if is_wrong)
+    result.status = "failed" if result.error else "ok"
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest absolute difference of tensors of the same names; NaN where one is."""
+    if one.keys() != other.keys():
+        raise ValueError(f"other tensors than before: {sorted(one.keys() ^ other.keys())[:5]}")
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def exported_logits(policy: Path) -> Any:
+    """What the exported policy computes on the tokens that table_run.py shows the trained one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sys.path.append(str(SCRIPT.parent))
+    from table_run import PROBE
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(policy)(torch.tensor([PROBE])).logits
+
+
+COLUMNS = ("strategy", "algorithm", "loss difference", "resume difference", "export", "rollouts", "validations", "s")
+
+
+def cells(result: Result) -> list[str]:
+    """A line of the table."""
+    row = result.row
+    if result.status == "not run here":
+        return [row.name, row.algorithm, "not run here"]
+    numbers = (result.loss_difference, result.resume_difference, result.logit_difference)
+    shown = ["-" if number is None else f"{number:.1e}" if number else "0" for number in numbers]
+    counts = [str(result.rollouts), str(result.validations), f"{result.seconds:.0f}"]
+    return [row.name, row.algorithm, *shown, *counts, *(["FAILED"] if result.status == "failed" else [])]
+
+
+def line(texts: Sequence[str]) -> str:
+    """Columns of equal width."""
+    widths = (22, 11, 17, 19, 9, 10, 13, 5)
+    return "".join(text.ljust(width) for text, width in zip(texts, (*widths, 0), strict=False)).rstrip()
+
+
+def run_rows(rows: Sequence[Row], table: Table, num_gpus: int) -> Iterator[Result]:
+    """Run rows one after another; those for which there is no GPU are not run."""
+    for row in rows:
+        yield Result(row, "not run here") if row.accelerator == "gpu" and not num_gpus else table.run(row)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--only", default="", help="run rows whose name or algorithm contains this")
+    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for each of a row's two trainings")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the files of the runs")
+    options = parser.parse_args(arguments)
+    num_gpus = torch.cuda.device_count()
+    rows = [row for row in table_rows(num_gpus) if options.only in f"{row.name} {row.algorithm}"]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="strategies_") as scratch:
+        print(line(COLUMNS), flush=True)
+        for result in run_rows(rows, Table(options.keep or Path(scratch), options.time_limit), num_gpus):
+            print(line(cells(result)), flush=True)
+            results.append(result)
+    failed = [result for result in results if result.status == "failed"]
+    for result in failed:
+        print(f"\n{result.row.name}, {result.row.algorithm}: {result.error}")
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    return 1 if failed or not results else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
