@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from pl_grouprl.attention import find_backbone
-from pl_grouprl.models.compile import decoder_layers
+from pl_grouprl.strategies.models import decoder_layers_of, is_transformers_model, refuse_whole_weights, roots
 from pl_grouprl.strategies.sharded import ShardedSupport
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class FSDP2Support(ShardedSupport):
         for root in roots(module):
             if isinstance(root, FSDPModule):
                 continue
-            for layer in _layers(root):
+            for layer in decoder_layers_of(root):
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             fully_shard(root, mesh=mesh, reshard_after_forward=False)
-            if _has_decoder(root) and (backbone := find_backbone(root)) is not root:  # type: ignore[arg-type]
+            if is_transformers_model(root) and (backbone := find_backbone(root)) is not root:  # type: ignore[arg-type]
                 _call_through(root, backbone)
 
     @contextlib.contextmanager
@@ -99,45 +99,6 @@ class FSDP2Support(ShardedSupport):
 
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return state if self.trainer.is_global_zero else None
-
-
-def roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that are called as a whole: transformers models, and what stands beside them.
-
-    Args:
-        module: A LightningModule, a critic, or such a model itself.
-    """
-    if _has_decoder(module) or not any(_has_decoder(inner) for inner in module.modules()):
-        return [module] if any(True for _ in module.parameters()) else []
-    return [root for child in module.children() for root in roots(child)]
-
-
-def refuse_whole_weights(module: LightningModule, strategy: str) -> None:
-    """Refuse critics and compiled layers that a sharding strategy cannot serve.
-
-    Raises:
-        ValueError: With the option and what to use instead.
-    """
-    critic = getattr(module, "critic_source", None)
-    if type(critic).__name__ == "LoRACritic":
-        raise ValueError(
-            f"critic is a LoRACritic, which shares the storage of whole weights with the policy; {strategy} shards "
-            "them. Use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
-        )
-    policy = getattr(module, "policy_source", None)
-    if getattr(policy, "compile_layers", False):
-        raise ValueError(
-            f"policy has compile_layers=True, which is not supported under {strategy}; leave it out, or use ddp."
-        )
-
-
-def _has_decoder(module: nn.Module) -> bool:
-    return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
-
-
-def _layers(root: nn.Module) -> Sequence[nn.Module]:
-    """Decoder layers of a transformers model; none of any other."""
-    return list(decoder_layers(root)) if _has_decoder(root) else []
 
 
 def _each_unit(sharded: Sequence[nn.Module], function: Callable[[Any], Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,6 @@ class ShardedSupport(StrategySupport):
         total = torch.stack([torch.zeros((), device=device), *(n.to(device, torch.float32) for n in norms)])
         return self.trainer.strategy.reduce(total.square().sum(), reduce_op="sum").sqrt()
 
-    def touch(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
+    def touch(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Zero: nobody waits for gradients of what took no part in the loss."""
-        return 0.0
+        return torch.zeros((), device=self.trainer.strategy.root_device)

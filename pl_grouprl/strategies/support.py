@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,9 +76,10 @@ class StrategySupport:
         """
         yield
 
-    def touch(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
-        """Zero, as a function of every parameter: a reducer that waits for all gradients gets those of this loss."""
-        return sum(parameter.flatten()[:1].sum() * 0 for parameter in parameters if parameter.requires_grad)
+    def touch(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Zero, as a function of every trained parameter: a reducer that waits for all gradients gets them."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return torch.stack([parameter.flatten()[:1].sum() * 0 for parameter in trained]).sum()
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """This rank's gradients, or its shards of them, of those parameters that have one; to be changed in place."""

@@ -30,14 +30,8 @@ def strategy(name: str) -> Any:
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     if name == "fsdp1":
-        return CPUFSDPStrategy(auto_wrap_policy=_layer_classes(), state_dict_type="sharded")
+        return CPUFSDPStrategy(state_dict_type="sharded")
     return name
-
-
-def _layer_classes() -> set[type[torch.nn.Module]]:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-
-    return {Qwen3DecoderLayer}
 
 
 class Poison(Callback):

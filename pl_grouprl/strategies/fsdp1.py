@@ -1,0 +1,113 @@
+"""FSDP1 (Lightning's FSDPStrategy): the whole LightningModule is wrapped, its decoder layers are units of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+from pl_grouprl.strategies.models import decoder_layers_of, refuse_whole_weights, roots
+from pl_grouprl.strategies.sharded import ShardedSupport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+class FSDP1Support(ShardedSupport):
+    """Wraps decoder layers; what is around them is gathered with the module, for as long as it is called.
+
+    A frozen reference has its layers sharded alone: what is around them is no part of a checkpoint, and FSDP1 would
+    miss it there. All passes of a step would be one call of the wrapper, so there can be one only; and FSDP1 knows
+    nothing of frozen weights that a checkpoint leaves out. ModelParallelStrategy (FSDP2) serves both.
+    """
+
+    def check(self, module: LightningModule) -> None:
+        """Refuse what FSDP1 cannot do.
+
+        Raises:
+            ValueError: With the option, its value and what to do.
+        """
+        options = self._options
+        if not options.get("use_orig_params", True):
+            raise ValueError("FSDPStrategy has use_orig_params=False, which knows no parameter groups; leave it out.")
+        policy = options.get("auto_wrap_policy")
+        if policy is not None and not hasattr(policy, "keywords"):
+            raise ValueError(
+                f"FSDPStrategy has auto_wrap_policy={policy!r}; leave it out: decoder layers are wrapped here, and "
+                "ranks would call other modules different numbers of times."
+            )
+        budget = getattr(module, "max_tokens_per_micro_batch", None)
+        if budget is not None:
+            raise ValueError(
+                f"max_tokens_per_micro_batch is {budget} under FSDPStrategy, which differentiates a step in one pass; "
+                "leave it out, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
+            )
+        if getattr(getattr(module, "policy_source", None), "adapter", None) is not None:
+            raise ValueError(
+                "policy has an adapter, whose frozen base FSDPStrategy cannot leave out of checkpoints; use "
+                "ModelParallelStrategy (strategy/fsdp2.yaml), or ddp."
+            )
+        refuse_whole_weights(module, "FSDPStrategy")
+
+    def shard(self, module: LightningModule) -> None:
+        """Say which modules the strategy is to wrap when it wraps the whole one."""
+        layers = [layer for root in roots(module) for layer in decoder_layers_of(root)]
+        self._options["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)
+        reference = getattr(module, "reference", None)
+        if reference is not None:
+            within = {id(parameter) for layer in layers for parameter in layer.parameters()}
+            around = [parameter for parameter in reference.parameters() if id(parameter) not in within]
+            for parameter in around:
+                parameter.data = parameter.data.to(self.trainer.strategy.root_device)
+            self._options["ignored_states"] = around
+
+    @contextlib.contextmanager
+    def whole_weights(self, *models: nn.Module) -> Iterator[None]:
+        """Gather all weights of some models, and call their layers past the wrappers, which would let go of them."""
+        wrapped = self.trainer.strategy.model
+        units = [unit for model in models for unit in model.modules() if isinstance(unit, FullyShardedDataParallel)]
+        assert isinstance(wrapped, nn.Module)
+        with contextlib.ExitStack() as gathered:
+            with torch.inference_mode(False), torch.no_grad():  # Lightning validates in inference mode
+                for unit in (wrapped, *units):
+                    summon = FullyShardedDataParallel.summon_full_params
+                    gathered.enter_context(summon(unit, recurse=False, writeback=False))
+            for unit in units:
+                unit.forward = unit.module.__call__  # type: ignore[method-assign]
+            try:
+                yield
+            finally:
+                for unit in units:
+                    del unit.forward
+                with torch.inference_mode(False), torch.no_grad():
+                    gathered.close()
+
+    def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the module inside the wrapper's forward, as `training_step` is run."""
+        strategy = self.trainer.strategy
+        return strategy._forward_redirection(strategy.model, module, method, *args, **kwargs)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """A model's whole state on the CPU of rank 0, gathered at once on every rank."""
+        with self.whole_weights(model):
+            if not self.trainer.is_global_zero:
+                return None
+            tensors = dict(model.named_parameters(remove_duplicate=False))
+            for prefix, inner in model.named_modules():
+                kept = inner._buffers.keys() - inner._non_persistent_buffers_set
+                tensors |= {f"{prefix}.{name}".lstrip("."): inner._buffers[name] for name in kept}
+            return {_clean(name): own.detach().cpu().clone() for name, own in tensors.items() if own is not None}
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self.trainer.strategy.kwargs  # type: ignore[attr-defined]
+
+
+def _clean(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
