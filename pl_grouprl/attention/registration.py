@@ -114,9 +114,9 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                     "compiled layers do not run with sequence_parallel_size; leave out compile_layers."
                 )
             if prefix_layout.states is not None:
-                raise NotImplementedError(
-                    "compiled layers do not run a group in slices; do not compile them, or use a larger token budget."
-                )
+                return _attend_uncompiled(
+                    backend, module, query, key, value, prefix_layout, attention_mask, options
+                ), None
             if scales_by_row(module):
                 raise NotImplementedError(
                     f"{type(module).__name__} scales queries by their place in the row, which is put right outside "
@@ -163,6 +163,9 @@ def _attend_packed(
     call.ran[id(module)] = (kind, backend.name)
     attended = backend(query, key, value, call.layout, rule)
     return attended if call.shards is None else call.shards.to_tokens(attended)
+
+
+_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="what a prompt leaves is kept by module, in Python")
 
 
 def _checked(attention_mask: Tensor | None) -> Tensor:

@@ -164,6 +164,7 @@ class Leaf:
         self.gradient: Tensor | None = None
 
     def cut(self) -> Tensor:
+        """The same values as a leaf; what a backward pass would leave in its `grad` goes into the sum."""
         leaf = self.recorded.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._collect)
         return leaf

@@ -148,6 +148,21 @@ def test_scoring_without_gradient(family, backend):
         assert not prefix.loss().requires_grad
 
 
+@pytest.mark.slow
+def test_compiled_layers():
+    """What is before and behind attention is compiled; attention behind a prompt is not."""
+    torch._dynamo.reset()
+    model, group = model_of("llama", torch.float32).train(), group_of()
+    with shared_prefix(model):
+        expected = in_one_call(model, group)
+        for layer in find_decoder(model).layers:
+            layer.compile(backend="aot_eager", dynamic=True)
+        found = in_slices(model, group, SLICES["uneven"])
+    torch._dynamo.reset()
+    torch.testing.assert_close(found[0], expected[0].double(), atol=1e-5, rtol=0)
+    assert worst_gradient_error(found[1], expected[1]) < 1e-4
+
+
 def test_the_prompt_runs_once():
     model, group, lengths = model_of("llama"), group_of(), []
     with shared_prefix(model):

@@ -1,0 +1,178 @@
+"""Rows whose first tokens were run before: what the others see of them, against each sequence on its own.
+
+Legend: T packed tokens, P of them given, S = T - P that are run, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.flash_attention import flash_attention_on_cpu
+from helpers.forests import Forest, Rule, attention_by_sequence, random_forest
+from helpers.tiny_models import tiny_model
+from torch import nn
+
+from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.attention.backends import cascade
+from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.kernels import CUDAKernel
+from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.mask import MaskRule, from_marker, to_marker
+from pl_grouprl.attention.prefix_states import PrefixStates
+from pl_grouprl.attention.state.segment_runs import plan_runs
+from pl_grouprl.packing import SharedPrefixLayout
+
+SCALE = 0.3
+LIMITS = [1, 2, 3, 5, 8, 13, 200]
+RULES = {
+    "full": {},
+    "window": {"window": True},
+    "chunk": {"chunk": True},
+    "soft cap": {"softcap": 0.7},
+    "window, soft cap": {"window": True, "softcap": 0.7},
+    "chunk, soft cap": {"chunk": True, "softcap": 0.7},
+}
+HEADS = [(4, 4), (4, 2), (6, 1)]
+
+
+def rule_of(name: str, limit: int) -> Rule:
+    return Rule(**{key: limit if value is True else value for key, value in RULES[name].items()})
+
+
+def tensors(forest: Forest, heads: tuple[int, int], value_size: int = 8) -> list[torch.Tensor]:
+    """Query, key, value and one sink per head."""
+    generator, tokens = torch.Generator().manual_seed(0), sum(forest.lengths)
+    shapes = [(1, heads[0], tokens, 8), (1, heads[1], tokens, 8), (1, heads[1], tokens, value_size), heads[:1]]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def with_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The output of the tokens that are run, and the gradients of a loss on these."""
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weights)]
+
+
+def assert_same(backend: str, forest: Forest, rule: Rule, heads: tuple[int, int], sinks: bool, **sizes: int) -> None:
+    given = forest.lengths[0]
+    *states, sinks_H = inputs = tensors(forest, heads, **sizes)
+    inputs = inputs if sinks else states
+    expected = attention_by_sequence(*states, forest, SCALE, rule, sinks_H if sinks else None)
+    ours = AttentionRule(SCALE, rule.window, rule.chunk, rule.softcap, sinks_H if sinks else None)
+    layout = SharedPrefixLayout(*forest, given=given)
+    query, key, value = states
+    found = get_backend(backend)(query[:, :, given:], key, value, layout, ours.narrowed(layout))
+    for one, other in zip(with_gradients(found, inputs), with_gradients(expected[:, given:], inputs), strict=True):
+        assert (one - other).norm() < 1e-12 * other.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("backend", ["auto", "cascade", "reference"])
+def test_random_forests(backend, name, depth):
+    for seed, limit in enumerate(LIMITS):
+        forest = random_forest(seed, depth, roots=1)
+        assert_same(backend, forest, rule_of(name, limit), HEADS[seed % 3], sinks=bool(seed % 2))
+
+
+@pytest.mark.parametrize("name", ["full", "window", "chunk"])
+def test_the_kernel_of_cuda(monkeypatch, name):
+    """FlashAttention's operators, in closed form on CPU."""
+    monkeypatch.setattr(cascade, "CPUKernel", CUDAKernel)
+    with flash_attention_on_cpu():
+        for seed, limit in enumerate(LIMITS):
+            forest = random_forest(seed, 1 + seed % 2, roots=1)
+            assert_same("cascade", forest, rule_of(name, limit), HEADS[seed % 3], sinks=False, value_size=5)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_flex_scores(name):
+    forest = random_forest(3, 2, roots=1)
+    given, rule = forest.lengths[0], rule_of(name, 5)
+    query, key, value, sinks = (tensor.detach() for tensor in tensors(forest, (4, 2)))
+    ours = AttentionRule(SCALE, rule.window, rule.chunk, rule.softcap, sinks)
+    layout = SharedPrefixLayout(*forest, given=given)
+    found = get_backend("flex")(query[:, :, given:], key, value, layout, ours)
+    expected = attention_by_sequence(query, key, value, forest, SCALE, rule, sinks)
+    torch.testing.assert_close(found, expected[:, given:])
+
+
+def test_prefix_grouper_refuses():
+    query, key, value, _ = tensors(Forest([2, 3], [None, 0]), (4, 2))
+    layout = SharedPrefixLayout([2, 3], [None, 0], given=2)
+    with pytest.raises(RuntimeError, match="'prefix_grouper' refuses"):
+        get_backend("prefix_grouper")(query[:, :, 2:], key, value, layout, AttentionRule(SCALE))
+
+
+def test_queries_of_the_whole_row_are_an_error():
+    query, key, value, _ = tensors(Forest([2, 3], [None, 0]), (4, 2))
+    with pytest.raises(ValueError, match="5 tokens, of which 3 are run"):
+        get_backend("cascade")(query, key, value, SharedPrefixLayout([2, 3], [None, 0], given=2), AttentionRule(SCALE))
+
+
+def test_what_a_layout_counts():
+    """A prompt of 3 tokens that was run before, and rollouts of 2 and 1: 3 tokens are run for sequences of 5 and 4."""
+    layout = SharedPrefixLayout.from_groups([(3, [2, 1])], given=3)
+    assert (layout.num_tokens, layout.num_queries, layout.given) == (6, 3, 3)
+    assert layout.token_ratio == 3
+    assert layout.attention_pairs == 4 + 5 + 4
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
+
+
+@pytest.mark.parametrize(("lengths", "parents"), [([2, 3], [None, 0]), ([3, 1, 2], [None, 0, None])])
+def test_other_tokens_than_the_only_root_cannot_be_given(lengths, parents):
+    with pytest.raises(ValueError, match="given is 3"):
+        SharedPrefixLayout(lengths, parents, given=3)
+
+
+def test_images_behind_the_prompt_are_refused_and_those_inside_are_forgotten():
+    layout = SharedPrefixLayout([4, 2, 1], [None, 0, 0], given=4)
+    assert AttentionRule(SCALE, blocks=(-1, -1, -1)).narrowed(layout).blocks is None
+    with pytest.raises(NotImplementedError, match="see both ways"):
+        AttentionRule(SCALE, blocks=(-1, 0, 0)).narrowed(layout)
+
+
+@pytest.mark.parametrize("lengths", [[4, 2, 1], [4, 1, 1, 1], [5, 1, 2, 1, 1]])
+def test_a_marker_carries_the_blocks_of_what_is_run(lengths):
+    layout = SharedPrefixLayout(lengths, [None] + [0] * (len(lengths) - 1), given=lengths[0])
+    rule = MaskRule(window=3, blocks=(-1,) * layout.num_queries)
+    assert from_marker(to_marker(rule, layout)) == rule
+
+
+def test_states_start_where_the_prompt_ended():
+    plan = plan_runs(SharedPrefixLayout([4, 2, 0, 3], [None, 0, 0, 0], given=4), pad_roots=True, device="cpu")
+    (batch,) = plan.batches
+    assert batch.starts.tolist() == [0, 0]
+    assert batch.tokens.tolist() == [2, 3, 4, 0, 1]
+    assert plan.outputs.tolist() == [3, 4, 0, 1, 2]
+
+
+def test_the_decoder_is_told_what_the_prompt_left():
+    decoder = find_decoder(tiny_model("llama"))
+    tokens = torch.arange(1, 8)[None]
+    whole, given = SharedPrefixLayout([4, 3], [None, 0]), SharedPrefixLayout([4, 3], [None, 0], given=4)
+    with shared_prefix(decoder), torch.no_grad():
+        states = PrefixStates()
+        expected = decoder(input_ids=tokens, prefix_layout=whole).last_hidden_state
+        prompt = decoder(
+            input_ids=tokens[:, :4], prefix_layout=SharedPrefixLayout([4], [None]), prefix_states=states
+        ).last_hidden_state
+        rest = decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=states).last_hidden_state
+        torch.testing.assert_close(torch.cat([prompt, rest], dim=1), expected)
+        with pytest.raises(ValueError, match="gives 4 tokens; pass what they left"):
+            decoder(input_ids=tokens[:, 4:], prefix_layout=given)
+        with pytest.raises(ValueError, match="input of shape"):
+            decoder(input_ids=tokens, prefix_layout=given, prefix_states=states)
+        with pytest.raises(ValueError, match="one prompt alone"):
+            decoder(input_ids=tokens, prefix_layout=whole, prefix_states=PrefixStates())
+        with pytest.raises(RuntimeError, match="holds nothing of a LlamaAttention"):
+            decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=PrefixStates())
+
+
+def test_a_layer_that_runs_twice_in_a_call_is_refused():
+    states, layer = PrefixStates(), nn.Identity()
+    states.keep(layer, ("key",), torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="Identity runs several times"):
+        states.keep(layer, ("key",), torch.zeros(1))
+    states.close()
+    states.keep(layer, ("key",), torch.ones(1))  # a recomputation
+    assert states.of(layer)["key",] == 0

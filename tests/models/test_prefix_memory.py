@@ -1,0 +1,96 @@
+"""Memory of a step on a group in slices: that of the prompt and one slice, however many rollouts the group has."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import random_groups, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pl_grouprl.attention import shared_prefix
+from pl_grouprl.models import score
+from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.packing import pack
+from pl_grouprl.packing.slices import pack_slice
+
+PROMPT, RESPONSE, SLICE = 96, 128, 4
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes that tensors made in this context hold at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._look(leaf.untyped_storage())
+        return out
+
+    def _look(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.live -= size
+
+
+def model_of(checkpointing: bool) -> Any:
+    model = tiny_model("llama").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def peak_in_slices(model: Any, num_rollouts: int) -> int:
+    (group,) = random_groups(0, [(PROMPT, [RESPONSE] * num_rollouts)])
+    model.zero_grad()
+    with shared_prefix(model), Peak() as peak:
+        prefix = PrefixPass(group, "cpu")
+        for start in range(0, num_rollouts, SLICE):
+            score(model, pack_slice(group, range(start, start + SLICE), prefix)).logprobs_N.sum().backward()
+        prefix.loss(model.parameters()).backward()
+    return peak.peak
+
+
+def peak_in_one_call(model: Any, num_rollouts: int) -> int:
+    (group,) = random_groups(0, [(PROMPT, [RESPONSE] * num_rollouts)])
+    model.zero_grad()
+    with shared_prefix(model), Peak() as peak:
+        score(model, pack([group])).logprobs_N.sum().backward()
+    return peak.peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_larger_group_takes_no_more_memory(checkpointing):
+    model = model_of(checkpointing)
+    small, large = peak_in_slices(model, 4), peak_in_slices(model, 32)
+    assert large < 1.3 * small
+    assert peak_in_one_call(model, 32) > 2 * large
+
+
+def test_slices_take_little_more_than_one_call():
+    """Of four rollouts: a prompt's tensors are there twice at most, with their gradients."""
+    model = model_of(False)
+    assert peak_in_slices(model, 4) < 1.3 * peak_in_one_call(model, 4)
+
+
+def test_memory_that_is_held_is_counted():
+    with Peak() as peak:
+        kept = [torch.zeros(1000) + 1 for _ in range(3)]
+        assert peak.live == 12_000
+        del kept
+        assert peak.live == 0
+    assert 12_000 <= peak.peak <= 16_000
