@@ -22,6 +22,7 @@ from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
 from pl_grouprl.algorithms.passes import Passes, RowOptions
 from pl_grouprl.algorithms.policy_module import evaluating
 from pl_grouprl.algorithms.resume import compare_options, restore_rollouts
+from pl_grouprl.algorithms.rollout_ahead import RolloutAhead, check_rollout_ahead
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
 from pl_grouprl.algorithms.saved_state import Attributes, Check, OfEachRank, Stateful
@@ -41,6 +42,7 @@ from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ModelCost, ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 
@@ -69,6 +71,8 @@ class RolloutModule(SamplingModule, ABC):
             give nothing to learn are replaced by others of the training data.
         max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`, the
             first time included. If groups are still missing then, the batch is smaller.
+        rollout_ahead: 1 samples the next rollout beside the updates of the present one, from a copy of the policy as it
+            was before them; `rollout/policy_lag` counts the optimizer steps since. 0 samples it afterwards.
         **kwargs: Options of `SamplingModule` and `PolicyModule`.
 
     Attributes:
@@ -91,6 +95,7 @@ class RolloutModule(SamplingModule, ABC):
         mask_truncated_completions: bool = False,
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
+        rollout_ahead: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, rewards, **kwargs)
@@ -107,6 +112,8 @@ class RolloutModule(SamplingModule, ABC):
                 raise ValueError(f"{name} is {count}; it must be at least 1.")
         if dynamic_sampling and num_generations < 2:
             raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
+        if rollout_ahead not in (0, 1):
+            raise ValueError(f"rollout_ahead is {rollout_ahead}; it must be 0 or 1.")
         self.num_generations = num_generations
         self.num_iterations = num_iterations
         self.num_mini_batches = num_mini_batches
@@ -115,6 +122,9 @@ class RolloutModule(SamplingModule, ABC):
         self.mask_truncated_completions = mask_truncated_completions
         self.dynamic_sampling = dynamic_sampling
         self.max_generation_batches = max_generation_batches
+        self.rollout_ahead = rollout_ahead
+        self._ahead = RolloutAhead()
+        self._policy_lag = 0
         self.last_rollouts: RolloutBuffer | None = None
         self.num_tokens = 0
         self._amid_rollouts = False
@@ -151,6 +161,11 @@ class RolloutModule(SamplingModule, ABC):
         )
 
     # Rollouts.
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether the loss corrects for rollouts of another policy, by the log-probabilities that the sampler gave."""
+        return False
 
     @property
     def moves_groups(self) -> bool:
@@ -190,8 +205,19 @@ class RolloutModule(SamplingModule, ABC):
                 "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
             )
 
+        if stage == "fit" and self.rollout_ahead:
+            check_rollout_ahead(self, self.engine, self.support, self.corrects_sampling)
+
+    def teardown(self, stage: str) -> None:
+        """Wait for a rollout that nobody will need."""
+        self._ahead.close()
+        super().teardown(stage)
+
     def on_fit_start(self) -> None:
         """Find the peers that run rows together, and refuse models that cannot be run so."""
+        if self.rollout_ahead:
+            self._contexts.close()  # of a fit that an exception has ended
+            self._ahead.attach(self.policy, self.engine, self.tokenizer, self._sample_ahead)  # type: ignore[arg-type]
         if self.sequence_parallel_size > 1:
             for model in self.scored_models():
                 check_sequence_parallel(model, self.sequence_parallel_size)
@@ -219,6 +245,8 @@ class RolloutModule(SamplingModule, ABC):
         records = [record for own, *_ in per_rank for record in own]
         reward_metrics = merge_reward_metrics([call for _, own, _ in per_rank for call in own])
         buffer.metrics = reward_metrics | rollout_metrics(records) | selection | balance
+        if self.rollout_ahead:
+            buffer.metrics["rollout/policy_lag"] = float(self._policy_lag)
         buffer.num_tokens = count_tokens(records)
         if math.isnan(buffer.metrics["reward"]):
             rank_zero_warn(
@@ -256,14 +284,38 @@ class RolloutModule(SamplingModule, ABC):
         """Sample and reward rollouts of prompts; returns the metrics of the reward functions beside the groups."""
         if not prompts:
             return [], []
-        seed = ("rollout", rollout_number, *([attempt] if attempt else []))
         with self._timed("rollout"):
-            groups = self.generate(prompts, self.sampling, self.num_generations, seed=seed)
+            if attempt:
+                seed = ("rollout", rollout_number, attempt)
+                groups = self.generate(prompts, self.sampling, self.num_generations, seed=seed)
+            else:
+                groups = self._next_groups(prompts, rollout_number)
         for group in groups:  # places in the whole batch of all ranks, those of replacements behind
             group.group_id = (attempt << 32) + group.group_id
         with self._timed("reward"):
             metrics = self.start_rewards(groups).wait()
         return groups, [(sum(len(group.rollouts) for group in groups), metrics)]
+
+    def _next_groups(self, prompts: Sequence[Prompt], rollout_number: int) -> list[RolloutGroup]:
+        """Take what was sampled ahead, or sample now; then begin with the rollout after it, where that is asked for."""
+        if not self.rollout_ahead:
+            return self.generate(prompts, self.sampling, self.num_generations, seed=("rollout", rollout_number))
+        older = self.global_step - self._ahead.policy_step
+        groups = self._ahead.take(
+            rollout_number, lambda rollouts: self.group([prompt.open() for prompt in prompts], rollouts)
+        )
+        self._policy_lag = 0 if groups is None else older
+        if groups is None:
+            groups = self.generate(prompts, self.sampling, self.num_generations, seed=("rollout", rollout_number))
+        following = self.trainer.datamodule.peek(rollout_number + 1)  # type: ignore[attr-defined]
+        self._ahead.start(following, rollout_number + 1, self.global_step)
+        return groups
+
+    def _sample_ahead(
+        self, prompts: Sequence[Prompt], rollout_number: int, engine: RolloutEngine
+    ) -> list[RolloutGroup]:
+        seed = ("rollout", rollout_number)
+        return self.sample_with(engine, prompts, self.sampling, self.num_generations, seed=seed) if prompts else []
 
     def _replace_uniform_groups(
         self, batch: PromptBatch, generated: list[RolloutGroup], calls: list[RewardCall]
@@ -468,6 +520,7 @@ class RolloutModule(SamplingModule, ABC):
         return super().saved_state() | {
             "tokens": Attributes(self, "num_tokens"),
             "rollouts": OfEachRank(self, self._unfinished_rollouts, self._restore_rollouts),
+            "rollout_ahead": OfEachRank(self, self._ahead.state_dict, self._restore_ahead),
             "options": Check(self.rollout_options, self._compare_options),
         }
 
@@ -481,6 +534,10 @@ class RolloutModule(SamplingModule, ABC):
         restored = restore_rollouts(per_rank, self.global_rank, self.num_mini_batches)
         self.last_rollouts = restored or self.last_rollouts
         self._amid_rollouts = restored is not None
+
+    def _restore_ahead(self, per_rank: list[dict[str, Any] | None]) -> None:
+        if self.rollout_ahead and len(per_rank) == num_ranks():  # otherwise it is sampled when it is due
+            self._ahead.load_state_dict(per_rank[self.global_rank])
 
     def _compare_options(self, then: dict[str, Any], now: dict[str, Any]) -> None:
         if self.is_resumed:

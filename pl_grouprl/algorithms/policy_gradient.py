@@ -175,6 +175,11 @@ class PolicyGradientModule(RolloutModule):
         return self.kl_controller.coef
 
     @property
+    def corrects_sampling(self) -> bool:
+        """Whether importance sampling is on."""
+        return self.importance_sampling["kind"] != "none"
+
+    @property
     def needs_old_scores(self) -> bool:
         """Whether the policy scores the rollouts before the updates, which costs a forward."""
         several_updates = bool(self.trainer.accumulate_grad_batches % self.updates_per_rollout)

@@ -21,7 +21,7 @@ from pl_grouprl.rewards import (
     start_rewards,
 )
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
-from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -149,26 +149,45 @@ class SamplingModule(PolicyModule):
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, seed: Sequence[int | str]
     ) -> list[RolloutGroup]:
         self.engine.bind(self.policy, self.tokenizer)
+        with evaluating(self.policy):
+            return self.sample_with(self.engine, prompts, sampling, num_generations, seed=seed)
+
+    def sample_with(
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+    ) -> list[RolloutGroup]:
+        """Do as `generate` does, with an engine that is bound to some policy. Reads nothing that training changes."""
         prompts = [prompt.open() for prompt in prompts]
         media = [prompt.media for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
-        places = range(self.global_rank, self.global_rank + num_ranks() * len(prompts), num_ranks())
-        named = num_ranks() > 1 and _takes(self.engine.generate, "prompt_indices")
+        named = num_ranks() > 1 and _takes(engine.generate, "prompt_indices")
         if named:
-            options["prompt_indices"] = list(places)
-        with evaluating(self.policy):
-            rollouts = self.engine.generate(
-                [prompt.token_ids for prompt in prompts],
-                sampling,
-                num_generations=num_generations,
-                # Without names for the prompts, ranks would draw the same numbers for different ones.
-                seed=derive_seed(*seed, self.seed, 0 if named else self.global_rank),
-                **options,
-            )
+            options["prompt_indices"] = self._places(prompts)
+        rollouts = engine.generate(
+            [prompt.token_ids for prompt in prompts],
+            sampling,
+            num_generations=num_generations,
+            # Without names for the prompts, ranks would draw the same numbers for different ones.
+            seed=derive_seed(*seed, self.seed, 0 if named else self.global_rank),
+            **options,
+        )
+        return self.group(prompts, rollouts)
+
+    def group(self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]]) -> list[RolloutGroup]:
+        """Put rollouts together with their prompts, which are open."""
         return [
             RolloutGroup(prompt.token_ids, own, place, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
-            for place, prompt, own in zip(places, prompts, rollouts, strict=True)
+            for place, prompt, own in zip(self._places(prompts), prompts, rollouts, strict=True)
         ]
+
+    def _places(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Where this rank's prompts are in the batch of all ranks."""
+        return list(range(self.global_rank, self.global_rank + num_ranks() * len(prompts), num_ranks()))
 
     def start_rewards(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
         """Begin to reward rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""

@@ -134,11 +134,16 @@ class TrainPromptLoader:
             batch_index, update_index = divmod(self._position, updates)
             self._position += 1
             yield PromptBatch(
-                [self.prompts[index] for index in self._batch(order, batch_index)[self.rank :: self.num_replicas]],
+                self._share(self._batch(order, batch_index)),
                 rollout_number=self._epoch * self.rollouts_per_epoch + batch_index,
                 update_index=update_index,
                 num_updates=updates,
             )
+
+    def peek(self, rollout_number: int) -> list[Prompt]:
+        """Return this rank's prompts of a rollout, whether or not it has come; nothing moves."""
+        epoch, batch_index = divmod(rollout_number, self.rollouts_per_epoch)
+        return self._share(self._batch(self._order(epoch), batch_index))
 
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
         """Draw prompts beside a rollout's regular ones, to replace groups that teach nothing (dynamic sampling).
@@ -211,6 +216,10 @@ class TrainPromptLoader:
     def _batch(self, order: np.ndarray, batch_index: int) -> np.ndarray:
         size = self._settings["batch_size"]
         return order[batch_index * size : (batch_index + 1) * size]
+
+    def _share(self, indices: np.ndarray) -> list[Prompt]:
+        """This rank's prompts of a batch."""
+        return [self.prompts[index] for index in indices[self.rank :: self.num_replicas]]
 
     def _deal(self, indices: np.ndarray, attempt: int) -> np.ndarray:
         """Put this rank's share of the indices first, from where the attempt begins, and the other ranks' after it."""

@@ -135,6 +135,10 @@ class PromptDataModule(LightningDataModule):
             **self._ranks(),
         )
 
+    def peek(self, rollout_number: int) -> list[Prompt]:
+        """Return this rank's training prompts of a rollout, whether or not it has come; nothing moves."""
+        return self.train_dataloader().peek(rollout_number)
+
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
         """Draw training prompts of this rank beside a rollout's regular ones; see `TrainPromptLoader.draw_extra`.
 

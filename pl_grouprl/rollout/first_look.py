@@ -6,7 +6,9 @@ own, read masks in their own way, or compute a single token by other arithmetic.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -32,6 +34,17 @@ _PASSED: WeakSet[nn.Module] = WeakSet()
 Sample = Callable[[list[Prompt], SamplingConfig], list[list[Rollout]]]
 
 
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled layers as they are written.
+
+    That holds for the whole process. A thread that samples beside training changes nothing: it samples from a copy of
+    the policy, and a deep copy is not compiled.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def check_decoding(model: Any, sample: Sample) -> None:
     """Compare log-probabilities of a few sampled tokens with those of forwards without a cache, once per model.
 
@@ -49,7 +62,7 @@ def check_decoding(model: Any, sample: Sample) -> None:
         return
     tokens = _ordinary_tokens(model)
     prompts = [Prompt(tokens[start : start + length]) for start, length in enumerate(LENGTHS)]
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         groups = sample(prompts, SAMPLING)
         worst = max(_difference(model, p.token_ids, group[0]) for p, group in zip(prompts, groups, strict=True))
     if worst > _allowed(model):

@@ -10,7 +10,7 @@ import torch
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
 from pl_grouprl.rollout.engine import check_request
-from pl_grouprl.rollout.first_look import LONGEST, check_decoding
+from pl_grouprl.rollout.first_look import LONGEST, check_decoding, uncompiled
 from pl_grouprl.rollout.limits import counts_padding, length_limits, vocabulary
 from pl_grouprl.rollout.media import check_media, media_key
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
@@ -209,7 +209,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.inference_mode(False), torch.no_grad(), uncompiled():
             yield
     finally:
         for module, training in modes:

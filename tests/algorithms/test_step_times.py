@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from pl_grouprl.algorithms import base
+from pl_grouprl.algorithms import step_clock
 from pl_grouprl.callbacks import RunSummary
 
 
@@ -42,7 +42,7 @@ def test_callbacks_do_not_count_as_the_update(
     make_module, make_data, make_trainer, scripted_engine, monkeypatch, accumulate
 ):
     clock = Clock()
-    monkeypatch.setattr(base, "time", clock)
+    monkeypatch.setattr(step_clock, "time", clock)
     module, data = make_module(engine=scripted_engine), make_data(train_size=16)
     logged = []
     log_dict = module.log_dict

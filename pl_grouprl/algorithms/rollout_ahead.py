@@ -1,0 +1,181 @@
+"""The next rollout, sampled in a thread while the present one is trained on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+
+from pl_grouprl.models.reference import frozen_copy
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.strategies.support import StrategySupport
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+
+Sample = Callable[[Sequence[Prompt], int, HFRolloutEngine], list[RolloutGroup]]
+"""Samples the rollouts of prompts, for the rollout of that number, with an engine that is bound; runs in a thread."""
+
+Regroup = Callable[[list[list[Rollout]]], list[RolloutGroup]]
+"""Puts rollouts back to their prompts."""
+
+
+class RolloutAhead:
+    """Samples one rollout that will be needed next, from a copy of the policy.
+
+    The copy gets the policy's weights when a rollout is started and keeps them until it is done, whatever the updates
+    do to the policy meanwhile. Nothing is random but what the seed of the rollout says, so the result does not depend
+    on which of the two is faster.
+
+    Attributes:
+        policy_step: Optimizer steps that the policy had made when the pending rollout was started.
+    """
+
+    def __init__(self) -> None:
+        self.policy_step = 0
+        self._number: int | None = None
+        self._pending: Future[list[RolloutGroup]] | None = None
+        self._restored: list[list[Rollout]] | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._policy: Any = None
+        self._copy: Any = None
+        self._engine: Any = None
+        self._sample: Any = None
+
+    def attach(self, policy: nn.Module, engine: HFRolloutEngine, tokenizer: Any, sample: Sample) -> None:
+        """Get ready for a run.
+
+        Args:
+            policy: The policy; no context shares its prefixes yet, since the copy would be in the context too.
+            engine: Its engine. Another one with the same options is bound to the copy.
+            tokenizer: Its tokenizer, which is copied: those of two threads must not be one.
+            sample: What the thread runs.
+        """
+        self._policy, self._copy = policy, frozen_copy(policy).eval()
+        self._engine = copy.copy(engine)
+        self._engine.bind(self._copy, copy.deepcopy(tokenizer))
+        self._sample = sample
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-ahead")
+
+    def start(self, prompts: Sequence[Prompt], rollout_number: int, policy_step: int) -> None:
+        """Copy the policy as it is now, and begin to sample. What was pending has been taken."""
+        assert self._executor is not None
+        assert self._pending is None
+        self._copy_weights()
+        self._number, self.policy_step = rollout_number, policy_step
+        self._pending = self._executor.submit(self._run, list(prompts), rollout_number, _event(self._copy))
+
+    def take(self, rollout_number: int, regroup: Regroup) -> list[RolloutGroup] | None:
+        """Wait for the groups of that rollout, if it was started; raises what the thread raised.
+
+        What was started for another number is dropped: an epoch may end before all of its prompts are used.
+
+        Args:
+            rollout_number: The rollout that is due.
+            regroup: Called where the rollouts are those of a checkpoint.
+        """
+        number, pending, restored = self._number, self._pending, self._restored
+        self._number = self._pending = self._restored = None
+        groups = None if pending is None else pending.result()
+        if number != rollout_number:
+            return None
+        return groups if restored is None else regroup(restored)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Wait for what is pending, and return it as plain containers, without prompts; None where nothing is."""
+        if self._number is None:
+            return None
+        rollouts = self._restored
+        if rollouts is None:
+            assert self._pending is not None
+            rollouts = [group.rollouts for group in self._pending.result()]
+        plain = [[_shallow(rollout) for rollout in own] for own in rollouts]
+        return {"rollout_number": self._number, "policy_step": self.policy_step, "rollouts": plain}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on with what was pending."""
+        self._number = self._pending = self._restored = None
+        if state is not None:
+            self._number, self.policy_step = state["rollout_number"], state["policy_step"]
+            self._restored = [[Rollout(**rollout) for rollout in own] for own in state["rollouts"]]
+
+    def close(self) -> None:
+        """Wait for the thread, and drop what it sampled, and the copy of the policy."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+        self.__init__()  # type: ignore[misc]
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        for own, theirs in (
+            (self._copy.parameters(), self._policy.parameters()),
+            (self._copy.buffers(), self._policy.buffers()),
+        ):
+            for target, source in zip(own, theirs, strict=True):
+                target.copy_(source)
+
+    def _run(self, prompts: Sequence[Prompt], rollout_number: int, copied: Any) -> list[RolloutGroup]:
+        if copied is None:
+            return self._sample(prompts, rollout_number, self._engine)
+        with torch.cuda.stream(torch.cuda.Stream(next(self._copy.parameters()).device)):
+            torch.cuda.current_stream().wait_event(copied)
+            groups = self._sample(prompts, rollout_number, self._engine)
+            torch.cuda.current_stream().synchronize()  # before the copy gets other weights
+        return groups
+
+
+def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: StrategySupport, corrected: bool) -> None:
+    """Refuse at setup what does not go together with sampling ahead.
+
+    Args:
+        module: With its Trainer.
+        engine: What samples its rollouts.
+        support: Of its strategy.
+        corrected: Whether the loss corrects for the sampler's log-probabilities.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
+    precision = module.trainer.precision_plugin
+    for unfit, reason in (
+        (
+            not corrected,
+            "its rollouts come from older weights, which nothing corrects; set importance_sampling, 'token_truncate' "
+            "for one",
+        ),
+        (
+            not isinstance(engine, HFRolloutEngine),
+            f"only HFRolloutEngine samples from a copy of the policy, and engine is {type(engine).__name__}",
+        ),
+        (
+            type(support) is not StrategySupport,
+            f"only single devices and DDP hold whole weights to copy, and trainer.strategy is "
+            f"{type(module.trainer.strategy).__name__}",
+        ),
+        (
+            type(precision) not in (Precision, MixedPrecision),
+            f"precision={precision.precision} sets a default dtype for all threads; use 32-true or a mixed precision",
+        ),
+        (
+            not hasattr(getattr(module.trainer, "datamodule", None), "peek"),
+            "it has to know the next prompts; pass a PromptDataModule as datamodule",
+        ),
+    ):
+        if unfit:
+            raise ValueError(f"rollout_ahead is 1, but {reason}. Or set rollout_ahead to 0.")
+
+
+def _event(model: nn.Module) -> Any:
+    """What another thread's stream has to wait for until the weights are copied; None without a GPU."""
+    if next(model.parameters()).device.type != "cuda":
+        return None
+    return torch.cuda.current_stream().record_event()
+
+
+def _shallow(rollout: Rollout) -> dict[str, Any]:
+    return {part.name: getattr(rollout, part.name) for part in fields(rollout)}
