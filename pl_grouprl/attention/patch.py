@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,6 +53,7 @@ class CallReport:
         input_ids: What was run: the packed row [1, T], or the caller's rows [B, L]; of embeddings the first component.
         position_ids: Positions of the packed row, shape [1, T]; None if the call went through untouched.
         padding_fraction: Share of the tokens that the caller passed that is padding.
+        part: Which part of a group that does not run in one call: its prompt alone, or some of its rollouts.
     """
 
     layout: SharedPrefixLayout | None
@@ -60,6 +61,7 @@ class CallReport:
     input_ids: Tensor = field(repr=False)
     position_ids: Tensor | None = field(repr=False)
     padding_fraction: float = 0.0
+    part: Literal["prompt", "slice"] | None = None
 
     @property
     def token_ratio(self) -> float:
@@ -224,7 +226,7 @@ class SharedPrefix:
         check_prefix_states(states, layout)
         kwargs |= self._packed_row(kwargs, layout)
         kwargs["prefix_layout"].states = states
-        self._report(kwargs, layout)
+        self._report(kwargs, layout, part="slice" if layout.given else "prompt" if states is not None else None)
         if group is not None:
             kwargs |= shard_call(self.model, kwargs, group)
         start_packed_masks(kwargs["prefix_layout"].layout)
@@ -345,10 +347,11 @@ class SharedPrefix:
         layout: SharedPrefixLayout | None,
         reason: str | None = None,
         padding_fraction: float = 0.0,
+        part: Literal["prompt", "slice"] | None = None,
     ) -> None:
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
         positions = kwargs.get("position_ids") if layout is not None else None
-        self.last_call = CallReport(layout, reason, tokens.detach(), positions, padding_fraction)
+        self.last_call = CallReport(layout, reason, tokens.detach(), positions, padding_fraction, part)
         for listener in self.listeners:
             listener(self.last_call)
 

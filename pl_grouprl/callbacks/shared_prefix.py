@@ -118,7 +118,7 @@ class SharedPrefixCallback(Callback):
         if not self._announced:
             self._announce(calls)
         metrics = self._metrics(calls)
-        shared = [(patch, call) for patch, call in calls if call.layout is not None]
+        shared = [(patch, call) for patch, call in calls if call.layout is not None and call.part is None]
         if shared and self._is_measured(trainer.global_step):
             with trainer.precision_plugin.forward_context():
                 metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
@@ -148,24 +148,25 @@ class SharedPrefixCallback(Callback):
 
     def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
         savings = [_Saving.of(call, self._observed[patch]) for patch, call in calls]
-        layouts = [call.layout for _, call in calls if call.layout is not None]
+        layouts = [(call.layout, call.part) for _, call in calls if call.layout is not None]
         return {
             "prefix/token_ratio": sum(s.repeated_tokens for s in savings) / sum(s.tokens for s in savings),
             "prefix/flops_ratio": sum(s.repeated_flops for s in savings) / sum(s.flops for s in savings),
             "prefix/padding_fraction": sum(call.padding_fraction for _, call in calls) / len(calls),
-            "prefix/groups": float(sum(layout.num_groups for layout in layouts)),
-            "prefix/segments": float(sum(len(layout.segments) for layout in layouts)),
+            # A slice has its prompt in front, and a prompt alone a rollout without tokens behind it.
+            "prefix/groups": float(sum(layout.num_groups for layout, part in layouts if part != "slice")),
+            "prefix/segments": float(sum(len(layout.segments) - (part is not None) for layout, part in layouts)),
         }
 
     def _announce(self, calls: list[tuple[SharedPrefix, CallReport]]) -> None:
         self._announced = True
         for patch, call in calls:
-            if call.layout is not None:
+            if call.layout is not None and call.part != "prompt":
                 layout, cost = call.layout, self._observed[patch]
                 rank_zero_info(
                     f"shared prefixes: {type(patch.model).__name__} runs backend {patch.backend!r} over "
                     f"{patch.wrapped!r} attention ({patch.describe()}); the first batch has {layout.num_groups} groups "
-                    f"in {len(layout.segments)} segments, {layout.num_tokens} tokens instead of "
+                    f"in {len(layout.segments)} segments, {layout.num_queries} tokens instead of "
                     f"{sum(layout.repeated_lengths)} (token ratio {layout.token_ratio:.2f}, operations "
                     f"{cost.repeated(layout) / cost.shared(layout):.2f})"
                 )
@@ -192,7 +193,10 @@ class _Saving(NamedTuple):
         if layout is None:
             tokens = call.input_ids.numel()
             return cls(tokens, tokens, cost.per_token * tokens, cost.per_token * tokens)
-        return cls(layout.num_tokens, sum(layout.repeated_lengths), cost.shared(layout), cost.repeated(layout))
+        tokens, flops = layout.num_queries, cost.shared(layout)
+        if call.part == "prompt":  # which is repeated in the sequences of the slices that follow
+            return cls(tokens, 0, flops, 0.0)
+        return cls(tokens, sum(layout.repeated_lengths), flops, cost.repeated(layout))
 
 
 def decoders_of(module: LightningModule) -> list[PreTrainedModel]:

@@ -53,7 +53,7 @@ class ModelCost:
 
     def shared(self, layout: SharedPrefixLayout) -> float:
         """Operations of the decoder for the packed row."""
-        runs = [(segment.position, segment.length) for segment in layout.segments]
+        runs = [(segment.position, segment.length) for segment in layout.segments if segment.start >= layout.given]
         return self._of_runs(runs)
 
     def repeated(self, layout: SharedPrefixLayout) -> float:
