@@ -108,7 +108,7 @@ class DeepSpeedSupport(StrategySupport):
 
         Under ZeRO-3 each layer gathers its weights as it runs, so all ranks have to run the same layers equally often.
         """
-        results = []
+        results: list[Any] = []
 
         def forward() -> None:  # ZeRO-3 would look for tensors in what it returns
             module.forward = own  # type: ignore[method-assign]
@@ -128,7 +128,7 @@ class DeepSpeedSupport(StrategySupport):
         optimizer = self.engine.optimizer
         self.engine.set_gradient_accumulation_boundary(last)
         optimizer.clear_backward_seen_flag()  # as each forward of the engine does
-        if optimizer.micro_step_id <= 0:
+        if optimizer.micro_step_id == (0 if self.stage == 3 else -1):  # the first pass of a step
             self._forget_gradients()
         yield
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
-from tiny_models import VOCAB, tiny_model  # noqa: E402
+from tiny_models import VOCAB, tiny_model
 
-from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer  # noqa: E402
-from pl_grouprl.models.reference import frozen_copy, leave_out_of_checkpoints  # noqa: E402
-from pl_grouprl.strategies import support_of  # noqa: E402
+from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
+from pl_grouprl.models.reference import frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.strategies import support_of
 
 
 def make_strategy(name: str) -> Any:
