@@ -356,9 +356,10 @@ def test_one_rank_refills_and_the_other_waits(ranks):
     # Ranks take turns in the batch: 0 and 2 are of the first rank, 1 and 3, which teach nothing, of the second.
     assert first["calls"] == [2]
     assert second["calls"][:2] == [2, 2]
-    assert first["kept"] == [0, 2]
-    assert len(second["kept"]) == 2
-    assert all(number % 2 == 0 for number in second["kept"])
+    kept = first["kept"] + second["kept"]  # groups are dealt to the ranks anew once all are there
+    assert {0, 2} <= set(kept)
+    assert len(kept) == 4
+    assert all(number % 2 == 0 for number in kept)
     for own in (first, second):
         assert own["metrics"]["dynamic_sampling/kept_groups"] == 4
         assert own["metrics"]["dynamic_sampling/generated_groups"] == 2 + sum(second["calls"])

@@ -50,7 +50,7 @@ def test_two_ranks_train_like_one(tmp_path, two_ranks):
 def test_two_ranks_resume_amid_rollouts(tmp_path, two_ranks):
     folder, whole, _ = two_ranks
     saved = torch.load(folder / "step=1.ckpt", weights_only=True)
-    assert [len(state["groups"]) for state in saved["pl_grouprl"]["rollouts"]] == [3, 2]
+    assert sorted(len(state["groups"]) for state in saved["pl_grouprl"]["rollouts"]) == [2, 3]
     resumed, _ = run(tmp_path / "resumed", 2, folder / "step=1.ckpt", **OPTIONS)
     assert largest_difference(whole, resumed) == 0
 
