@@ -296,8 +296,8 @@ class PPO(PolicyGradientModule):
                 scores = self.score(self.policy, batch.scoring, **options)
         if self.warming_up:
             # Every rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
-            untouched = sum(p.flatten()[:1].sum() * 0 for p in self.policy.parameters() if p.requires_grad)
-            terms = LossTerms({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})  # type: ignore[dict-item]
+            untouched = self.support.touch(self.policy.parameters())
+            terms = LossTerms({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
         else:
             terms = self.policy_terms(batch, scores, routers)
         terms.losses["critic"], metrics = self._value_loss(batch, states)

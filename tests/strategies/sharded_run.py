@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "algorithms"), str(TESTS / "helpers")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "algorithms"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from conftest import TinyPolicy, share_of_letters
 from cpu_strategies import CPUFSDPStrategy
@@ -20,6 +20,8 @@ import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.models import SharedTrunkCritic
+from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.types import SamplingConfig
 
 ALGORITHMS = {"GRPO": pl_grouprl.GRPO, "PPO": pl_grouprl.PPO, "GroupPPO": pl_grouprl.GroupPPO}
@@ -34,6 +36,19 @@ def strategy(name: str) -> Any:
     return name
 
 
+class Adapted:
+    """A policy with an adapter."""
+
+    def __init__(self, policy: TinyPolicy, adapter: LoRAAdapter) -> None:
+        self.policy, self.adapter = policy, adapter
+        self.load_tokenizer = policy.load_tokenizer
+
+    def load(self) -> Any:
+        model = self.policy.load()
+        self.adapter.add_to(model)
+        return model
+
+
 class Poison(Callback):
     """Makes the gradient of one step infinite, on rank 1 alone."""
 
@@ -46,16 +61,21 @@ class Poison(Callback):
             own[0].fill_(float("inf"))
 
 
-class Weights(Callback):
-    """Keeps the policy's whole weights at the end of a fit."""
+class Results(Callback):
+    """Keeps the metrics of every step, and the policy's whole weights at the end of a fit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     def on_fit_end(self, trainer, module):
         state = module.support.full_state_dict(module.policy)
         if trainer.is_global_zero:
             torch.save({name: value.clone() for name, value in state.items()}, self.folder / "weights.pt")
+            (self.folder / "metrics.json").write_text(json.dumps(self.steps))
 
 
 def main(name: str, folder: Path, case: dict[str, Any]) -> None:
@@ -63,7 +83,11 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
     case = {"algorithm": "GRPO", "max_steps": 2, "module": {}, "trainer": {}, "optimizer": {}, **case}
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=8, val_size=3)
     data = PromptDataModule(task, task, batch_size=4, val_batch_size=2, shuffle=False)
-    policy = TinyPolicy(**case.get("policy", {}))
+    policy: Any = TinyPolicy(**case.get("policy", {}))
+    if "adapter" in case:
+        policy = Adapted(policy, LoRAAdapter(**case["adapter"]))
+    if case.get("critic") == "shared":
+        case["module"]["critic"] = SharedTrunkCritic()
     module = ALGORITHMS[case["algorithm"]](
         policy,
         share_of_letters,
@@ -74,8 +98,8 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
     )
     callbacks = [
         ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
-        Weights(folder),
-        ExportPolicy(folder=str(folder / "export")),
+        Results(folder),
+        ExportPolicy(folder=str(folder / "export"), adapter="separate" if "adapter" in case else "merged"),
     ]
     if "poison" in case:
         callbacks.append(Poison(case["poison"]))
@@ -93,9 +117,6 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
         **case["trainer"],
     )
     trainer.fit(module, data, ckpt_path=case.get("checkpoint"), weights_only=True)
-    if trainer.is_global_zero:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        (folder / "metrics.json").write_text(json.dumps(metrics))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""FSDP1 on two ranks (Lightning refuses it on CPU, so a subclass of its strategy) does what DDP does there."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from run_ranks import exported_difference, largest_difference, run
+
+CASE = {"module": {"beta": 0.1}, "optimizer": {"max_grad_norm": 0.01}, "poison": 1, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("fsdp1") / "fsdp1", "fsdp1", **CASE)
+
+
+def test_sharded_weights_train_as_whole_ones_do(tmp_path, sharded):
+    whole = run(tmp_path / "ddp", "ddp", **CASE)
+    assert largest_difference(whole, sharded) < 1e-5
+    assert [math.isinf(step["grad_norm"]) for step in sharded.steps] == [False, True, False]
+    for one, other in zip(whole.steps, sharded.steps, strict=True):
+        for name in ("loss", "kl", "reward", "grad_norm", "val/reward"):
+            assert other[name] == pytest.approx(one[name], abs=1e-5), name
+
+
+def test_a_resumed_run_ends_exact(tmp_path, sharded):
+    resumed = run(tmp_path / "resumed", "fsdp1", **CASE, checkpoint=str(sharded.folder / "step=2.ckpt"))
+    assert largest_difference(resumed, sharded) == 0
+
+
+def test_the_export_holds_the_weights(sharded):
+    assert exported_difference(sharded) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"algorithm": "PPO", "module": {"num_iterations": 2}, "trainer": {"gradient_clip_val": 0.01}},
+        {"algorithm": "GroupPPO", "critic": "shared", "module": {"critic_warmup_steps": 1}},
+    ],
+    ids=["ppo", "shared trunk"],
+)
+def test_critics(tmp_path, case):
+    assert largest_difference(run(tmp_path / "ddp", "ddp", **case), run(tmp_path / "fsdp1", "fsdp1", **case)) < 1e-5

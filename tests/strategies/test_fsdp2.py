@@ -1,0 +1,71 @@
+"""FSDP2 on two ranks does what DDP does there: sampling, clipping, skipped steps, resume, export."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from run_ranks import exported_difference, largest_difference, run
+
+CASE = {"module": {"beta": 0.1}, "trainer": {"gradient_clip_val": 0.01}, "poison": 1, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp2")
+    return run(folder / "ddp", "ddp", **CASE), run(folder / "fsdp2", "fsdp2", **CASE)
+
+
+def test_sharded_weights_train_as_whole_ones_do(runs):
+    whole, sharded = runs
+    assert largest_difference(whole, sharded) < 1e-5
+    for one, other in zip(whole.steps, sharded.steps, strict=True):
+        assert {"kl", "grad_norm", "val/reward"} <= one.keys() == other.keys()
+        for name in (name for name in one if not name.startswith(("time/", "perf/"))):
+            assert other[name] == pytest.approx(one[name], abs=1e-5), name
+
+
+def test_an_infinite_gradient_on_one_rank_is_skipped_on_both(runs):
+    _, sharded = runs
+    assert [math.isinf(step["grad_norm"]) for step in sharded.steps] == [False, True, False]
+    assert all(value.isfinite().all() for value in sharded.weights.values())
+
+
+def test_a_resumed_run_ends_exact(tmp_path, runs):
+    _, sharded = runs
+    resumed = run(tmp_path / "resumed", "fsdp2", **CASE, checkpoint=str(sharded.folder / "step=2.ckpt"))
+    assert largest_difference(resumed, sharded) == 0
+
+
+def test_the_reference_is_no_part_of_a_checkpoint(runs):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    names = FileSystemReader(runs[1].folder / "step=2.ckpt").read_metadata().state_dict_metadata
+    assert any(name.startswith("state_dict.policy.") for name in names)
+    assert not any("reference" in name for name in names)
+
+
+def test_the_export_holds_the_weights(runs):
+    assert exported_difference(runs[1]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"algorithm": "PPO", "module": {"beta": 0.1, "num_iterations": 2}, "optimizer": {"max_grad_norm": 0.01}},
+        {"algorithm": "GroupPPO", "critic": "shared", "module": {"critic_warmup_steps": 1}},
+        {"module": {"max_tokens_per_micro_batch": 32, "beta": 0.1, "num_iterations": 2}},
+        {"module": {"max_tokens_per_micro_batch": 32}, "policy": {"gradient_checkpointing": True}},
+        {"adapter": {"r": 4}, "module": {"beta": 0.1}},
+        {"trainer": {"accumulate_grad_batches": 2}, "module": {"num_mini_batches": 2}},
+    ],
+    ids=["ppo", "shared trunk", "budget", "activation checkpointing", "adapter", "accumulation"],
+)
+def test_every_way_to_train(tmp_path, case):
+    assert largest_difference(run(tmp_path / "ddp", "ddp", **case), run(tmp_path / "fsdp2", "fsdp2", **case)) < 1e-5

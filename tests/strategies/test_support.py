@@ -1,0 +1,104 @@
+"""What is asked of a strategy, on one device; and what each strategy refuses before anything is loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+
+from pl_grouprl import GRPO, PPO
+from pl_grouprl.models import LoRACritic
+from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.models.policy import PretrainedPolicy
+from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.strategies.fsdp1 import FSDP1Support
+from pl_grouprl.strategies.fsdp2 import FSDP2Support
+
+
+def reward(completions, **columns):
+    return [0.0 for _ in completions]
+
+
+def with_gradient(values):
+    parameter = nn.Parameter(torch.zeros(len(values)))
+    parameter.grad = torch.tensor(values)
+    return parameter
+
+
+@pytest.fixture
+def parameters():
+    return [with_gradient([3.0, 0.0]), with_gradient([4.0]), nn.Parameter(torch.ones(2))]
+
+
+def test_gradients_are_those_of_the_parameters(parameters):
+    support = StrategySupport(None)
+    assert support.norm(parameters) == 5
+    support.scale(parameters, 0.5)
+    support.clamp(parameters, 1.75)
+    assert [p.grad.tolist() if p.grad is not None else None for p in parameters] == [[1.5, 0.0], [1.75], None]
+    support.drop(parameters[:1])
+    assert support.norm(parameters) == 1.75
+
+
+def test_a_zero_touches_every_trained_parameter():
+    trained, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1), requires_grad=False)
+    zero = StrategySupport(None).touch([trained, frozen])
+    zero.backward()
+    assert zero == 0
+    assert trained.grad.tolist() == [[0, 0], [0, 0]]
+    assert frozen.grad is None
+
+
+def test_an_unknown_strategy_is_refused():
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert type(support_of(trainer)) is StrategySupport
+    trainer._accelerator_connector.strategy = SimpleNamespace()
+    with pytest.raises(ValueError, match=r"trainer.strategy is SimpleNamespace, which is not known to work here"):
+        support_of(trainer)
+
+
+def of_fsdp1(**options):
+    return FSDP1Support(SimpleNamespace(strategy=FSDPStrategy(**options)))
+
+
+def of_fsdp2(tensor_parallel=1):
+    mesh = {"tensor_parallel": SimpleNamespace(size=lambda: tensor_parallel)}
+    return FSDP2Support(SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh), world_size=2))
+
+
+def test_sizes_that_shard_nothing_are_refused():
+    with pytest.raises(ValueError, match="set data_parallel_size=2 and tensor_parallel_size=1"):
+        of_fsdp2(tensor_parallel=2).check(GRPO("gpt2", reward))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_orig_params": False}, "use_orig_params=False, which knows no parameter groups"),
+        ({"auto_wrap_policy": {nn.Linear}}, "leave it out: decoder layers are wrapped here"),
+    ],
+)
+def test_options_of_fsdp1_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        of_fsdp1(**options).check(GRPO("gpt2", reward))
+
+
+def test_fsdp1_refuses_several_passes_and_adapters():
+    with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 64 under FSDPStrategy"):
+        of_fsdp1().check(GRPO("gpt2", reward, max_tokens_per_micro_batch=64))
+    adapted = PretrainedPolicy("gpt2", adapter=LoRAAdapter(r=2))
+    with pytest.raises(ValueError, match="policy has an adapter, whose frozen base FSDPStrategy cannot leave out"):
+        of_fsdp1().check(GRPO(adapted, reward))
+
+
+@pytest.mark.parametrize("support", [of_fsdp1, of_fsdp2])
+def test_parts_that_need_whole_weights_are_refused(support):
+    with pytest.raises(ValueError, match="critic is a LoRACritic, which shares the storage of whole weights"):
+        support().check(PPO("gpt2", reward, critic=LoRACritic()))
+    with pytest.raises(ValueError, match="policy has compile_layers=True"):
+        support().check(GRPO(PretrainedPolicy("gpt2", compile_layers=True), reward))
+    support().check(PPO("gpt2", reward))
