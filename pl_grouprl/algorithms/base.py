@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -190,8 +190,8 @@ class RolloutModule(SamplingModule, ABC):
         check_sequence_parallel_size(self.sequence_parallel_size, self.trainer.world_size)
         if self.sequence_parallel_size > 1 and self.sharing != "shared":
             raise ValueError(
-                f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows are "
-                "not divided among ranks. Use sharing='shared'."
+                f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows "
+                "are not divided among ranks. Use sharing='shared'."
             )
         accumulated = self.trainer.accumulate_grad_batches
         if stage == "fit" and self.num_iterations > 1 and accumulated > self.num_mini_batches:
@@ -485,7 +485,7 @@ class RolloutModule(SamplingModule, ABC):
         return RowOptions(self.sharing, self.max_tokens_per_micro_batch, self.device, group, sequence_ranks)
 
     def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: gradients are set to zero at the beginning of `training_step`, which differentiates passes itself."""
+        """Nothing: gradients are set to zero when `training_step` begins, as it differentiates passes itself."""
 
     def on_after_backward(self) -> None:
         """Stop the clock of a micro-batch that only accumulates gradients."""

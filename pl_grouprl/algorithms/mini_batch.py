@@ -48,7 +48,9 @@ class MiniBatch:
 
     def repack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
         """Lay out shortened groups for a decoder call of the same kind."""
-        return lay_out(groups, self.scoring.sharing, self.mask_N.device, self.scoring.prefix, self.scoring.sequence_group)
+        return lay_out(
+            groups, self.scoring.sharing, self.mask_N.device, self.scoring.prefix, self.scoring.sequence_group
+        )
 
 
 def lay_out(

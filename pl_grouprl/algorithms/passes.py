@@ -12,7 +12,7 @@ from torch import Tensor
 from pl_grouprl.algorithms.distribution import from_state, to_state
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_group, filler_tokens, lay_out
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.schedule import Part, Schedule, agree, plan_schedule
+from pl_grouprl.algorithms.schedule import agree, plan_schedule
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.packing import Sharing
 from pl_grouprl.types import RolloutGroup
@@ -50,7 +50,7 @@ class Passes:
         options: How they are laid out.
 
     Raises:
-        ValueError: If a rollout is too long for the budget, or a group has to be split that cannot be.
+        ValueError: If a rollout, or a prompt, is too long for the budget.
     """
 
     def __init__(self, buffer: RolloutBuffer, indices: Sequence[int], options: RowOptions) -> None:
@@ -58,58 +58,46 @@ class Passes:
         ranks = options.sequence_ranks
         limit = None if options.max_tokens is None else options.max_tokens * ranks
         self._schedule = plan_schedule(buffer.groups, indices, options.sharing, limit)
-        if self._schedule.splits and ranks > 1:
-            raise ValueError(
-                f"a group is larger than max_tokens_per_micro_batch={options.max_tokens} on each of "
-                f"sequence_parallel_size={ranks} ranks; groups are split on single ranks only. Raise one of them."
-            )
         self._shape = agree(gather_plain(self._schedule.shape, options.device))
 
     @property
     def number(self) -> int:
         """How many backward passes there will be."""
         rows, *slices = self._shape
-        return rows * self._options.sequence_ranks + sum(count + 1 for count in slices)
+        return self._options.sequence_ranks * (rows + sum(count + 1 for count in slices))
 
     def __iter__(self) -> Iterator[MiniBatch | PrefixPass]:
         """Slices of a large group come first, then the pass through its prefix, which goes backward only."""
         rows, *slices = self._shape
+        own = [self._buffer.select(row) for row in self._schedule.rows]
         for number, count in enumerate(slices):
-            yield from self._split(number, count)
-        own = self._schedule.rows
-        for number in range(rows):
-            filled = number - (rows - len(own))  # real rows are last
-            yield from self._together(own[filled] if filled >= 0 else None)
+            for chosen in self._of_peers(self._slices(number, count)):
+                group = chosen[-1][0][0]
+                prefix = PrefixPass(group, self._options.device, self._options.sequence_group)
+                yield from (self._mini_batch(part, prefix) for part in chosen)
+                yield prefix
+        for row in [self._filler()] * (rows - len(own)) + own:  # real rows are last
+            yield from (self._mini_batch(chosen) for (chosen,) in self._of_peers([row]))
 
-    def _split(self, number: int, count: int) -> Iterator[MiniBatch | PrefixPass]:
+    def _slices(self, number: int, count: int) -> list[Chosen]:
+        """The slices of a split group, with fillers in front."""
         splits = self._schedule.splits
-        group = filler_group(self._buffer.groups[0])
-        parts: list[Part] = []
-        if number < len(splits):
-            index = splits[number].group
-            group, parts = self._buffer.groups[index], [(index, own) for own in splits[number].slices]
-        prefix = PrefixPass(group, self._options.device)
-        for _ in range(count - len(parts)):
-            yield self._mini_batch(self._filling(group), prefix)
-        for part in parts:
-            yield self._mini_batch(self._buffer.select([part]), prefix)
-        yield prefix
+        parts = [(splits[number].group, own) for own in splits[number].slices] if number < len(splits) else []
+        return [self._filler()] * (count - len(parts)) + [self._buffer.select([part]) for part in parts]
 
-    def _filling(self, group: RolloutGroup) -> Chosen:
+    def _filler(self) -> Chosen:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}
-        return [filler_group(group)], filler_tokens(like), ()
+        return [filler_group(self._buffer.groups[0])], filler_tokens(like), ()
 
-    def _together(self, row: tuple[Part, ...] | None) -> Iterator[MiniBatch]:
-        """A row of this rank, or those of all ranks of the sequence group one after another."""
+    def _of_peers(self, own: list[Chosen]) -> Iterator[list[Chosen]]:
+        """What this rank is to run: its own, or what the ranks of its sequence group have, one after another."""
         group = self._options.sequence_group
-        chosen = self._filling(self._buffer.groups[0]) if row is None else self._buffer.select(row)
         if group is None:
-            yield self._mini_batch(chosen)
+            yield own
             return
-        groups, tokens, _ = chosen
-        state = {"groups": [to_state(own) for own in groups], "tokens": tokens}
-        for row_of_peer in gather_plain(state, self._options.device, group):
-            yield self._mini_batch(([from_state(own) for own in row_of_peer["groups"]], row_of_peer["tokens"], ()))
+        states = [{"groups": [to_state(one) for one in groups], "tokens": tokens} for groups, tokens, _ in own]
+        for peer in gather_plain(states, self._options.device, group):
+            yield [([from_state(one) for one in state["groups"]], state["tokens"], ()) for state in peer]
 
     def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MiniBatch:
         groups, tokens, numbers = chosen

@@ -54,7 +54,9 @@ class StepTerms:
         """What each part's loss is divided by, this rank's share."""
         return {name: count for name, (_, count) in self._losses.items()}
 
-    def reduced(self, add_up: Callable[[list[Tensor]], list[float]], largest: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def reduced(
+        self, add_up: Callable[[list[Tensor]], list[float]], largest: Callable[[Tensor], Tensor]
+    ) -> dict[str, float]:
         """Metrics of the step over all ranks, with the loss among them.
 
         Args:
