@@ -133,12 +133,16 @@ class SavedStateModule(pl.LightningModule):
         self._random_states = per_rank
 
     def on_train_start(self) -> None:
-        """Let a resumed run go on: the loop with the next epoch, where one was complete, and the random numbers.
+        """Let a resumed run go on: with the next epoch, where one was complete, its data, and its random numbers.
 
-        They are set now, because what makes the run ready draws some too; on the ranks that there were.
+        Lightning forgets the position in the data where a schedule has asked for the number of steps: that sets up the
+        loader before its state is known. Random numbers are set last, because what makes the run ready draws some too;
+        on the ranks that there were.
         """
+        loop = self.trainer.fit_loop
+        loop._load_combined_loader_states()  # in time for a loader that reads nothing before the first batch
         if self._begins_epoch:
-            self.trainer.fit_loop.epoch_loop.restarting = False
+            loop.epoch_loop.restarting = False
             self._begins_epoch = False
         states, self._random_states = self._random_states, []
         if self.global_rank < len(states):
