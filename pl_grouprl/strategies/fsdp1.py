@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +36,6 @@ class FSDP1Support(ShardedSupport):
         options = self._options
         if not options.get("use_orig_params", True):
             raise ValueError("FSDPStrategy has use_orig_params=False, which knows no parameter groups; leave it out.")
-        policy = options.get("auto_wrap_policy")
-        if policy is not None and not hasattr(policy, "keywords"):
-            raise ValueError(
-                f"FSDPStrategy has auto_wrap_policy={policy!r}; leave it out: decoder layers are wrapped here, and "
-                "ranks would call other modules different numbers of times."
-            )
         budget = getattr(module, "max_tokens_per_micro_batch", None)
         if budget is not None:
             raise ValueError(
@@ -56,8 +50,15 @@ class FSDP1Support(ShardedSupport):
         refuse_whole_weights(module, "FSDPStrategy")
 
     def shard(self, module: LightningModule) -> None:
-        """Say which modules the strategy is to wrap when it wraps the whole one."""
+        """Say which modules the strategy is to wrap when it wraps the whole one.
+
+        Raises:
+            ValueError: If the strategy is told to wrap others than decoder layers.
+        """
+        if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
+            return
         layers = [layer for root in roots(module) for layer in decoder_layers_of(root)]
+        self._refuse_other_units(module, layers)
         self._options["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)
         reference = getattr(module, "reference", None)
         if reference is not None:
@@ -103,6 +104,17 @@ class FSDP1Support(ShardedSupport):
                 kept = inner._buffers.keys() - inner._non_persistent_buffers_set
                 tensors |= {f"{prefix}.{name}".lstrip("."): inner._buffers[name] for name in kept}
             return {_clean(name): own.detach().cpu().clone() for name, own in tensors.items() if own is not None}
+
+    def _refuse_other_units(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+        policy = self._options.get("auto_wrap_policy")
+        for name, inner in module.named_modules() if policy is not None else ():
+            size = sum(parameter.numel() for parameter in inner.parameters())
+            wraps = policy(module=inner, recurse=False, nonwrapped_numel=size)
+            if wraps and inner not in layers and inner is not module:
+                raise ValueError(
+                    f"FSDPStrategy's auto_wrap_policy wraps {name} ({type(inner).__name__}), which ranks may call "
+                    "different numbers of times; leave it out (null): decoder layers are wrapped in any case."
+                )
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -30,6 +30,14 @@ def with_gradient(values):
 
 
 @pytest.fixture
+def tiny_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=2, **sizes))
+
+
+@pytest.fixture
 def parameters():
     return [with_gradient([3.0, 0.0]), with_gradient([4.0]), nn.Parameter(torch.ones(2))]
 
@@ -75,16 +83,22 @@ def test_sizes_that_shard_nothing_are_refused():
         of_fsdp2(tensor_parallel=2).check(GRPO("gpt2", reward))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_orig_params": False}, "use_orig_params=False, which knows no parameter groups"),
-        ({"auto_wrap_policy": {nn.Linear}}, "leave it out: decoder layers are wrapped here"),
-    ],
-)
-def test_options_of_fsdp1_that_cannot_work_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        of_fsdp1(**options).check(GRPO("gpt2", reward))
+def test_parameters_without_groups_are_refused():
+    with pytest.raises(ValueError, match="use_orig_params=False, which knows no parameter groups"):
+        of_fsdp1(use_orig_params=False).check(GRPO("gpt2", reward))
+
+
+def test_fsdp1_wraps_decoder_layers_alone(tiny_llama):
+    module = nn.Module()
+    module.policy = tiny_llama
+    layers = set(tiny_llama.model.layers)
+    for policy in (None, {type(next(iter(layers)))}):
+        support = of_fsdp1(auto_wrap_policy=policy)
+        support.shard(module)
+        wraps = support.trainer.strategy.kwargs["auto_wrap_policy"]
+        assert {m for m in module.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)} == layers
+    with pytest.raises(ValueError, match=r"auto_wrap_policy wraps policy.model.layers.0.self_attn.q_proj \(Linear\)"):
+        of_fsdp1(auto_wrap_policy={nn.Linear}).shard(module)
 
 
 def test_fsdp1_refuses_several_passes_and_adapters():
