@@ -1,0 +1,47 @@
+"""Run by test_rollout_ahead.py: three rollouts, the next one beside each update; rank 0 writes the weights."""
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from conftest import TinyPolicy, share_of_letters
+
+from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.types import SamplingConfig
+
+
+def main(devices: int, file: Path) -> None:
+    """Train."""
+    task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=4)
+    module = GRPO(
+        TinyPolicy(),
+        share_of_letters,
+        num_generations=4,
+        sampling=SamplingConfig(max_new_tokens=5),
+        optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
+        verify=False,
+        rollout_ahead=1,
+        importance_sampling="token_truncate",
+    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        max_steps=3,
+        enable_checkpointing=False,
+        **quiet,
+    )
+    trainer.fit(module, PromptDataModule(task, batch_size=4))
+    assert trainer.callback_metrics["rollout/policy_lag"] == 1
+    if trainer.is_global_zero:
+        torch.save([p.detach() for p in module.policy.parameters()], file)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

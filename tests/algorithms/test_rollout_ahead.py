@@ -1,0 +1,210 @@
+"""Rollouts beside updates: those of the policy before them, the same when resumed, and refused where they cannot be."""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from pl_grouprl.algorithms import PPO
+from pl_grouprl.algorithms.rollout_ahead import RolloutAhead
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.utilities.distributed import derive_seed
+
+AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
+
+
+class Rollouts(Callback):
+    """What was trained in each rollout, and the weights before and after its updates."""
+
+    def __init__(self):
+        self.groups, self.before, self.lags = [], [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        # The module's hook, which samples, comes behind those of callbacks.
+        if batch.update_index == 0:
+            self.before.append({name: value.clone() for name, value in module.policy.state_dict().items()})
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch.update_index == 0:
+            self.groups.append(module.last_rollouts.groups)
+            self.lags.append(module.last_rollouts.metrics["rollout/policy_lag"])
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_rollouts_are_those_of_the_policy_before_the_last_updates(
+    make_module, make_data, make_trainer, tiny_policy, updates
+):
+    record, module, data = Rollouts(), make_module(num_iterations=updates, **AHEAD), make_data()
+    make_trainer(max_steps=4 * updates, callbacks=[record]).fit(module, data)
+    assert record.lags == [0.0, *[float(updates)] * 3]
+    model = tiny_policy().load()
+    for number, groups in enumerate(record.groups):
+        model.load_state_dict(record.before[max(number - 1, 0)])
+        prompts = data.peek(number)
+        expected = HFRolloutEngine(model, module.tokenizer).generate(
+            [prompt.token_ids for prompt in prompts],
+            module.sampling,
+            num_generations=4,
+            seed=derive_seed("rollout", number, module.seed, 0),
+        )
+        assert [group.prompt_ids for group in groups] == [prompt.token_ids for prompt in prompts]
+        assert [[r.token_ids for r in group.rollouts] for group in groups] == [
+            [r.token_ids for r in own] for own in expected
+        ]
+        for group, own in zip(groups, expected, strict=True):
+            for rollout, other in zip(group.rollouts, own, strict=True):
+                assert rollout.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+    # Without the lag the third rollout would be another one.
+    assert not same(record.before[1].values(), record.before[2].values())
+
+
+@pytest.mark.parametrize("cls", [None, PPO])
+def test_resume_at_every_step_is_exact(make_module, make_data, make_trainer, parameters, tmp_path, cls):
+    def fit(checkpoint=None, callbacks=()):
+        kwargs = AHEAD if cls is None else {"cls": cls, **AHEAD}
+        module = make_module(num_mini_batches=2, **kwargs)
+        make_trainer(max_steps=6, callbacks=list(callbacks)).fit(
+            module, make_data(train_size=8), ckpt_path=checkpoint, weights_only=True
+        )
+        return module
+
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    undisturbed = parameters(fit(callbacks=[saving]))
+    for step in range(1, 6):
+        assert same(undisturbed, parameters(fit(tmp_path / f"step={step}.ckpt"))), f"resumed after step {step}"
+
+
+def test_sampling_runs_beside_the_update_and_ends_with_the_fit(make_module, make_data, make_trainer, monkeypatch):
+    names, module = [], make_module(**AHEAD)
+    generate = HFRolloutEngine.generate
+
+    def noted(self, *args, **kwargs):
+        names.append(threading.current_thread().name)
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(HFRolloutEngine, "generate", noted)
+    make_trainer(max_steps=3).fit(module, make_data())
+    assert names[0] == "MainThread"
+    assert [name.startswith("rollout-ahead") for name in names] == [False, True, True, True]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout-ahead")]
+
+
+def test_a_rollout_that_is_not_next_is_dropped(make_module, make_data, make_trainer):
+    # Three batches make an epoch, of which Lightning uses two: the third was sampled ahead and does not come.
+    record = Rollouts()
+    make_trainer(max_steps=4, limit_train_batches=2, callbacks=[record]).fit(make_module(**AHEAD), make_data())
+    assert record.lags == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_errors_of_the_thread_end_the_run(make_module, make_data, make_trainer, monkeypatch):
+    module, generate = make_module(**AHEAD), HFRolloutEngine.generate
+
+    def breaks(self, *args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            raise FloatingPointError("the logits are not finite")
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(HFRolloutEngine, "generate", breaks)
+    with pytest.raises(FloatingPointError, match="the logits are not finite"):
+        make_trainer(max_steps=3).fit(module, make_data())
+
+
+class FakeEngine(HFRolloutEngine):
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        weight = float(self.model.weight.detach().sum())
+        return [[Rollout([int(weight)], logprobs=[0.5])] for _ in prompts]
+
+
+def test_the_copy_keeps_the_weights_of_the_start():
+    policy, started, release = torch.nn.Linear(1, 1, bias=False), threading.Event(), threading.Event()
+    policy.config = type("Config", (), {"is_encoder_decoder": False, "model_type": "bloom"})()
+
+    def sample(prompts, number, engine):
+        started.set()
+        assert release.wait(60)
+        rollouts = engine.generate(prompts, None, num_generations=1, seed=number)
+        return [RolloutGroup(p.token_ids, own) for p, own in zip(prompts, rollouts, strict=True)]
+
+    def regroup(rollouts):
+        return [RolloutGroup([9], own) for own in rollouts]
+
+    ahead = RolloutAhead()
+    assert ahead.take(0, regroup) is None
+    assert ahead.state_dict() is None
+    ahead.attach(policy, FakeEngine(), None, sample)
+    for weight, number in ((3.0, 1), (5.0, 2)):
+        with torch.no_grad():
+            policy.weight.fill_(weight)
+        ahead.start([Prompt([7])], number, policy_step=number)
+        assert started.wait(60)
+        with torch.no_grad():
+            policy.weight.fill_(100.0)
+        release.set()
+        state = ahead.state_dict()
+        assert state == {
+            "rollout_number": number,
+            "policy_step": number,
+            "rollouts": [[asdict(Rollout([int(weight)], logprobs=[0.5]))]],
+        }
+        (group,) = ahead.take(number, regroup)
+        assert (group.prompt_ids, group.rollouts[0].token_ids) == ([7], [int(weight)])
+        release.clear()
+        started.clear()
+    ahead.close()
+    restored = RolloutAhead()
+    restored.load_state_dict(state)
+    assert restored.state_dict() == state
+    assert restored.policy_step == 2
+    (group,) = restored.take(2, regroup)
+    assert (group.prompt_ids, group.rollouts[0].token_ids) == ([9], [5])
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "message"),
+    [
+        ({"rollout_ahead": 1}, {}, "older weights, which nothing corrects; set importance_sampling"),
+        ({**AHEAD, "engine": True}, {}, "only HFRolloutEngine samples from a copy .*engine is ScriptedEngine"),
+        (AHEAD, {"precision": "bf16-true"}, "precision=bf16-true sets a default dtype for all threads"),
+        (AHEAD, {"strategy": "fsdp2"}, "only single devices and DDP .*ModelParallelStrategy"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    make_module, make_data, make_trainer, scripted_engine, options, trainer_options, message
+):
+    if options.get("engine"):
+        options = {**options, "engine": scripted_engine}
+    if trainer_options.get("strategy") == "fsdp2":
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        trainer_options = {"strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)}
+    with pytest.raises(ValueError, match=rf"rollout_ahead is 1, but .*{message}.* set rollout_ahead to 0"):
+        make_trainer(max_steps=1, **trainer_options).fit(make_module(**options), make_data())
+
+
+def test_more_than_one_is_refused(make_module):
+    with pytest.raises(ValueError, match="rollout_ahead is 2; it must be 0 or 1"):
+        make_module(rollout_ahead=2, importance_sampling="token_truncate")
+
+
+@pytest.mark.slow
+def test_two_ranks_do_what_one_does(tmp_path):
+    weights = []
+    for devices in (1, 2):
+        file = tmp_path / f"{devices}.pt"
+        command = [sys.executable, str(Path(__file__).with_name("rollout_ahead_ranks.py")), str(devices), str(file)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, timeout=180, capture_output=True, env=environment, cwd=tmp_path)
+        weights.append(torch.load(file, weights_only=True))
+    for one, two in zip(*weights, strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
