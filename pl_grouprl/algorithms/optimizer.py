@@ -108,12 +108,9 @@ def build_optimizer(
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def parameters_by_part(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
-    """Collect the parameters of an optimizer that `build_optimizer` made, by the name of their part."""
-    parts: dict[str, list[nn.Parameter]] = {}
-    for group in optimizer.param_groups:
-        parts.setdefault(group["name"].removesuffix(_NO_DECAY), []).extend(group["params"])
-    return parts
+def parameters_by_part(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, list[nn.Parameter]]:
+    """Collect the trained parameters of each part; an optimizer that shards them may no longer hold them itself."""
+    return {name: [p for p in module.parameters() if p.requires_grad] for name, (module, _) in parts.items()}
 
 
 def _by_decay(module: nn.Module, config: OptimizerConfig) -> list[tuple[str, list[nn.Parameter], float]]:

@@ -243,7 +243,7 @@ class PolicyModule(SavedStateModule):
         A part is not moved where no token of any rank trains it: momentum would move its weights all the same. The step
         is skipped where a gradient is not finite.
         """
-        parts = parameters_by_part(optimizer)
+        parts = parameters_by_part(self.optimized_parts())
         for name, denominators in self._denominators.items():
             total, first = sum(denominators), denominators[0] or 1.0
             # Lightning has divided each loss by the number of micro-batches.
@@ -285,7 +285,7 @@ class PolicyModule(SavedStateModule):
         """
         own_limits = {name: config.max_grad_norm for name, (_, config) in self.optimized_parts().items()}
         rest = []
-        for name, parameters in parameters_by_part(optimizer).items():
+        for name, parameters in parameters_by_part(self.optimized_parts()).items():
             limit = own_limits[name]
             if limit is None:
                 rest += parameters

@@ -97,8 +97,7 @@ class DeepSpeedSupport(StrategySupport):
             return
         import deepspeed
 
-        offload = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
-        offload.empty_partition_cache()  # waits for weights that were fetched ahead
+        offload = self._offload()
         parameters = [parameter for model in models for parameter in model.parameters()]
         with deepspeed.zero.GatheredParameters(parameters), _hooks_aside(models, offload):
             yield
@@ -164,6 +163,7 @@ class DeepSpeedSupport(StrategySupport):
             return super().full_state_dict(model)
         import deepspeed
 
+        self._offload()
         state: dict[str, Tensor] = {}
         owners = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
         for prefix, module in model.named_modules():
@@ -177,6 +177,12 @@ class DeepSpeedSupport(StrategySupport):
             return None
         shards = model.state_dict()  # in the order, and with the buffers, of a whole model
         return {name: state[name] if name in state else shards[name].cpu() for name in shards}
+
+    def _offload(self) -> Any:
+        """What gathers and shards weights under ZeRO-3, with nothing left that it has fetched ahead."""
+        offload = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
+        offload.empty_partition_cache()
+        return offload
 
     @property
     def _steps(self) -> _GroupSteps:
