@@ -92,6 +92,7 @@ class FSDP1Support(ShardedSupport):
     def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the module inside the wrapper's forward, as `training_step` is run."""
         strategy = self.trainer.strategy
+        assert strategy.model is not None
         return strategy._forward_redirection(strategy.model, module, method, *args, **kwargs)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
@@ -107,7 +108,9 @@ class FSDP1Support(ShardedSupport):
 
     def _refuse_other_units(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
         policy = self._options.get("auto_wrap_policy")
-        for name, inner in module.named_modules() if policy is not None else ():
+        if policy is None:
+            return
+        for name, inner in module.named_modules():
             size = sum(parameter.numel() for parameter in inner.parameters())
             wraps = policy(module=inner, recurse=False, nonwrapped_numel=size)
             if wraps and inner not in layers and inner is not module:

@@ -97,7 +97,8 @@ class FSDP2Support(ShardedSupport):
         """A model's whole state on the CPU of rank 0, gathered one weight after another."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state: dict[str, Any] = get_model_state_dict(model, options=options)
         return state if self.trainer.is_global_zero else None
 
 
