@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that are called as a whole: transformers models, and what stands beside them.
+    """The outermost modules that are called as a whole: transformers models, and modules with weights beside them.
 
     Args:
         module: A LightningModule, a critic, or such a model itself.
     """
-    if is_transformers_model(module) or not any(is_transformers_model(inner) for inner in module.modules()):
-        return [module] if any(True for _ in module.parameters()) else []
+    if is_transformers_model(module) or any(True for _ in module.parameters(recurse=False)):
+        return [module]
     return [root for child in module.children() for root in roots(child)]
 
 
