@@ -5,7 +5,6 @@ Legend: B rollouts, N response tokens of all rollouts one after another.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,23 +12,17 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from pl_grouprl.algorithms.distribution import deal
-from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.algorithms.collecting import CollectingModule
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
 from pl_grouprl.algorithms.passes import Passes, RowOptions
 from pl_grouprl.algorithms.policy_module import evaluating
 from pl_grouprl.algorithms.resume import compare_options, restore_rollouts
-from pl_grouprl.algorithms.rollout_ahead import RolloutAhead, check_rollout_ahead
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.sampling_module import SamplingModule, check_batch
+from pl_grouprl.algorithms.sampling_module import check_batch
 from pl_grouprl.algorithms.saved_state import Attributes, Check, OfEachRank, Stateful
-from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
-from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.algorithms.step_terms import LossTerms, StepTerms
-from pl_grouprl.attention import find_decoder
 from pl_grouprl.attention.sequence_parallel import (
     check_sequence_parallel,
     check_sequence_parallel_size,
@@ -40,14 +33,12 @@ from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import score
-from pl_grouprl.packing import ModelCost, ScoringBatch
+from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.rollout import RolloutEngine
-from pl_grouprl.types import Prompt, RolloutGroup
-from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
+from pl_grouprl.utilities.distributed import num_ranks
 
 
-class RolloutModule(SamplingModule, ABC):
+class RolloutModule(CollectingModule, ABC):
     """Trains a policy on rollouts of its own. A subclass says what is prepared after a rollout and what the loss is.
 
     Each prompt batch arrives `updates_per_rollout` times in a row. The first time, rollouts are sampled, rewarded and
@@ -57,7 +48,6 @@ class RolloutModule(SamplingModule, ABC):
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
-        num_generations: Rollouts per prompt.
         num_iterations: Passes over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
         max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
@@ -65,15 +55,7 @@ class RolloutModule(SamplingModule, ABC):
             once and its rollouts follow in slices of so many tokens. The result is the same. None: all at once.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be as many times as long. It divides the number of ranks.
-        mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards count in the
-            statistics of their group all the same.
-        dynamic_sampling: Train only groups whose rewards differ (DAPO, arXiv:2503.14476, section 3.2): prompts that
-            give nothing to learn are replaced by others of the training data.
-        max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`, the
-            first time included. If groups are still missing then, the batch is smaller.
-        rollout_ahead: 1 samples the next rollout beside the updates of the present one, from a copy of the policy as it
-            was before them; `rollout/policy_lag` counts the optimizer steps since. 0 samples it afterwards.
-        **kwargs: Options of `SamplingModule` and `PolicyModule`.
+        **kwargs: Options of `CollectingModule`, `SamplingModule` and `PolicyModule`.
 
     Attributes:
         last_rollouts: The latest training rollouts with their rewards and advantages.
@@ -87,54 +69,36 @@ class RolloutModule(SamplingModule, ABC):
         policy: str | PolicySource,
         rewards: list[Weighted | RewardFunction] | RewardFunction,
         *,
-        num_generations: int = 8,
         num_iterations: int = 1,
         num_mini_batches: int = 1,
         max_tokens_per_micro_batch: int | None = None,
         sequence_parallel_size: int = 1,
-        mask_truncated_completions: bool = False,
-        dynamic_sampling: bool = False,
-        max_generation_batches: int = 5,
-        rollout_ahead: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(policy, rewards, **kwargs)
+        super().__init__(policy, rewards, num_mini_batches=num_mini_batches, **kwargs)
         counts = {
-            "num_generations": num_generations,
             "num_iterations": num_iterations,
             "num_mini_batches": num_mini_batches,
-            "max_generation_batches": max_generation_batches,
             "sequence_parallel_size": sequence_parallel_size,
             "max_tokens_per_micro_batch": 1 if max_tokens_per_micro_batch is None else max_tokens_per_micro_batch,
         }
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} is {count}; it must be at least 1.")
-        if dynamic_sampling and num_generations < 2:
-            raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
-        if rollout_ahead not in (0, 1):
-            raise ValueError(f"rollout_ahead is {rollout_ahead}; it must be 0 or 1.")
-        self.num_generations = num_generations
         self.num_iterations = num_iterations
-        self.num_mini_batches = num_mini_batches
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.sequence_parallel_size = sequence_parallel_size
-        self.mask_truncated_completions = mask_truncated_completions
-        self.dynamic_sampling = dynamic_sampling
-        self.max_generation_batches = max_generation_batches
-        self.rollout_ahead = rollout_ahead
-        self._ahead = RolloutAhead()
-        self._policy_lag = 0
         self.last_rollouts: RolloutBuffer | None = None
         self.num_tokens = 0
         self._amid_rollouts = False
-        self._clock = StepClock()
         self._cycle_seconds = 0.0
         self._cycle_is_whole = False
-        self._cost: ModelCost | None = None
         self._sequence_group: Any = None
 
     # What a subclass fills in.
+
+    def prepare_scores(self, buffer: RolloutBuffer) -> None:
+        """Put into the buffer what is computed without rewards; workers may be at these meanwhile. Here nothing."""
 
     @abstractmethod
     def prepare(self, buffer: RolloutBuffer) -> None:
@@ -168,11 +132,6 @@ class RolloutModule(SamplingModule, ABC):
         return False
 
     @property
-    def moves_groups(self) -> bool:
-        """Whether groups may be trained on another rank than the one that sampled them."""
-        return True
-
-    @property
     def updates_per_rollout(self) -> int:
         """How many times in a row the train loader yields each prompt batch."""
         return self.num_iterations * self.num_mini_batches
@@ -200,24 +159,9 @@ class RolloutModule(SamplingModule, ABC):
                 f"num_iterations={self.num_iterations}: one optimizer step would add up several passes over the same "
                 "rollouts, which gives what one pass gives. Set num_iterations to 1, or accumulate less."
             )
-        if stage == "fit" and self.dynamic_sampling and not hasattr(datamodule, "draw_extra"):
-            raise ValueError(
-                "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
-            )
-
-        if stage == "fit" and self.rollout_ahead:
-            check_rollout_ahead(self, self.engine, self.support, self.corrects_sampling)
-
-    def teardown(self, stage: str) -> None:
-        """Wait for a rollout that nobody will need."""
-        self._ahead.close()
-        super().teardown(stage)
 
     def on_fit_start(self) -> None:
         """Find the peers that run rows together, and refuse models that cannot be run so."""
-        if self.rollout_ahead:
-            self._contexts.close()  # of a fit that an exception has ended
-            self._ahead.attach(self.policy, self.engine, self.tokenizer, self._sample_ahead)  # type: ignore[arg-type]
         if self.sequence_parallel_size > 1:
             for model in self.scored_models():
                 check_sequence_parallel(model, self.sequence_parallel_size)
@@ -227,117 +171,24 @@ class RolloutModule(SamplingModule, ABC):
 
     def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
         """Sample, reward and prepare the rollouts of a prompt batch."""
-        generated, calls = self._sample(batch.prompts, batch.rollout_number)
-        groups = generated
-        selection: dict[str, float] = {}
-        if self.dynamic_sampling:
-            groups, selection = self._replace_uniform_groups(batch, generated, calls)
-        if self.mask_truncated_completions:
-            leave_out_truncated(groups)
-        groups, mini_batches, balance = self._deal(groups, batch.rollout_number)
+        collected = self.collect_groups(batch)
         buffer = RolloutBuffer(
-            groups, batch.rollout_number, self.num_mini_batches, self.seed, mini_batches=mini_batches
+            collected.groups,
+            batch.rollout_number,
+            self.num_mini_batches,
+            self.seed,
+            mini_batches=collected.mini_batches,
         )
-        sampler_reports = "rollout_logprobs" in buffer.tokens
-        per_rank = gather_plain((summarize(generated), calls, sampler_reports), self.device)
-        if not all(reports for *_, reports in per_rank):  # the ranks have to exchange the same figures in every step
+        if not collected.sampler_reports:  # the ranks have to exchange the same figures in every step
             buffer.tokens.pop("rollout_logprobs", None)
-        records = [record for own, *_ in per_rank for record in own]
-        reward_metrics = merge_reward_metrics([call for _, own, _ in per_rank for call in own])
-        buffer.metrics = reward_metrics | rollout_metrics(records) | selection | balance
-        if self.rollout_ahead:
-            buffer.metrics["rollout/policy_lag"] = float(self._policy_lag)
-        buffer.num_tokens = count_tokens(records)
-        if math.isnan(buffer.metrics["reward"]):
-            rank_zero_warn(
-                "no rollout of a batch has a reward, so nothing is learned from it; see that a reward function applies "
-                "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
-            )
+        self.prepare_scores(buffer)
+        buffer.metrics |= self.reward_groups(collected)
+        buffer.mask_unrewarded()
+        buffer.num_tokens = collected.num_tokens
         self.num_tokens += buffer.num_tokens
-        self.prepare(buffer)
+        with self._timed("advantages"):
+            self.prepare(buffer)
         return buffer
-
-    def _deal(
-        self, groups: list[RolloutGroup], rollout_number: int
-    ) -> tuple[list[RolloutGroup], list[int], dict[str, float]]:
-        """Exchange groups among ranks for equal work; the groups of this rank, their mini-batches, and metrics."""
-        if num_ranks() == 1:
-            return groups, [], {}
-        if self._cost is None:
-            self._cost = ModelCost.of(find_decoder(self.policy))
-        with self._timed("exchange"):
-            share = deal(
-                groups,
-                self._cost,
-                self.sharing,
-                num_mini_batches=self.num_mini_batches,
-                seed=derive_seed("order", self.seed, rollout_number),
-                rank=self.global_rank,
-                device=self.device,
-                moves=self.moves_groups,
-            )
-        return share.groups, share.mini_batches, share.metrics
-
-    def _sample(
-        self, prompts: Sequence[Prompt], rollout_number: int, attempt: int = 0
-    ) -> tuple[list[RolloutGroup], list[RewardCall]]:
-        """Sample and reward rollouts of prompts; returns the metrics of the reward functions beside the groups."""
-        if not prompts:
-            return [], []
-        with self._timed("rollout"):
-            if attempt:
-                seed = ("rollout", rollout_number, attempt)
-                groups = self.generate(prompts, self.sampling, self.num_generations, seed=seed)
-            else:
-                groups = self._next_groups(prompts, rollout_number)
-        for group in groups:  # places in the whole batch of all ranks, those of replacements behind
-            group.group_id = (attempt << 32) + group.group_id
-        with self._timed("reward"):
-            metrics = self.start_rewards(groups).wait()
-        return groups, [(sum(len(group.rollouts) for group in groups), metrics)]
-
-    def _next_groups(self, prompts: Sequence[Prompt], rollout_number: int) -> list[RolloutGroup]:
-        """Take what was sampled ahead, or sample now; then begin with the rollout after it, where that is asked for."""
-        if not self.rollout_ahead:
-            return self.generate(prompts, self.sampling, self.num_generations, seed=("rollout", rollout_number))
-        older = self.global_step - self._ahead.policy_step
-        groups = self._ahead.take(
-            rollout_number, lambda rollouts: self.group([prompt.open() for prompt in prompts], rollouts)
-        )
-        self._policy_lag = 0 if groups is None else older
-        if groups is None:
-            groups = self.generate(prompts, self.sampling, self.num_generations, seed=("rollout", rollout_number))
-        following = self.trainer.datamodule.peek(rollout_number + 1)  # type: ignore[attr-defined]
-        self._ahead.start(following, rollout_number + 1, self.global_step)
-        return groups
-
-    def _sample_ahead(
-        self, prompts: Sequence[Prompt], rollout_number: int, engine: RolloutEngine
-    ) -> list[RolloutGroup]:
-        seed = ("rollout", rollout_number)
-        return self.sample_with(engine, prompts, self.sampling, self.num_generations, seed=seed) if prompts else []
-
-    def _replace_uniform_groups(
-        self, batch: PromptBatch, generated: list[RolloutGroup], calls: list[RewardCall]
-    ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """Keep groups whose rewards differ, and sample other prompts for the rest; extends both lists."""
-        kept, attempt = [group for group in generated if has_spread(group)], 1
-        while attempt < self.max_generation_batches:
-            missing = len(batch.prompts) - len(kept)
-            if not self.sum_over_ranks([torch.tensor(missing)])[0]:
-                break
-            prompts = self.trainer.datamodule.draw_extra(  # type: ignore[attr-defined]
-                missing, rollout_number=batch.rollout_number, attempt=attempt
-            )
-            groups, own_calls = self._sample(prompts, batch.rollout_number, attempt)
-            generated += groups
-            calls += own_calls
-            kept += [group for group in groups if has_spread(group)]
-            attempt += 1
-        counts = self.sum_over_ranks([torch.tensor(len(kept)), torch.tensor(len(generated))])
-        names = ("dynamic_sampling/kept_groups", "dynamic_sampling/generated_groups")
-        metrics = dict(zip(names, counts, strict=True)) | {"dynamic_sampling/generation_batches": float(attempt)}
-        return kept or [leave_untrained(generated[0])], metrics
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         """Sample new rollouts where a new prompt batch begins.
@@ -542,7 +393,3 @@ class RolloutModule(SamplingModule, ABC):
     def _compare_options(self, then: dict[str, Any], now: dict[str, Any]) -> None:
         if self.is_resumed:
             compare_options(then, now, amid_rollouts=self._amid_rollouts)
-
-    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Charge what runs inside to a part of the step's time."""
-        return self._clock.part(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -95,8 +95,23 @@ def deal(
     for index in own:  # columns of the data set stay behind: they were for the reward
         everything[index].columns = columns.get(everything[index].group_id, {})
     if not own:  # fewer groups than ranks: this one takes part in what all ranks do, with nothing to train
-        return Share([leave_untrained(everything[0])], [-1], metrics)
+        return Share([replace(leave_untrained(everything[0]), group_id=-1)], [-1], metrics)
     return Share([everything[index] for index in own], [numbers[index] for index in own], metrics)
+
+
+def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup], device: torch.device) -> None:
+    """Bring rewards from the ranks that computed them to those that train the groups. All ranks call it.
+
+    Args:
+        sampled: Groups that this rank has rewarded.
+        own: Groups that it trains; changed in place, found by their `group_id`.
+        device: Where ranks communicate.
+    """
+    rewards = [(group.group_id, [(r.reward, r.rewards) for r in group.rollouts]) for group in sampled]
+    found = dict(pair for pairs in gather_plain(rewards, device) for pair in pairs)
+    for group in own:
+        for rollout, (reward, by_function) in zip(group.rollouts, found.get(group.group_id, ()), strict=False):
+            rollout.reward, rollout.rewards = reward, by_function
 
 
 def to_state(group: RolloutGroup) -> dict[str, Any]:

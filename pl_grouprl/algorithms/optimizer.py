@@ -117,7 +117,11 @@ def _by_decay(module: nn.Module, config: OptimizerConfig) -> list[tuple[str, lis
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if config.weight_decay == 0:
         return [("", parameters, 0.0)]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    matrices = [parameter for parameter in parameters if _is_matrix(parameter)]
+    vectors = [parameter for parameter in parameters if not _is_matrix(parameter)]
     halves = [("", matrices, config.weight_decay), (_NO_DECAY, vectors, 0.0)]
     return [half for half in halves if half[1]]
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return len(getattr(parameter, "whole_shape", parameter.shape)) >= 2  # FSDP1's shards are flat

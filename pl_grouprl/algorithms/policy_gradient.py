@@ -138,6 +138,7 @@ class PolicyGradientModule(RolloutModule):
         }
         check_importance_options(importance_sampling, importance_sampling_low, importance_sampling_high)
         self.uses_reference = beta > 0
+        self._old_scores: TokenScores | None = None  # between prepare_scores and prepare
 
     @abstractmethod
     def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
@@ -189,21 +190,25 @@ class PolicyGradientModule(RolloutModule):
         """What to compute beside old log-probabilities, in the same pass: keywords of `score`."""
         return {}
 
-    def prepare(self, buffer: RolloutBuffer) -> None:
-        """Add old and reference log-probabilities where they are needed, rewards per token, and advantages."""
+    def prepare_scores(self, buffer: RolloutBuffer) -> None:
+        """Add old and reference log-probabilities where they are needed."""
         if self.importance_sampling["kind"] != "none" and "rollout_logprobs" not in buffer.tokens:
             raise ValueError(
                 f"importance_sampling is {self.importance_sampling['kind']!r}, but {type(self.engine).__name__} "
                 "reports no log-probabilities; leave it 'none' or use an engine that does."
             )
-        scores = None
+        self._old_scores = None
         if self.needs_old_scores:
             with self._timed("old_logprobs"):
-                scores = self.score_rollouts(self.policy, buffer, **self.old_score_options())
-            buffer.put("old_logprobs", scores.logprobs_N)
+                self._old_scores = self.score_rollouts(self.policy, buffer, **self.old_score_options())
+            buffer.put("old_logprobs", self._old_scores.logprobs_N)
         if self.uses_reference:
             with self._timed("ref_logprobs"), self.reference_policy() as reference:
                 buffer.put("ref_logprobs", self.score_rollouts(reference, buffer).logprobs_N)
+
+    def prepare(self, buffer: RolloutBuffer) -> None:
+        """Add rewards per token and advantages."""
+        scores, self._old_scores = self._old_scores, None
         buffer.put("kl_penalty", self._kl_penalty(buffer))
         buffer.put("token_rewards", self._outcomes(buffer) - buffer.joined("kl_penalty"))
         self.estimate_advantages(buffer, scores)

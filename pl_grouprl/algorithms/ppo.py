@@ -158,6 +158,7 @@ class PPO(PolicyGradientModule):
         self.critic_warmup_steps = critic_warmup_steps
         self.bootstrap_truncated = bootstrap_truncated
         self.critic: Critic | None = None
+        self._bootstrap_B: Tensor | None = None  # between prepare_scores and prepare
 
     # Models and optimizer.
 
@@ -232,17 +233,24 @@ class PPO(PolicyGradientModule):
         """Lambda of the critic's targets."""
         return self.lam if self.critic_lam is None else self.critic_lam
 
-    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Put advantages, values, returns, and where the critic is trained into the buffer."""
-        lengths_B = buffer.rollout_lengths
+    def prepare_scores(self, buffer: RolloutBuffer) -> None:
+        """Add the critic's values."""
+        super().prepare_scores(buffer)
         with self._timed("values"):
-            values_N, bootstrap_B = self.value_rollouts(buffer)
+            values_N, self._bootstrap_B = self.value_rollouts(buffer)
+        buffer.put("values", values_N)
+
+    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Put advantages, returns, and where the critic is trained into the buffer."""
+        lengths_B = buffer.rollout_lengths
+        values_N, bootstrap_B = buffer.joined("values"), self._bootstrap_B
+        assert bootstrap_B is not None
+        self._bootstrap_B = None
         mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
         lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_BT.sum(1), self.lam_alpha)
         rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
         rows = CriticRows(rewards_BT, to_rows(values_N, lengths_B), mask_BT, bootstrap_B, lam)
         estimate = self.estimate(rows, buffer, scores)
-        buffer.put("values", values_N)
         buffer.put("returns", from_rows(estimate.returns, lengths_B))
         buffer.put("value_mask", from_rows(estimate.value_mask, lengths_B))
         advantages_BT = estimate.advantages

@@ -53,8 +53,7 @@ class RolloutBuffer:
             shuffled = derive_seed("order", self.seed, self.rollout_number)
             self.mini_batches = cut_into_mini_batches(len(self.groups), self.num_mini_batches, shuffled)
         if "loss_mask" not in self.tokens:
-            trained = [bit for group in self.groups for rollout in group.rollouts for bit in _trained_tokens(rollout)]
-            self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
+            self.mask_unrewarded()
             sampled = [rollout.logprobs for group in self.groups for rollout in group.rollouts]
             logprobs = [logprob for own in sampled if own is not None for logprob in own]
             if None not in sampled:
@@ -76,6 +75,11 @@ class RolloutBuffer:
         if values_N.shape != (sum(sizes),):
             raise ValueError(f"{name} has shape {tuple(values_N.shape)}; pass one value per token, ({sum(sizes)},).")
         self.tokens[name] = list(values_N.detach().cpu().split(sizes))
+
+    def mask_unrewarded(self) -> None:
+        """Make the loss mask from the rollouts as they are now; done anew when rewards arrive."""
+        trained = [bit for group in self.groups for rollout in group.rollouts for bit in _trained_tokens(rollout)]
+        self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
 
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
         """Keep a quantity of each rollout, repeated for each of its tokens."""
