@@ -40,7 +40,7 @@ class ModelCost:
         that carry a state, the matrices are counted and not the state's update.
 
         Args:
-            decoder: With its parameters whole, sharded by DTensor or partitioned by DeepSpeed; not flattened by FSDP1.
+            decoder: With its parameters whole or sharded by any strategy.
             head: What turns hidden states into logits, where tokens are scored.
         """
         config = decoder.config
@@ -93,6 +93,7 @@ def _weights(module: nn.Module, visited: int | None) -> float:
     weights = 0.0
     for parameter in module.parameters(recurse=False):
         shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # that of a partitioned parameter
+        shape = getattr(parameter, "whole_shape", shape)  # that of one flattened by FSDP1
         if len(shape) == 2:
             weights += math.prod(shape)
         elif len(shape) == 3:  # the matrices of all experts

@@ -42,6 +42,12 @@ class FSDP1Support(ShardedSupport):
                 f"max_tokens_per_micro_batch is {budget} under FSDPStrategy, which differentiates a step in one pass; "
                 "leave it out, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
             )
+        warm_up = getattr(module, "critic_warmup_steps", 0)
+        if warm_up:
+            raise ValueError(
+                f"critic_warmup_steps is {warm_up} under FSDPStrategy, which saves no optimizer that has not stepped all "
+                "parameters; set it to 0, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
+            )
         if getattr(getattr(module, "policy_source", None), "adapter", None) is not None:
             raise ValueError(
                 "policy has an adapter, whose frozen base FSDPStrategy cannot leave out of checkpoints; use "
@@ -57,6 +63,8 @@ class FSDP1Support(ShardedSupport):
         """
         if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
             return
+        for parameter in module.parameters():
+            parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]  # for weight decay and costs
         layers = [layer for root in roots(module) for layer in decoder_layers_of(root)]
         self._refuse_other_units(module, layers)
         self._options["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)

@@ -101,9 +101,11 @@ def test_fsdp1_wraps_decoder_layers_alone(tiny_llama):
         of_fsdp1(auto_wrap_policy={nn.Linear}).shard(module)
 
 
-def test_fsdp1_refuses_several_passes_and_adapters():
+def test_fsdp1_refuses_several_passes_warm_up_and_adapters():
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 64 under FSDPStrategy"):
         of_fsdp1().check(GRPO("gpt2", reward, max_tokens_per_micro_batch=64))
+    with pytest.raises(ValueError, match="critic_warmup_steps is 3 under FSDPStrategy"):
+        of_fsdp1().check(PPO("gpt2", reward, critic_warmup_steps=3))
     adapted = PretrainedPolicy("gpt2", adapter=LoRAAdapter(r=2))
     with pytest.raises(ValueError, match="policy has an adapter, whose frozen base FSDPStrategy cannot leave out"):
         of_fsdp1().check(GRPO(adapted, reward))
