@@ -45,8 +45,8 @@ class FSDP1Support(ShardedSupport):
         warm_up = getattr(module, "critic_warmup_steps", 0)
         if warm_up:
             raise ValueError(
-                f"critic_warmup_steps is {warm_up} under FSDPStrategy, which saves no optimizer that has not stepped all "
-                "parameters; set it to 0, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
+                f"critic_warmup_steps is {warm_up} under FSDPStrategy, which saves no optimizer that has not stepped "
+                "all parameters; set it to 0, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
             )
         if getattr(getattr(module, "policy_source", None), "adapter", None) is not None:
             raise ValueError(
