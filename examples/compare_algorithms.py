@@ -261,16 +261,14 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
 def per_step_seconds(points: dict[str, dict[int, float]], updates_per_rollout: int) -> dict[str, list[float]]:
     """Seconds of each optimizer step by part, from the metrics `time/...`.
 
-    What precedes the updates of a rollout is shared out evenly among them. `rest` is what no part accounts for, such as
-    the estimate of the advantages.
+    What precedes the updates of a rollout is shared out evenly among them. `rest` is what none of `PARTS` accounts for,
+    such as the estimate of the advantages.
     """
     steps = sorted(points["time/step"])
     seconds: dict[str, list[float]] = {part: [] for part in (*PARTS, "rest", "step")}
     for start in range(0, len(steps), updates_per_rollout):
         cycle = steps[start : start + updates_per_rollout]
         mean = {part: sum(points.get(f"time/{part}", {}).get(s, 0.0) for s in cycle) / len(cycle) for part in seconds}
-        for part in set(PARTS) - {"update"}:
-            mean[part] /= len(cycle)  # logged again with each update
         mean["rest"] = mean["step"] - sum(mean[part] for part in PARTS)
         for part, own in seconds.items():
             own += [mean[part]] * len(cycle)

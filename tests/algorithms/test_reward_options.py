@@ -1,0 +1,63 @@
+"""Options about rewards: workers train as the process itself does, and what cannot be honoured is refused."""
+
+import math
+
+import pytest
+import torch
+from helpers.worker_rewards import length, patient, raises_always
+
+from pl_grouprl.rewards import workers as workers_module
+
+
+def test_workers_change_nothing_and_end_with_the_run(
+    make_module, make_data, make_trainer, scripted_engine, parameters, monkeypatch
+):
+    made = []
+    new = workers_module._Worker.start
+    monkeypatch.setattr(workers_module._Worker, "start", lambda self: (made.append(self), new(self)))
+    trained = []
+    for options in ({}, {"reward_workers": 2, "reward_timeout": 60.0}):
+        module = make_module(rewards=length, engine=scripted_engine, num_iterations=2, **options)
+        make_trainer(max_steps=2, limit_val_batches=1).fit(module, make_data(val=True))
+        trained.append(parameters(module))
+    for alone, beside in zip(*trained, strict=True):
+        assert torch.equal(alone, beside)
+    assert [worker.is_alive() for worker in made] == [False, False]
+    assert [worker.process for worker in made] == [None, None]
+
+
+def test_failures_are_judged_by_the_options(make_module, make_data, make_trainer, scripted_engine):
+    def fit(**options):
+        module = make_module(rewards=raises_always, engine=scripted_engine, reward_workers=1, **options)
+        make_trainer(max_steps=1).fit(module, make_data())
+        return module
+
+    module = fit(max_failed_share=1.0, reward_retries=0)
+    assert module.last_rollouts.metrics["rewards/raises_always/invalid"] == 16.0
+    with pytest.raises(RuntimeError, match=r"'raises_always' raised OSError.*failed for 16 of 16 .*=0.25"):
+        fit(max_failed_share=0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_workers": -1}, r"reward_workers is -1; it must be 0 \(none\) or larger"),
+        ({"reward_timeout": 3.0}, "reward_timeout is 3.0 with reward_workers=0; .*Set reward_workers to 1 or more"),
+        ({"reward_workers": 1, "reward_timeout": 0.0}, "reward_timeout is 0.0; it must be larger than 0"),
+        ({"reward_workers": 1, "reward_timeout": math.nan}, "reward_timeout is nan; it must be larger than 0"),
+        ({"reward_retries": -1}, "reward_retries is -1; it must be 0 or larger"),
+        ({"max_failed_share": 1.5}, r"max_failed_share is 1.5; it must be in \[0, 1\]"),
+    ],
+)
+def test_options_out_of_range_are_refused(make_module, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_module(**options)
+
+
+def test_functions_that_workers_cannot_run_are_refused_at_setup(make_module, make_data, make_trainer):
+    for rewards, message in (
+        (lambda completions: [1.0 for _ in completions], "'<lambda>' cannot be sent to a worker"),
+        (patient, r"reward_workers is 1, but each of \['patient'\] stays in the process"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(max_steps=1).fit(make_module(rewards=rewards, reward_workers=1), make_data())
