@@ -55,8 +55,8 @@ class DeepSpeedSupport(StrategySupport):
         """Refuse what cannot be honoured, and leave to the module what DeepSpeed or Lightning would do: see the lines.
 
         Raises:
-            ValueError: If gradients are to be accumulated by the Trainer, ZeRO is off, or the configuration of
-                DeepSpeed says what the module decides.
+            ValueError: If gradients are to be accumulated by the Trainer, ZeRO is off, the precision is float16, or
+                the configuration of DeepSpeed says what the module decides.
         """
         strategy: Any = self.trainer.strategy
         accumulated = self.trainer.accumulate_grad_batches
@@ -68,6 +68,11 @@ class DeepSpeedSupport(StrategySupport):
             )
         if self.stage not in (1, 2, 3):
             raise ValueError(f"DeepSpeed's ZeRO stage is {self.stage}; set stage to 1, 2 or 3, or use strategy ddp.")
+        if self.trainer.precision.startswith("16"):
+            raise ValueError(
+                f"trainer.precision is {self.trainer.precision!r} under DeepSpeed, whose scaling of losses is not that "
+                "of Lightning; use 'bf16-mixed', which needs none."
+            )
         for name, instead in _DECIDED_BY_MODULE.items():
             if strategy.config.get(name):
                 raise ValueError(

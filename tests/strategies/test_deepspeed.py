@@ -1,0 +1,136 @@
+"""ZeRO trains like DDP: norms, clipping, passes, parts and steps that are left out, checkpoints, whole weights.
+
+Two gloo ranks in deepspeed_run.py. DeepSpeed compiles a helper at first use (ninja and g++, minutes on a slow machine),
+so all of it is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+
+from pl_grouprl.strategies.support import support_of
+
+SCRIPT = Path(__file__).with_name("deepspeed_run.py")
+STAGES = ("z2", "z3", "z2_offload", "z3_offload")
+
+if find_spec("deepspeed") is None:
+    pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+
+
+def run(folder: Path, **options: Any) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]]:
+    """Whole weights of policy and critic after training, and what else the script reports."""
+    folder.mkdir()
+    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, timeout=900, capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "whole.pt", weights_only=True), json.loads((folder / "seen.json").read_text())
+
+
+def largest_difference(left: Any, right: Any) -> float:
+    pairs = [(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a | b]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+# In the first step the policy is left out, the second is not finite, all are of two passes. The critic has a limit.
+EVENTFUL = {"passes": 2, "critic_warmup_steps": 1, "broken_step": 1, "critic_limit": 1.0, "steps": 4}
+CLIPPED = {"passes": 3, "limit": 2.0}
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    cases = {"eventful": EVENTFUL, "clipped": CLIPPED}
+    return {name: run(folder / name, strategy="ddp", **options) for name, options in cases.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("case", "options"), [("eventful", EVENTFUL), ("clipped", CLIPPED)])
+def test_zero_trains_like_ddp(tmp_path, oracles, stage, case, options):
+    weights, seen = run(tmp_path / stage, strategy=stage, **options)
+    expected_weights, expected = oracles[case]
+    assert largest_difference(weights, expected_weights) < 1e-5
+    for norms, others in zip(seen["norms"], expected["norms"], strict=True):
+        for name, norm in norms.items():
+            assert norm == pytest.approx(others[name], rel=1e-5, nan_ok=True)
+    # Each rank samples another number of tokens, of the weights as they are.
+    assert seen["sampled"] == expected["sampled"]
+    assert seen["reference"] == pytest.approx(expected["reference"], rel=1e-6)
+    assert seen["rates"] == expected["rates"]
+    tiny_model("qwen3", tie_word_embeddings=True).load_state_dict(weights[0])  # nothing is missing
+
+
+@pytest.mark.slow
+def test_the_oracle_saw_what_is_tested(oracles):
+    _, eventful = oracles["eventful"]
+    assert eventful["norms"][0]["policy"] == 0
+    assert math.isnan(eventful["norms"][1]["policy"])
+    assert all(norms["critic"] > EVENTFUL["critic_limit"] for norms in eventful["norms"][2:])
+    assert all(norms["policy"] > CLIPPED["limit"] for norms in oracles["clipped"][1]["norms"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_resume_is_exact_and_leaves_the_reference_out(tmp_path, stage):
+    options = {"strategy": stage, "passes": 2, "limit": 2.0, "steps": 4}
+    weights, seen = run(tmp_path / "whole", **options)
+    checkpoint = tmp_path / "whole" / "step=2.ckpt"
+    resumed, after = run(tmp_path / "resumed", checkpoint=str(checkpoint), **options)
+    assert largest_difference(weights, resumed) == 0
+    assert after["norms"] == seen["norms"]  # those of the first two steps were in the checkpoint
+    assert after["reference"] == seen["reference"]
+    for file in checkpoint.glob("checkpoint/*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        assert not [name for name in state["module"] if name.startswith("reference.")]
+        assert not state["frozen_param_fragments"]
+
+
+def support_with(strategy_options: dict[str, Any] | None = None, **trainer_options: Any) -> tuple[Any, Any]:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    strategy = DeepSpeedStrategy(**(strategy_options or {}))
+    options = {"accumulate_grad_batches": 1, "precision": "32-true", **trainer_options}
+    trainer: Any = SimpleNamespace(strategy=strategy, **options)
+    return support_of(trainer), strategy
+
+
+def test_accumulation_by_the_trainer_is_refused():
+    support, _ = support_with(accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches is 2 .* max_tokens_per_micro_batch"):
+        support.check(None)
+
+
+def test_stage_zero_is_refused():
+    support, _ = support_with({"stage": 0})
+    with pytest.raises(ValueError, match="stage is 0; set stage to 1, 2 or 3"):
+        support.check(None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("gradient_clipping", 1.0), ("optimizer", {"type": "Adam"})])
+def test_what_the_module_decides_is_refused_in_the_config(name, value):
+    support, _ = support_with({"config": {"zero_optimization": {"stage": 2}, name: value}})
+    with pytest.raises(ValueError, match=f"config of DeepSpeed has {name}=.* leave it out"):
+        support.check(None)
+
+
+def test_float16_is_refused():
+    support, _ = support_with(precision="16-mixed")
+    with pytest.raises(ValueError, match=r"precision is .16-mixed. .* bf16-mixed"):
+        support.check(None)
+
+
+def test_only_stage_three_shards_weights():
+    assert [support_with({"stage": stage})[0].shards for stage in (1, 2, 3)] == [False, False, True]
