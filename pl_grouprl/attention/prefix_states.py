@@ -40,8 +40,8 @@ class PrefixStates:
         kind = type(layer).__name__
         if self._with_gradient and not torch.is_grad_enabled():
             raise NotImplementedError(
-                f"{kind} runs without gradient in the pass of a prompt whose group is split: activation checkpointing "
-                "with use_reentrant=True. Use use_reentrant=False, or a larger token budget."
+                f"{kind} runs without gradient in the pass of a prompt whose group is split, as under activation "
+                "checkpointing with use_reentrant=True. Use use_reentrant=False, or a larger token budget."
             )
         if (layer, name) in self._tensors:
             raise NotImplementedError(

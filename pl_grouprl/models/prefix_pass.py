@@ -103,12 +103,13 @@ class PrefixPass:
             loss_scale: Factor of the losses of the slices (of a gradient scaler), if this one is multiplied by it too.
 
         Returns:
-            A scalar. Without `parameters` and without a run with gradient it has none.
+            A scalar that can be differentiated, also where no run of the prompt had a gradient.
         """
         done, self._done = self._done, {}
         zeros = [prefix.loss(loss_scale) for prefix in done.values() if prefix.needs_backward]
         zeros += [0 * parameter.flatten()[:1].sum() for parameter in parameters]
-        return torch.stack([zero.to(torch.float32) for zero in zeros]).sum() if zeros else torch.zeros(())
+        zeros.append(torch.zeros((), device=self.batch.targets_N.device, requires_grad=True))
+        return torch.stack([zero.to(torch.float32) for zero in zeros]).sum()
 
 
 class Prefix:

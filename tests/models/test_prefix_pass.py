@@ -13,7 +13,8 @@ from helpers.variants import VARIANTS, variant
 from torch import Tensor
 
 from pl_grouprl.attention import find_decoder, shared_prefix
-from pl_grouprl.models import Critic, ValueHead, hidden_states, score
+from pl_grouprl.models import Critic, LoRAAdapter, ValueHead, hidden_states, score
+from pl_grouprl.models.adapter_layers import adapters_off
 from pl_grouprl.models.prefix_pass import Leaf, PrefixPass
 from pl_grouprl.packing import pack
 from pl_grouprl.packing.slices import pack_slice
@@ -135,8 +136,13 @@ def test_reentrant_checkpointing_is_refused():
         in_slices(model, group_of(), SLICES["uneven"])
 
 
-@pytest.mark.parametrize("backend", ["auto", "cascade", "reference", "flex"])
-@pytest.mark.parametrize("family", ["llama", "gemma2, windows", "gpt_oss, windows", "llama4", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        *(("llama", "auto"), ("gemma2, windows", "cascade"), ("gpt_oss, windows", "reference"), ("llama4", "auto")),
+        *(("qwen3_next", "auto"), ("gpt_oss, windows", "flex")),
+    ],
+)
 def test_scoring_without_gradient(family, backend):
     model, group = model_of(family, torch.float32), group_of()
     prefix = PrefixPass(group, "cpu")
@@ -145,7 +151,17 @@ def test_scoring_without_gradient(family, backend):
         for index in SLICES["uneven"]:
             found = score(model, pack_slice(group, index, prefix)).logprobs_N
             torch.testing.assert_close(found, expected[rollout_slices(index)], atol=1e-5, rtol=0)
-        assert not prefix.loss().requires_grad
+        assert prefix.loss() == 0
+
+
+def test_autocast_rounds_no_more_than_in_one_call():
+    """Both against float32; in slices the gradients of a prompt's tensors are rounded once per slice."""
+    model, group = model_of("qwen3", torch.float32), group_of()
+    with shared_prefix(model):
+        exact = in_one_call(model, group)[1]
+        with torch.autocast("cpu", torch.bfloat16):
+            whole, split = in_one_call(model, group)[1], in_slices(model, group, SLICES["uneven"])[1]
+    assert worst_gradient_error(split, exact) < 1.5 * worst_gradient_error(whole, exact)
 
 
 @pytest.mark.slow
@@ -213,6 +229,27 @@ def test_a_model_with_and_without_gradient_in_one_pass():
     assert worst_gradient_error(gradients(model), {name: expected[name] for name in gradients(model)}) < 1e-6
 
 
+def test_an_adapter_switched_off_is_another_run():
+    pytest.importorskip("peft")
+    model, group = model_of("llama", torch.float32), group_of()
+    LoRAAdapter(r=2, target_modules=["q_proj", "v_proj"]).put_on(model, "policy")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    with shared_prefix(model):
+        trained = in_one_call(model, group), in_slices(model, group, SLICES["uneven"])
+        prefix = PrefixPass(group, "cpu")
+        batch = pack_slice(group, range(len(LENGTHS)), prefix)
+        with adapters_off(model):
+            base, base_in_slices = score(model, pack([group])).logprobs_N, score(model, batch).logprobs_N
+        with torch.no_grad():
+            policy_in_slices = score(model, batch).logprobs_N
+    assert worst_gradient_error(trained[1][1], trained[0][1]) < 1e-4
+    torch.testing.assert_close(policy_in_slices, trained[0][0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(base_in_slices, base, atol=1e-5, rtol=0)
+    assert (base - policy_in_slices).abs().max() > 0.1
+
+
 def test_frozen_layers_take_no_part():
     model, group = model_of("llama"), group_of()
     for name, parameter in model.named_parameters():
@@ -221,6 +258,15 @@ def test_frozen_layers_take_no_part():
         expected, found = in_one_call(model, group), in_slices(model, group, SLICES["uneven"])
     assert len(found[1]) == 1
     assert worst_gradient_error(found[1], expected[1]) < 1e-6
+
+
+def test_a_model_that_is_not_trained_has_a_loss_too():
+    model, group = model_of("llama").requires_grad_(False), group_of()
+    with shared_prefix(model):
+        prefix = PrefixPass(group, "cpu")
+        score(model, pack_slice(group, [0], prefix))
+        prefix.loss().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_what_nobody_differentiated_gets_zeros():
