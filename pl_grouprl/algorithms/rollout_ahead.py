@@ -105,10 +105,10 @@ class RolloutAhead:
             self._restored = [[Rollout(**rollout) for rollout in own] for own in state["rollouts"]]
 
     def close(self) -> None:
-        """Wait for the thread, and drop what it sampled, and the copy of the policy."""
+        """Wait for the thread, and let go of the copy. What was sampled stays, for a checkpoint or another fit."""
         if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-        self.__init__()  # type: ignore[misc]
+            self._executor.shutdown()
+        self._executor = self._policy = self._copy = self._engine = self._sample = None
 
     @torch.no_grad()
     def _copy_weights(self) -> None:

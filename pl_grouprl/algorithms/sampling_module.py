@@ -111,12 +111,16 @@ class SamplingModule(PolicyModule):
         prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts", {})
         for split in _SPLITS_OF_STAGE.get(stage, ()):
             check_columns(prompts.get(split, ()), self.rewards, split)
-        if self.reward_workers and self._workers is None:
+        self._end_workers()  # of a run that an exception has ended
+        if self.reward_workers:
             self._workers = RewardWorkers(prepare_rewards(self.rewards), self.reward_workers, self.reward_timeout)
 
     def teardown(self, stage: str) -> None:
         """End the reward workers."""
         super().teardown(stage)
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
             self._workers = None

@@ -161,7 +161,12 @@ def test_the_copy_keeps_the_weights_of_the_start():
         assert (group.prompt_ids, group.rollouts[0].token_ids) == ([7], [int(weight)])
         release.clear()
         started.clear()
-    ahead.close()
+    ahead.start([Prompt([7])], 3, policy_step=3)
+    release.set()
+    ahead.close()  # waits, and keeps what was sampled
+    assert ahead.state_dict()["rollout_number"] == 3
+    assert ahead.take(4, regroup) is None
+    assert ahead.take(3, regroup) is None  # dropped with that
     restored = RolloutAhead()
     restored.load_state_dict(state)
     assert restored.state_dict() == state
