@@ -268,7 +268,14 @@ class RolloutModule(CollectingModule, ABC):
         if passes.number > 1:
             self.total_denominators(self._denominators_of(buffer, members))
         terms = StepTerms()
-        loss = self._run(passes, terms)
+        try:
+            loss = self._run(passes, terms)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"out of memory in a pass of at most max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} tokens "
+                "(None: all groups of a mini-batch at once); lower it, which changes no result, or raise "
+                "sequence_parallel_size."
+            ) from error
         if passes.number > 1:
             self._check_denominators(terms, buffer, members)
         metrics = terms.reduced(self.sum_over_ranks, lambda values: self.reduce_sums(values, "max"))

@@ -191,7 +191,7 @@ class CollectingModule(SamplingModule):
         if num_ranks() == 1:
             return
         if self._cost is None:
-            self._cost = ModelCost.of(find_decoder(self.policy))
+            self._cost = ModelCost.of(find_decoder(self.policy), self.policy.get_output_embeddings())
         with self._timed("exchange"):
             share = deal(
                 collected.groups,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pl_grouprl.algorithms.selection import leave_untrained
-from pl_grouprl.packing import ModelCost, SharedPrefixLayout, Sharing, balance, imbalance
+from pl_grouprl.packing import ModelCost, Sharing, balance, imbalance
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 
@@ -41,12 +41,6 @@ def cut_into_mini_batches(num_groups: int, num_mini_batches: int, seed: int) -> 
     return numbers.tolist()
 
 
-def estimated_cost(group: RolloutGroup, cost: ModelCost, sharing: Sharing) -> float:
-    """Floating-point operations of a group's forward pass."""
-    layout = SharedPrefixLayout.from_groups([(len(group.prompt_ids), [len(r.token_ids) for r in group.rollouts])])
-    return cost.shared(layout) if sharing == "shared" else cost.repeated(layout)
-
-
 def deal(
     groups: Sequence[RolloutGroup],
     cost: ModelCost,
@@ -75,7 +69,8 @@ def deal(
     found.sort(key=lambda pair: pair[1]["group_id"])  # the order of one rank, whatever the number of ranks
     everything = [from_state(state) for _, state in found]
     owners = [owner for owner, _ in found]
-    costs = [estimated_cost(group, cost, sharing) for group in everything]
+    sizes = [(len(group.prompt_ids), [len(r.token_ids) for r in group.rollouts]) for group in everything]
+    costs = cost.of_groups(sizes, sharing)
     numbers = cut_into_mini_batches(len(everything), num_mini_batches, seed)
     own: list[int] = []
     balanced, unbalanced = [], []
