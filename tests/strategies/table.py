@@ -64,6 +64,8 @@ class Result:
         loss_difference: Largest difference to the reference, over the steps.
         resume_difference: Largest difference of a weight.
         logit_difference: Between the exported policy, loaded anew, and the trained one.
+        passes: Forward and backward passes of the steps, together.
+        splits: Groups that were split, in all steps together.
         rollouts: Batches of prompts that were sampled.
         validations: Validations that ran.
         error: What is wrong; empty where nothing is.
@@ -75,6 +77,8 @@ class Result:
     loss_difference: float | None = None
     resume_difference: float | None = None
     logit_difference: float | None = None
+    passes: int = 0
+    splits: int = 0
     rollouts: int = 0
     validations: int = 0
     error: str = ""
@@ -82,21 +86,25 @@ class Result:
 
 def table_rows(num_gpus: int) -> list[Row]:
     """All rows; those of the GPU use at most two, and one where there is no more."""
-    ulysses = CUT | {"sequence_parallel_size": 2}
+    # The budget is one of each rank, and a row has two.
+    ulysses = {"max_tokens_per_micro_batch": CUT["max_tokens_per_micro_batch"] // 2, "sequence_parallel_size": 2}
     rows = []
     for algorithm in ALGORITHMS:
         rows += [
             Row("single", algorithm),
             Row("ddp x2", algorithm, "ddp", 2),
             Row("fsdp2 x2", algorithm, "fsdp2", 2),
-            Row("fsdp1 x2, on CPU", algorithm, "fsdp", 2),
+            Row("fsdp1 x2, on CPU", algorithm, "fsdp", 2, options={}),  # which differentiates a step in one pass
             Row("ZeRO-2 x2, on CPU", algorithm, "deepspeed_z2", 2),
             Row("ZeRO-3 x2, on CPU", algorithm, "deepspeed_z3", 2),
             Row("ulysses x2", algorithm, "fsdp2", 2, options=ulysses),
         ]
     fragments = ("ddp", "fsdp2", "fsdp", "deepspeed_z2", "deepspeed_z3", "deepspeed_z3_offload")
     devices = min(max(num_gpus, 1), 2)
-    rows += [Row(f"{name}.yaml, GPU", a, name, devices, "gpu") for a in ALGORITHMS for name in fragments]
+    for algorithm in ALGORITHMS:
+        for name in fragments:
+            options = {} if name == "fsdp" else CUT
+            rows.append(Row(f"{name}.yaml, GPU", algorithm, name, devices, "gpu", options))
     return rows
 
 
@@ -193,6 +201,7 @@ def compare(result: Result, reference: Path, whole: Path, resumed: Path) -> None
 
     runs = {path: json.loads((path / "run.json").read_text()) for path in (reference, whole)}
     losses = [[step["loss"] for step in run["steps"]] for run in runs.values()]
+    result.passes, result.splits = sum(runs[whole]["passes"]), sum(runs[whole]["splits"])
     result.rollouts, result.validations = len(runs[whole]["rollouts"]), len(runs[whole]["validations"])
     result.loss_difference = max(abs(one - other) for one, other in zip(*losses, strict=True))
     weights = [torch.load(path / "weights.pt", weights_only=True) for path in (whole, resumed)]
@@ -204,6 +213,8 @@ def compare(result: Result, reference: Path, whole: Path, resumed: Path) -> None
         f"losses differ by {result.loss_difference:.1e}": not result.loss_difference <= LOSS_TOLERANCE,
         f"resumed weights differ by {result.resume_difference:.1e}": result.resume_difference != 0,
         f"logits of the export differ by {result.logit_difference:.1e}": not result.logit_difference <= 1e-6,
+        f"{result.passes} passes in 10 steps": bool(result.row.options) and result.passes < 20,
+        "no group was split": bool(result.row.options) and result.splits == 0,
         f"{result.rollouts} rollouts in place of 5": result.rollouts != 5,
         f"{result.validations} validations in place of 2": result.validations != 2,
     }
@@ -222,7 +233,9 @@ def exported_logits(policy: Path) -> Any:
     """What the exported policy computes on the tokens that table_run.py shows the trained one."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     sys.path.append(str(SCRIPT.parent))
     from table_run import PROBE
 
@@ -230,7 +243,11 @@ def exported_logits(policy: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(policy)(torch.tensor([PROBE])).logits
 
 
-COLUMNS = ("strategy", "algorithm", "loss difference", "resume difference", "export", "rollouts", "validations", "s")
+COLUMNS = (
+    *("strategy", "algorithm", "loss difference", "resume difference", "export"),
+    *("passes", "splits", "rollouts", "validations", "s"),
+)
+WIDTHS = (28, 11, 17, 19, 9, 8, 8, 10, 13, 5)
 
 
 def cells(result: Result) -> list[str]:
@@ -240,14 +257,14 @@ def cells(result: Result) -> list[str]:
         return [row.name, row.algorithm, "not run here"]
     numbers = (result.loss_difference, result.resume_difference, result.logit_difference)
     shown = ["-" if number is None else f"{number:.1e}" if number else "0" for number in numbers]
-    counts = [str(result.rollouts), str(result.validations), f"{result.seconds:.0f}"]
+    counts = [str(n) for n in (result.passes, result.splits, result.rollouts, result.validations)]
+    counts.append(f"{result.seconds:.0f}")
     return [row.name, row.algorithm, *shown, *counts, *(["FAILED"] if result.status == "failed" else [])]
 
 
 def line(texts: Sequence[str]) -> str:
     """Columns of equal width."""
-    widths = (22, 11, 17, 19, 9, 10, 13, 5)
-    return "".join(text.ljust(width) for text, width in zip(texts, (*widths, 0), strict=False)).rstrip()
+    return "".join(text.ljust(width) for text, width in zip(texts, (*WIDTHS, 0), strict=False)).rstrip()
 
 
 def run_rows(rows: Sequence[Row], table: Table, num_gpus: int) -> Iterator[Result]:

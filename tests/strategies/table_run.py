@@ -24,8 +24,8 @@ from conftest import TinyPolicy, share_of_letters  # noqa: E402
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
 from pl_grouprl.algorithms import OptimizerConfig  # noqa: E402
+from pl_grouprl.algorithms.passes import Passes  # noqa: E402
 from pl_grouprl.callbacks import ExportPolicy  # noqa: E402
-from pl_grouprl.strategies import support_of  # noqa: E402
 
 FRAGMENTS = TESTS.parent / "configs" / "strategy"
 STEPS, SAVED_STEP = 10, 5
@@ -83,19 +83,25 @@ class Recorder(Callback):
         self.steps: list[dict[str, float]] = []
         self.rollouts: set[int] = set()
         self.validations: list[float] = []
+        self.passes: list[int] = []
+        self.splits: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        self.rollouts.add(module.last_rollouts.rollout_number)
+        buffer = module.last_rollouts
+        self.rollouts.add(buffer.rollout_number)
+        members = buffer.members(buffer.updates_done - 1)
+        passes = Passes(buffer, members, module._row_options(module.sequence_parallel_size))
+        self.passes.append(passes.number)
+        self.splits.append(len(passes._shape) - 1)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         self.validations.append(float(trainer.callback_metrics["val/reward"]))
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        support = support_of(trainer)
         parts = {name: part for name, (part, _) in module.optimized_parts().items()}
-        states = {name: support.full_state_dict(part) for name, part in parts.items()}
-        with support.whole_weights(module.policy), torch.no_grad():
+        states = {name: module.support.full_state_dict(part) for name, part in parts.items()}
+        with module.support.whole_weights(module.policy), torch.no_grad():
             logits = module.policy(torch.tensor([PROBE], device=module.device)).logits
         if trainer.is_global_zero:
             # Clones: tied weights are saved twice, and saving must not depend on who shares memory with whom.
@@ -103,8 +109,8 @@ class Recorder(Callback):
                 {f"{k}.{n}": v.clone() for k, s in states.items() for n, v in s.items()}, self.folder / "weights.pt"
             )
             torch.save(logits.cpu(), self.folder / "logits.pt")
-            found = {"steps": self.steps, "rollouts": sorted(self.rollouts), "validations": self.validations}
-            (self.folder / "run.json").write_text(json.dumps(found))
+            found = {name: getattr(self, name) for name in ("steps", "validations", "passes", "splits")}
+            (self.folder / "run.json").write_text(json.dumps(found | {"rollouts": sorted(self.rollouts)}))
 
 
 def main(folder: Path, row: dict[str, Any]) -> None:
