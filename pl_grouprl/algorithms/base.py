@@ -272,8 +272,8 @@ class RolloutModule(CollectingModule, ABC):
             loss = self._run(passes, terms)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"out of memory in a pass of max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} tokens (None: "
-                "all groups of a mini-batch at once); lower it, which changes no result, or raise "
+                f"out of memory in a pass of max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} tokens "
+                "(None: all groups of a mini-batch at once); lower it, which changes no result, or raise "
                 "sequence_parallel_size."
             ) from error
         if passes.number > 1:
