@@ -20,7 +20,10 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
+from pl_grouprl.utilities.options import differing_options
 
 if TYPE_CHECKING:
     from pl_grouprl.attention import ParityReport
@@ -222,8 +225,11 @@ class RLCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if kwargs.get("weights_only") is False:
+            raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
+        kwargs["weights_only"] = True
         if kwargs.get("ckpt_path") == "last":
-            kwargs["ckpt_path"] = last_checkpoint(self.trainer)
+            kwargs["ckpt_path"] = last_checkpoint(self.trainer, self.model if subcommand == "fit" else None)
         return kwargs
 
     def parity(self, **kwargs: Any) -> None:
@@ -249,25 +255,43 @@ def _refuse_missing_gpu(accelerator: Any) -> None:
         )
 
 
-def last_checkpoint(trainer: Trainer) -> str:
-    """The newest checkpoint that earlier runs with the same logger folder and name have left.
+def last_checkpoint(trainer: Trainer, model: LightningModule | None = None) -> str:
+    """The newest complete checkpoint that earlier runs with the same logger folder and name have left.
 
-    Without a logger it is the newest in `<default_root_dir>/checkpoints`, where ModelCheckpoint then writes.
+    Without a logger it is the newest in `<default_root_dir>/checkpoints`, where a checkpoint callback then writes. Torn
+    ones are passed over with a warning.
+
+    Args:
+        trainer: Its loggers say where to look.
+        model: What is to go on from it, where its options are to be compared.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or if it is of a run with other options.
     """
     if trainer.loggers:
-        folder, pattern = _runs_folder(trainer.loggers[0], trainer.default_root_dir), "**/checkpoints/*.ckpt"
+        folder, pattern = _runs_folder(trainer.loggers[0], trainer.default_root_dir), "**/checkpoints"
     else:
-        folder, pattern = Path(trainer.default_root_dir, "checkpoints"), "*.ckpt"
-    checkpoints = [path for path in folder.glob(pattern) if path.is_file()]
-    if not checkpoints:
+        folder, pattern = Path(trainer.default_root_dir), "checkpoints"
+    places = [place for place in folder.glob(pattern) if place.is_dir()]
+    for place in places:
+        settle(place)
+    newest, torn = newest_complete(path for place in places for path in place.glob("*.ckpt"))
+    for path, flaw in torn.items():
+        rank_zero_warn(f"ckpt_path 'last' passes over {path}: {flaw}.")
+    if newest is None:
         raise ValueError(
-            f"ckpt_path is 'last' and there is no checkpoint below {folder}; leave --ckpt_path out to start anew, or "
-            "pass the path of a checkpoint."
+            f"ckpt_path is 'last' and there is no checkpoint below {folder} that is complete; leave --ckpt_path out to "
+            "start anew, or pass the path of a checkpoint."
         )
-    newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name.startswith("last")))
+    if model is not None:
+        from pl_grouprl.callbacks.safe_checkpoint import run_options
+
+        differences = differing_options(about(newest).get("options", {}), run_options(model))
+        if differences:
+            raise ValueError(
+                f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(differences)}. Restore "
+                "them, give this run another logger name, or pass the checkpoint's path to change them from there on."
+            )
     rank_zero_info(f"ckpt_path 'last' is {newest}")
     return str(newest)
 

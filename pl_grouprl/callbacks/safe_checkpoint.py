@@ -59,7 +59,8 @@ class SafeCheckpoint(ModelCheckpoint):
         **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`.
 
     Raises:
-        ValueError: At setup, if the folder is not local, or has checkpoints of a run with other options.
+        ValueError: At setup, if the folder is not local, or has checkpoints of a run with other options that are not
+            what is resumed.
     """
 
     def __init__(self, *, stop_on_signal: bool = True, **kwargs: Any) -> None:
@@ -80,7 +81,7 @@ class SafeCheckpoint(ModelCheckpoint):
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
         if trainer.ckpt_path is None or Path(trainer.ckpt_path).resolve().parent != folder.resolve():
-            options: dict[str, Any] = getattr(pl_module, "checkpoint_options", dict)()
+            options = run_options(pl_module)
             _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, options, trainer))
 
     # Signals.
@@ -159,8 +160,7 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
     unfinished = unfinished_path(target, owner)
     what = f"the checkpoint {target} could not be saved, the former ones are untouched"
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    contents = checkpoint.get("pl_grouprl", {})
-    facts = {"step": trainer.global_step, "options": contents.get("options", {})}
+    facts = {"step": trainer.global_step, "options": run_options(trainer.lightning_module)}
     try:
         _on_all_ranks(trainer, what, lambda: _clear(unfinished) if trainer.is_global_zero else None)
         _on_all_ranks(trainer, what, lambda: trainer.strategy.save_checkpoint(checkpoint, unfinished))
@@ -171,6 +171,12 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
         if trainer.is_global_zero:
             _clear(unfinished)
         raise
+
+
+def run_options(module: LightningModule) -> dict[str, Any]:
+    """What tells the runs of two configurations apart: the module and, where it names them, its `rollout_options`."""
+    options: dict[str, Any] = getattr(module, "rollout_options", dict)()
+    return {"model": type(module).__name__} | options
 
 
 def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> None:

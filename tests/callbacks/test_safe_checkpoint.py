@@ -31,18 +31,15 @@ class Counter(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.options = options
 
-    def checkpoint_options(self):
+    def rollout_options(self):
         return self.options
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["pl_grouprl"] = {"options": self.options}
 
     def training_step(self, batch, batch_idx):
         self.log("score", float(-self.global_step))
         return -self.weight.sum()
 
     def train_dataloader(self):
-        return [torch.zeros(1)] * 100
+        return torch.utils.data.DataLoader(torch.zeros(100, 1))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1.0)

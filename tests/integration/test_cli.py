@@ -46,7 +46,7 @@ trainer:
     - class_path: lightning.pytorch.loggers.TensorBoardLogger
       init_args: {{save_dir: {runs}, name: small}}
   callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+    - class_path: pl_grouprl.callbacks.SafeCheckpoint
       init_args: {{every_n_train_steps: 2, save_top_k: -1, save_last: true}}
     - class_path: pl_grouprl.callbacks.ValidateAtStart
     - class_path: pl_grouprl.callbacks.SharedPrefixCallback
@@ -163,8 +163,30 @@ def test_last_without_a_logger_is_the_trainers_own(tmp_path):
     with pytest.raises(ValueError, match="there is no checkpoint below"):
         last_checkpoint(trainer)
     own.parent.mkdir()
-    own.touch()
+    torch.save({}, own)
     assert last_checkpoint(trainer) == str(own)
+
+
+def test_last_passes_over_a_torn_checkpoint(tmp_path):
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({}, tmp_path / "checkpoints" / "whole.ckpt")
+    (tmp_path / "checkpoints" / "torn.ckpt").write_bytes((tmp_path / "checkpoints" / "whole.ckpt").read_bytes()[:-20])
+    with pytest.warns(UserWarning, match=r"passes over .*torn\.ckpt: it cannot be read"):
+        assert last_checkpoint(trainer) == str(tmp_path / "checkpoints" / "whole.ckpt")
+
+
+def test_last_of_a_run_with_other_options_is_refused(run, small):
+    options = ["--ckpt_path", "last", "--model.init_args.num_generations", "3"]
+    with pytest.raises(ValueError, match=r"is of a run with other options: num_generations is 3 \(there 4\)"):
+        main(["fit", *small, *options])
+
+
+def test_code_in_a_checkpoint_is_never_run(run, small):
+    with pytest.raises(ValueError, match="weights_only is False, which would run code"):
+        main(["fit", *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--weights_only", "false"])
 
 
 def test_a_run_without_a_folder_of_its_own_leaves_config_yaml_alone(small, tmp_path, monkeypatch):

@@ -1,0 +1,162 @@
+"""A signal, whenever and to whichever rank it comes, ends a run with a checkpoint from which it goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from pl_grouprl.callbacks import SafeCheckpoint, StoppedBySignal
+from pl_grouprl.utilities.checkpoint_files import flaw
+
+SCRIPT = Path(__file__).with_name("signal_ranks.py")
+CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
+FAST = [("single", "reward", 0, "SIGINT"), ("ddp", "update", 1, "SIGTERM")]
+SLOW = [
+    ("single", "rollout", 0, "SIGTERM"),
+    ("single", "update", 0, "SIGUSR1"),
+    ("single", "save", 0, "SIGTERM"),
+    ("single", "validation", 0, "SIGTERM"),
+    ("ddp", "rollout", 0, "SIGUSR1"),
+    ("ddp", "reward", 1, "SIGUSR1"),
+    ("ddp", "save", 0, "SIGTERM"),
+    ("ddp", "update", -1, "SIGINT"),
+    ("fsdp2", "update", 1, "SIGTERM"),
+    ("fsdp2", "save", 0, "SIGTERM"),
+]
+
+
+def check(cases):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), json.dumps(cases)], check=False, capture_output=True, text=True, timeout=600
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(cases), done.stderr
+    for result in results:
+        strategy, *_, name = result["case"]
+        others = [] if strategy == "single" else [0]
+        assert result["codes"] == [CODES[name], *others], result
+        assert result["flaw"] is None, result
+        assert result["same"], result
+
+
+def test_signals_to_one_rank():
+    check(FAST)
+
+
+@pytest.mark.slow
+def test_signals_at_all_moments():
+    check(SLOW)
+
+
+class Counter(LightningModule):
+    """One weight that grows by 1 with each step; gets a signal amid its third batch."""
+
+    def __init__(self, *signums, at=3):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.signums = signums
+        self.at = at
+        self.batches = 0
+
+    def training_step(self, batch, batch_idx):
+        self.batches += 1
+        if self.batches == self.at:
+            for signum in self.signums:
+                os.kill(os.getpid(), signum)
+        return -self.weight.sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(100, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def fit(folder, module, callback=None, **options):
+    callback = callback or SafeCheckpoint(dirpath=folder, every_n_train_steps=100)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Trainer(max_steps=5, callbacks=[callback], default_root_dir=folder, **quiet, **options)
+    trainer.fit(module)
+    return trainer
+
+
+def saved(folder):
+    assert flaw(folder / "last.ckpt") is None
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_the_batch_at_hand_is_finished_and_saved(tmp_path, name):
+    module = Counter(getattr(signal, name))
+    with pytest.raises(StoppedBySignal) as end:
+        fit(tmp_path, module)
+    assert end.value.code == CODES[name]
+    assert saved(tmp_path)["global_step"] == 3
+    assert module.weight.item() == 3
+
+
+def test_gradients_that_are_accumulated_are_stepped_first(tmp_path):
+    module = Counter(signal.SIGTERM)
+    with pytest.raises(StoppedBySignal):
+        fit(tmp_path, module, accumulate_grad_batches=2)
+    assert module.batches == 4
+    assert saved(tmp_path)["global_step"] == 2
+
+
+def test_several_requests_are_one(tmp_path):
+    with pytest.raises(StoppedBySignal) as end:
+        fit(tmp_path, Counter(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1))
+    assert end.value.code == 143
+
+
+def test_handlers_are_restored(tmp_path):
+    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    with pytest.raises(StoppedBySignal):
+        fit(tmp_path, Counter(signal.SIGINT))
+    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    fit(tmp_path / "whole", Counter())
+    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_signals_can_be_left_to_lightning(tmp_path):
+    callback = SafeCheckpoint(dirpath=tmp_path, every_n_train_steps=100, stop_on_signal=False)
+    with pytest.raises(SystemExit) as end:
+        fit(tmp_path, Counter(signal.SIGINT), callback)
+    assert end.value.code == 1
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_a_second_interrupt_ends_the_process_at_once(tmp_path):
+    program = (
+        "import signal, sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from test_stop_on_signal import Counter, fit\n"
+        "fit(Path(sys.argv[2]), Counter(signal.SIGINT, signal.SIGINT))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path)], check=False, timeout=120
+    )
+    assert done.returncode == -signal.SIGINT
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_under_slurm_its_signal_saves_what_lightning_resumes_from_and_requeues(tmp_path, monkeypatch):
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    commands = []
+    monkeypatch.setattr("subprocess.run", lambda command, **kwargs: commands.append(command))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    environment = SLURMEnvironment(requeue_signal=signal.SIGUSR1)
+    with pytest.raises(StoppedBySignal):
+        fit(tmp_path, Counter(signal.SIGUSR1), plugins=[environment])
+    assert commands == [["scontrol", "requeue", "17"]]
+    assert flaw(tmp_path / "hpc_ckpt_1.ckpt") is None
