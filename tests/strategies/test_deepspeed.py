@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.strategies.support import support_of
+from pl_grouprl.strategies import support_of
 
 SCRIPT = Path(__file__).with_name("deepspeed_run.py")
 STAGES = ("z2", "z3", "z2_offload", "z3_offload")
