@@ -1,6 +1,6 @@
 """Entry point from the project's root: `python cli.py fit --config grpo_pg.yaml`."""
 
-from pl_grouprl.cli import main
+if __name__ == "__main__":  # reward workers import this file, and nothing of what it needs
+    from pl_grouprl.cli import main
 
-if __name__ == "__main__":
     main()
