@@ -5,6 +5,7 @@ from pl_grouprl.models.critic import Critic, ValueHead, check_critic_parity
 from pl_grouprl.models.critic_sources import CriticSource, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
+from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
 from pl_grouprl.models.warm_start import WarmStartedPolicy
 
@@ -15,6 +16,7 @@ __all__ = [
     "LoRACritic",
     "PolicyCopyCritic",
     "PolicySource",
+    "PrefixPass",
     "PretrainedCritic",
     "PretrainedPolicy",
     "SharedTrunkCritic",
