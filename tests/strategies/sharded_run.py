@@ -36,17 +36,20 @@ def strategy(name: str) -> Any:
     return name
 
 
-class Adapted:
-    """A policy with an adapter."""
+class Policy:
+    """A tiny policy whose head may be its embedding, and which may have an adapter."""
 
-    def __init__(self, policy: TinyPolicy, adapter: LoRAAdapter) -> None:
-        self.policy, self.adapter = policy, adapter
-        self.load_tokenizer = policy.load_tokenizer
+    def __init__(self, tied: bool, adapter: LoRAAdapter | None, **options: Any) -> None:
+        self.tied, self.adapter = tied, adapter
+        self.source = TinyPolicy(**options)
+        self.load_tokenizer = self.source.load_tokenizer
 
     def load(self) -> Any:
-        model = self.policy.load()
-        self.adapter.add_to(model)
-        return model
+        model = self.source.load()
+        if self.tied:
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        return model if self.adapter is None else self.adapter.add_to(model)
 
 
 class Poison(Callback):
@@ -83,9 +86,8 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
     case = {"algorithm": "GRPO", "max_steps": 2, "module": {}, "trainer": {}, "optimizer": {}, **case}
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=8, val_size=3)
     data = PromptDataModule(task, task, batch_size=4, val_batch_size=2, shuffle=False)
-    policy: Any = TinyPolicy(**case.get("policy", {}))
-    if "adapter" in case:
-        policy = Adapted(policy, LoRAAdapter(**case["adapter"]))
+    adapter = LoRAAdapter(**case["adapter"]) if "adapter" in case else None
+    policy = Policy(case.get("tied", False), adapter, **case.get("policy", {}))
     if case.get("critic") == "shared":
         case["module"]["critic"] = SharedTrunkCritic()
     module = ALGORITHMS[case["algorithm"]](
