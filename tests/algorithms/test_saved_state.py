@@ -1,0 +1,176 @@
+"""A module lists its state; what is listed is saved and restored, for the ranks there were and for others."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.algorithms.resume import deal_again
+from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.saved_state import Attributes
+from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.random_state import random_state, set_random_state
+
+CPU = torch.device("cpu")
+
+
+def drawn():
+    return random.random(), np.random.random(), float(torch.rand(())), float(torch.randn(())), random.gauss(0, 1)
+
+
+def test_random_numbers_go_on_from_their_state(tmp_path):
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    torch.save(random_state(CPU), tmp_path / "state.pt")
+    expected = [drawn() for _ in range(3)]
+    set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
+    assert [drawn() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("cls", [GRPO, PPO, GroupPPO])
+def test_the_state_is_what_is_listed(make_module, make_data, make_trainer, tmp_path, cls):
+    module = make_module(cls)
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(module, make_data())
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    saved = torch.load(tmp_path / "state.ckpt", weights_only=True)["pl_grouprl"]
+    assert saved.keys() == module.saved_state().keys()
+    always = {
+        "random_numbers",
+        "reference_fingerprint",
+        "adapters",
+        "optimizer",
+        "steps",
+        "tokens",
+        "rollouts",
+        "options",
+    }
+    assert always < saved.keys()
+    assert ("threshold_controller" in saved) == (cls is GroupPPO)
+
+
+class Curriculum(GRPO):
+    """A user's module with state of its own."""
+
+    level = 0
+
+    def saved_state(self):
+        return super().saved_state() | {"curriculum": Attributes(self, "level")}
+
+    def on_train_batch_end(self, *args):
+        self.level += 1
+        super().on_train_batch_end(*args)
+
+
+def test_a_subclass_adds_to_it(make_module, make_data, make_trainer, tmp_path):
+    module, trainer = make_module(Curriculum), make_trainer(max_steps=2)
+    trainer.fit(module, make_data())
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    resumed = make_module(Curriculum)
+    make_trainer(max_steps=3).fit(resumed, make_data(), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
+    assert resumed.level == 3
+
+
+class Draws(Callback):
+    """What each rollout's reward could draw."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen.append((batch.rollout_number, drawn()))
+
+    def on_validation_batch_start(self, *args):
+        drawn()
+
+
+def saving(folder, **options):
+    return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, **options)
+
+
+def test_random_numbers_of_a_resumed_run_go_on_whatever_is_drawn_in_validations(
+    make_module, make_data, make_trainer, tmp_path
+):
+    options = {"max_epochs": 2, "check_val_every_n_epoch": None, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    schedule = {
+        "optimizer": OptimizerConfig(1e-2, schedule="cosine")
+    }  # asks for the number of steps before the restore
+    whole = Draws()
+    make_trainer(callbacks=[whole, saving(tmp_path)], **options).fit(make_module(**schedule), make_data(val=True))
+    assert len(whole.seen) == 6
+    for step in (1, 2, 3, 4):
+        drawn()
+        resumed = Draws()
+        trainer = make_trainer(callbacks=[resumed], enable_checkpointing=False, **options)
+        checkpoint = tmp_path / f"step={step}.ckpt"
+        trainer.fit(make_module(**schedule), make_data(val=True), ckpt_path=checkpoint, weights_only=True)
+        assert resumed.seen == whole.seen[step:], step
+
+
+@pytest.mark.parametrize("save", ["batch", "epoch", "end"])
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": 3, "max_steps": 100}, {"max_steps": 9}])
+def test_a_run_that_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(
+    make_module, make_data, make_trainer, tmp_path, save, limits
+):
+    class Save(Callback):
+        def __init__(self):
+            self.hook = {"batch": "on_train_batch_end", "epoch": "on_train_epoch_end", "end": "on_train_end"}[save]
+            setattr(self, self.hook, self.store)
+
+        def store(self, trainer, *args):
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    limit = {"max_steps": 3} if save == "end" else limits
+    undisturbed, resumed = Draws(), Draws()
+    make_trainer(callbacks=[undisturbed], enable_checkpointing=False, **limits).fit(make_module(), make_data())
+    make_trainer(callbacks=[Save()], enable_checkpointing=False, **limit).fit(make_module(), make_data())
+    trainer = make_trainer(callbacks=[resumed], enable_checkpointing=False, **limits)
+    trainer.fit(make_module(), make_data(), ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
+    assert [number for number, _ in resumed.seen] == [number for number, _ in undisturbed.seen][3:]
+    assert trainer.global_step == 9
+    assert trainer.current_epoch == 3
+
+
+def test_options_that_the_optimizers_state_brings_are_refused(make_module, make_data, make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(make_module(), make_data())
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    module = make_module(optimizer=OptimizerConfig(learning_rate=3e-3))
+    with pytest.raises(ValueError, match=r"policy.learning_rate is 0.003 \(there 0.01\). Restore them"):
+        make_trainer(max_steps=2).fit(module, make_data(), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
+
+
+def ranks_of(numbers_per_rank):
+    """Buffers whose groups have the given numbers, each in the mini-batch number % 2."""
+    states = []
+    for numbers in numbers_per_rank:
+        groups = [RolloutGroup(prompt_ids=[n], rollouts=[Rollout([n, n], reward=1.0)], group_id=n) for n in numbers]
+        buffer = RolloutBuffer(groups, 3, 2, mini_batches=[n % 2 for n in numbers], updates_done=1)
+        buffer.put("advantages", torch.tensor([float(n) for n in numbers for _ in range(2)]))
+        states.append(buffer.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_rollouts_are_dealt_to_another_number_of_ranks_within_their_mini_batches(num_ranks):
+    per_rank = ranks_of([[0, 3, 4], [1, 2]])
+    buffers = [RolloutBuffer.from_state_dict(deal_again(per_rank, rank, num_ranks)) for rank in range(num_ranks)]
+    found = sorted(group.group_id for buffer in buffers for group in buffer.groups)
+    assert found == [0, 1, 2, 3, 4]
+    for buffer in buffers:
+        assert buffer.mini_batches == [group.group_id % 2 for group in buffer.groups]
+        assert buffer.joined("advantages").tolist() == [float(g.group_id) for g in buffer.groups for _ in range(2)]
+        assert (buffer.rollout_number, buffer.updates_done) == (3, 1)
+
+
+def test_a_rank_for_which_no_rollouts_are_left_trains_nothing():
+    per_rank = ranks_of([[0], [1]])
+    buffer = RolloutBuffer.from_state_dict(deal_again(per_rank, 2, 3))
+    assert buffer.mini_batches == [-1]
+    assert not buffer.joined("loss_mask").any()
