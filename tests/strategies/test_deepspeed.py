@@ -128,7 +128,7 @@ def test_what_the_module_decides_is_refused_in_the_config(name, value):
 
 def test_float16_is_refused():
     support, _ = support_with(precision="16-mixed")
-    with pytest.raises(ValueError, match=r"precision is .16-mixed. .* bf16-mixed"):
+    with pytest.raises(ValueError, match=r"precision is .16-mixed..*bf16-mixed"):
         support.check(None)
 
 
