@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -15,8 +16,8 @@ from pl_grouprl.data import MostFrequentDigit, PromptDataModule
 from pl_grouprl.types import SamplingConfig
 
 
-def main(devices: int, file: Path) -> None:
-    """Train."""
+def main(devices: int, file: Path, checkpoint: str | None) -> None:
+    """Train, and save each step beside the file."""
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=4)
     module = GRPO(
         TinyPolicy(),
@@ -34,14 +35,14 @@ def main(devices: int, file: Path) -> None:
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
         max_steps=3,
-        enable_checkpointing=False,
+        callbacks=[ModelCheckpoint(dirpath=file.parent, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
         **quiet,
     )
-    trainer.fit(module, PromptDataModule(task, batch_size=4))
+    trainer.fit(module, PromptDataModule(task, batch_size=4), ckpt_path=checkpoint, weights_only=True)
     assert trainer.callback_metrics["rollout/policy_lag"] == 1
     if trainer.is_global_zero:
         torch.save([p.detach() for p in module.policy.parameters()], file)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] or None)

@@ -202,14 +202,18 @@ def test_more_than_one_is_refused(make_module):
         make_module(rollout_ahead=2, importance_sampling="token_truncate")
 
 
+def run_ranks(devices, folder, checkpoint=""):
+    folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("rollout_ahead_ranks.py"))]
+    command += [str(devices), str(folder / "weights.pt"), str(checkpoint)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=180, capture_output=True, env=environment, cwd=folder)
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
 @pytest.mark.slow
-def test_two_ranks_do_what_one_does(tmp_path):
-    weights = []
-    for devices in (1, 2):
-        file = tmp_path / f"{devices}.pt"
-        command = [sys.executable, str(Path(__file__).with_name("rollout_ahead_ranks.py")), str(devices), str(file)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, timeout=180, capture_output=True, env=environment, cwd=tmp_path)
-        weights.append(torch.load(file, weights_only=True))
-    for one, two in zip(*weights, strict=True):
-        torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+def test_two_ranks_do_what_one_does_and_resume_exactly(tmp_path):
+    one, two = run_ranks(1, tmp_path / "one"), run_ranks(2, tmp_path / "two")
+    for left, right in zip(one, two, strict=True):
+        torch.testing.assert_close(right, left, rtol=0, atol=1e-5)
+    assert same(two, run_ranks(2, tmp_path / "resumed", tmp_path / "two" / "step=1.ckpt"))
