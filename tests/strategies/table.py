@@ -200,10 +200,10 @@ def compare(result: Result, reference: Path, whole: Path, resumed: Path) -> None
     import torch
 
     runs = {path: json.loads((path / "run.json").read_text()) for path in (reference, whole)}
-    losses = [[step["loss"] for step in run["steps"]] for run in runs.values()]
+    losses = [{"loss": torch.tensor([step["loss"] for step in run["steps"]])} for run in runs.values()]
     result.passes, result.splits = sum(runs[whole]["passes"]), sum(runs[whole]["splits"])
     result.rollouts, result.validations = len(runs[whole]["rollouts"]), len(runs[whole]["validations"])
-    result.loss_difference = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    result.loss_difference = largest_difference(*losses)
     weights = [torch.load(path / "weights.pt", weights_only=True) for path in (whole, resumed)]
     result.resume_difference = largest_difference(*weights)
     result.logit_difference = largest_difference(
@@ -226,7 +226,9 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest absolute difference of tensors of the same names; NaN where one is."""
     if one.keys() != other.keys():
         raise ValueError(f"other tensors than before: {sorted(one.keys() ^ other.keys())[:5]}")
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    import torch
+
+    return float(torch.stack([(one[name] - other[name]).abs().max() for name in one]).max())
 
 
 def exported_logits(policy: Path) -> Any:
@@ -283,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for each of a row's two trainings")
     parser.add_argument("--keep", type=Path, help="an empty folder for the files of the runs")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `train`, which ends its processes
     num_gpus = torch.cuda.device_count()
     rows = [row for row in table_rows(num_gpus) if options.only in f"{row.name} {row.algorithm}"]
     results = []
