@@ -28,7 +28,8 @@ def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
             del state[name]
 
     def forgive(_: nn.Module, incompatible: Any) -> None:
-        incompatible.missing_keys[:] = [n for n in incompatible.missing_keys if not n.startswith(f"{child}.")]
+        own = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter where FSDP1 wraps the module
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(own)]
 
     module.register_state_dict_post_hook(drop)
     module.register_load_state_dict_post_hook(forgive)
