@@ -294,7 +294,9 @@ class RolloutModule(CollectingModule, ABC):
             with self.support.accumulating(self, last=last and not accumulates):
                 loss = self._pass_loss(pass_, terms, single=passes.number == 1)
                 if last:
-                    return loss
+                    return loss  # which Lightning divides by the micro-batches that it accumulates
+                if isinstance(pass_, MiniBatch):  # a prefix hands on gradients that have been divided
+                    loss = loss / self.trainer.accumulate_grad_batches
                 with torch.autocast(self.device.type, enabled=False):
                     self.support.backward(loss)
                 del loss, pass_  # with all that they hold, before the next one

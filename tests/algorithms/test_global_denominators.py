@@ -52,6 +52,14 @@ def test_a_token_budget_does_not_change_the_gradient(whole, name, budget, sharin
     compare(found, whole(name, cls, options), 1e-6 if sharing == "shared" else 1e-5)
 
 
+@pytest.mark.parametrize("budget", [70, 24])
+@pytest.mark.parametrize("name", ["grpo token-mean", "ppo", "group_ppo"])
+def test_a_token_budget_together_with_accumulation(whole, name, budget, tmp_path):
+    cls, options = CASES[name]
+    cut = options | {"max_tokens_per_micro_batch": budget}
+    compare(gradients_of_a_step(cls, cut, cut=2, folder=tmp_path), whole(name, cls, options))
+
+
 @pytest.mark.parametrize(("cut", "sharing"), [(4, "shared"), (2, "repeated")])
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_and_sharing(whole, tmp_path, case, cut, sharing):
