@@ -202,6 +202,10 @@ class RolloutModule(CollectingModule, ABC):
         if batch.update_index == 0 or held is None or held.rollout_number != batch.rollout_number:
             self._cycle_seconds, self._cycle_is_whole = 0.0, True
             self.last_rollouts = self.collect_rollouts(batch)
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            # Lightning would do it behind the first passes; amid a forward FSDP1 would keep gradients of its own.
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
 
     def map_rollouts(
         self,
@@ -258,9 +262,6 @@ class RolloutModule(CollectingModule, ABC):
         buffer = self.last_rollouts
         assert buffer is not None
         self._clock.enter("update")
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            for optimizer in self.trainer.optimizers:  # Lightning would do it behind the first passes
-                optimizer.zero_grad()
         # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
         torch.manual_seed(self._derive_seed("update", batch.rollout_number, batch.update_index))
         members = buffer.members(batch.update_index)
@@ -345,7 +346,7 @@ class RolloutModule(CollectingModule, ABC):
         return RowOptions(self.sharing, self.max_tokens_per_micro_batch, self.device, group, sequence_ranks)
 
     def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: gradients are set to zero when `training_step` begins, as it differentiates passes itself."""
+        """Nothing: gradients are set to zero before `training_step`, which differentiates passes itself."""
 
     def on_after_backward(self) -> None:
         """Stop the clock of a micro-batch that only accumulates gradients."""
