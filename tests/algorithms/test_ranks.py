@@ -57,7 +57,7 @@ def test_two_ranks_resume_amid_rollouts(tmp_path, two_ranks):
 
 @pytest.mark.slow
 def test_another_number_of_ranks_resumes_amid_rollouts(tmp_path, two_ranks):
-    # The prompts are sampled again for the second update.
+    # The rollouts of both ranks are dealt again, not sampled again.
     resumed, metrics = run(tmp_path / "resumed", 1, two_ranks[0] / "step=1.ckpt", **OPTIONS)
-    assert largest_difference(resumed, two_ranks[1]) > 0
+    assert largest_difference(resumed, two_ranks[1]) < 1e-5
     assert metrics["reward"] == pytest.approx(two_ranks[2]["reward"])
