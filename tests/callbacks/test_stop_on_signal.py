@@ -40,9 +40,9 @@ def check(cases):
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(cases), done.stderr
     for result in results:
-        strategy, *_, name = result["case"]
-        others = [] if strategy == "single" else [0]
-        assert result["codes"] == [CODES[name], *others], result
+        *_, name = result["case"]
+        assert result["codes"][0] == CODES[name], result
+        assert set(result["codes"][1:]) <= {0, CODES[name]}, result  # 0 where the launcher counts it as its child
         assert result["flaw"] is None, result
         assert result["same"], result
 
