@@ -83,6 +83,8 @@ class DeepSpeedSupport(StrategySupport):
         warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
         # An optimizer that is offloaded is PyTorch's too, of which all ranks and strategies get the same steps.
         strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        # DeepSpeed prints samples per second by it; Lightning would make a train loader to ask, in validation too.
+        strategy.config.setdefault("train_micro_batch_size_per_gpu", 1)
         # Lightning would build models with their weights in shards already, which sources that load or draw weights
         # know nothing of. DeepSpeed shards them when training begins.
         strategy.model_sharded_context = contextlib.nullcontext
