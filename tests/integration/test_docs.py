@@ -80,7 +80,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     ("page", "line", "fragment"),
     [
         (page, *block)
-        for page in ("rewards_and_data.md", "ppo_and_group_ppo.md", "../README.md")
+        for page in ("rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md", "../README.md")
         for block in blocks(page, "yaml")
     ],
 )
@@ -121,7 +121,9 @@ def test_every_option_is_on_the_page():
         assert not missing, owner
 
 
-@pytest.mark.parametrize("page", ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md"])
+@pytest.mark.parametrize(
+    "page", ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md"]
+)
 def test_import_paths_exist(page):
     paths = set(re.findall(r"`(pl_grouprl\.[\w.]+)", (DOCS / page).read_text(encoding="utf-8")))
     assert paths
