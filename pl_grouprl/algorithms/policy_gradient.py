@@ -12,6 +12,7 @@ from dataclasses import is_dataclass
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from pl_grouprl.algorithms.base import RolloutModule
@@ -57,9 +58,9 @@ class PolicyGradientModule(RolloutModule):
         kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; None keeps `beta` fixed.
         kl_horizon: Rollouts over which the adaptive coefficient moves; None is 10,000.
         entropy_coef: Weight of the entropy bonus.
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a mini-batch
-            on one rank, prompts included, each counted once per rollout that holds it. Mini-batches and ranks are
-            averaged by their share of the loss denominator.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a pass
+            (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per rollout that holds
+            it. Passes and ranks are averaged by their share of the loss denominator.
         importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
             `pl_grouprl.functional.importance`.
         importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is none.
@@ -159,6 +160,13 @@ class PolicyGradientModule(RolloutModule):
     def setup(self, stage: str) -> None:
         """Refuse a controller that a single batch of rollouts could turn around."""
         super().setup(stage)
+        cut = self.max_tokens_per_micro_batch is not None or self.sequence_parallel_size > 1
+        if stage == "fit" and cut and getattr(self.policy_loss, "compares_tokens", False):
+            rank_zero_warn(
+                f"{type(self.policy_loss).__name__} chooses tokens by comparing those of one pass, so that "
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} and "
+                f"sequence_parallel_size={self.sequence_parallel_size} change what it chooses."
+            )
         batch_size = getattr(getattr(self.trainer, "datamodule", None), "batch_size", None)
         if stage == "fit" and isinstance(self.kl_controller, AdaptiveKLController) and batch_size is not None:
             least = MAX_ERROR * batch_size * self.num_generations

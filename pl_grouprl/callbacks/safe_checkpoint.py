@@ -116,8 +116,10 @@ class SafeCheckpoint(ModelCheckpoint):
             self._save_checkpoint(trainer, trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
             if trainer.is_global_zero:
                 subprocess.run(["scontrol", "requeue", _slurm_job()], check=False)  # noqa: S603, S607
-        elif self._last_global_step_saved != trainer.global_step and not is_trial(trainer):
-            save_last, self.save_last = self.save_last, True
+        elif not is_trial(trainer):
+            # A checkpoint of this very step is linked: `last` is what a run goes on from, however it is started.
+            saved = self._last_global_step_saved == trainer.global_step and bool(self._last_checkpoint_saved)
+            save_last, self.save_last = self.save_last, "link" if saved else True
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             self.save_last = save_last
         rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; go on with --ckpt_path last.")

@@ -34,9 +34,9 @@ class HFRolloutEngine:
     was trained with images has next to none.
 
     Reproducible: each sequence draws from its own random stream, named by (seed, index of the prompt in the call or as
-    `prompt_indices` say, index of the rollout). Results do not depend on `max_sequences` or on the other prompts, except where rounding, which
-    may differ between batch shapes, moves a probability across a drawn number. The same call gives the same bits on
-    the same machine. No global random state is read or changed.
+    `prompt_indices` say, index of the rollout). Results do not depend on `max_sequences` or on the other prompts,
+    except where rounding, which may differ between batch shapes, moves a probability across a drawn number. The same
+    call gives the same bits on the same machine. No global random state is read or changed.
 
     Args:
         model: The policy; may be given later by `bind`.

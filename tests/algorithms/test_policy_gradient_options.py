@@ -335,3 +335,9 @@ def test_a_fixed_coefficient_is_that_of_the_configuration_on_resume(fit, tmp_pat
 def test_a_horizon_that_is_too_short_for_a_rollout_phase(fit):
     with pytest.raises(ValueError, match="kl_horizon is 3 with 4 prompts of 4 rollouts"):
         fit(beta=0.5, kl_target=1.0, kl_horizon=3)
+
+
+def test_a_loss_that_compares_tokens_warns_of_a_budget(make_module, make_data, make_trainer):
+    module = make_module(policy_loss="kl_cov", max_tokens_per_micro_batch=64)
+    with pytest.warns(UserWarning, match="KLCovPolicyLoss chooses tokens by comparing those of one pass"):
+        make_trainer(max_steps=1).fit(module, make_data())

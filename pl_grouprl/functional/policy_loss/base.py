@@ -61,10 +61,13 @@ class ConfiguredLoss:
     Attributes:
         function: The loss of each token, taking the fields as keyword arguments.
         uses_rollouts: Whether the function takes `rollout_index_N` and `num_rollouts`.
+        compares_tokens: Whether the loss of a token depends on the other tokens of the call, so that cutting a
+            mini-batch changes it.
     """
 
     function: ClassVar[Callable[..., PolicyLoss]]
     uses_rollouts: ClassVar[bool] = False
+    compares_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         none_N = torch.zeros(0)

@@ -147,6 +147,7 @@ class ClipCovPolicyLoss(ConfiguredLoss):
     clip_cov_ub: float = 5.0
 
     function = staticmethod(clip_cov_policy_loss)
+    compares_tokens = True
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class KLCovPolicyLoss(ConfiguredLoss):
     ppo_kl_coef: float = 1.0
 
     function = staticmethod(kl_cov_policy_loss)
+    compares_tokens = True
 
 
 def _check_share(**options: float) -> None:
