@@ -52,8 +52,8 @@ class RolloutModule(CollectingModule, ABC):
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
         max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
             packed into as many rows as that takes; a group that is larger is split by schedule: its prompt is encoded
-            once and its rollouts follow in slices of so many tokens. The result is the same, except where a loss compares
-            the tokens of one pass (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
+            once and its rollouts follow in slices of so many tokens. The result is the same, except where a loss
+            compares the tokens of one pass (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be as many times as long. It divides the number of ranks.
         **kwargs: Options of `CollectingModule`, `SamplingModule` and `PolicyModule`.
