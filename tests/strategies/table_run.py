@@ -29,14 +29,13 @@ from pl_grouprl.callbacks import ExportPolicy  # noqa: E402
 
 FRAGMENTS = TESTS.parent / "configs" / "strategy"
 STEPS, SAVED_STEP = 10, 5
-BUDGET = 64
 PROBE = [5, 9, 2, 11, 3, 3, 8]
 """Token ids at which the trained and the exported policy are compared."""
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts of 6 to 40 digits; with four completions of at most 8 tokens a group has 10 to 72 tokens."""
-    lengths = torch.randint(6, 41, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    """Prompts of 6 to 30 digits; with six completions of at most 8 tokens a group has 12 to 78 tokens."""
+    lengths = torch.randint(6, 31, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     return [{"prompt": "".join(str((7 * i + j * j + seed) % 10) for j in range(n))} for i, n in enumerate(lengths)]
 
 
@@ -63,7 +62,7 @@ def make_strategy(name: str, devices: int, *, on_cpu: bool) -> Any:
 def make_module(algorithm: str, **options: Any) -> LightningModule:
     """GRPO or GROUP PPO on the tiny policy."""
     defaults = {
-        "num_generations": 4,
+        "num_generations": 6,
         "num_mini_batches": 2,
         "sampling": SamplingConfig(max_new_tokens=8),
         "val_num_generations": 2,
