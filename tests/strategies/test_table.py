@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import table
+import table_train
 
 ON_CPU = [row for row in table.table_rows(num_gpus=0) if row.accelerator == "cpu"]
 
@@ -32,7 +33,7 @@ def made_up(monkeypatch):
     def make(loss=0.0, weight=0.0, logit=0.0):
         def train(folder, row, time_limit, checkpoint=None):
             losses = [0.5] * 10
-            losses[7] += loss if row.name != "reference" else 0.0
+            losses[7] += loss if row["name"] != "reference" else 0.0
             write_run(folder, losses, 1.0 + (weight if checkpoint else 0.0))
 
         monkeypatch.setattr(table, "train", train)
@@ -75,7 +76,7 @@ def test_a_row_that_ends_with_an_error_does_not_end_the_others(tmp_path, made_up
     whole = table.train
 
     def train(folder, row, *args, **kwargs):
-        if row.algorithm == "GRPO" and row.name != "reference":
+        if row["algorithm"] == "GRPO" and row["name"] != "reference":
             raise table.RunFailedError("it ended with code 3:\nout of luck")
         whole(folder, row, *args, **kwargs)
 
@@ -104,9 +105,9 @@ def test_the_processes_of_a_run_that_takes_too_long_are_ended(tmp_path, monkeypa
         "print('waiting', flush=True)\n"
         "time.sleep(600)\n"
     )
-    monkeypatch.setattr(table, "SCRIPT", script)
-    with pytest.raises(table.RunFailedError, match=r"longer than 3 s:\nwaiting"):
-        table.train(tmp_path / "run", ON_CPU[0], time_limit=3.0)
+    monkeypatch.setattr(table_train, "SCRIPT", script)
+    with pytest.raises(table_train.RunFailedError, match=r"longer than 3 s:\nwaiting"):
+        table_train.train(tmp_path / "run", {}, time_limit=3.0)
     status = Path("/proc", (tmp_path / "run" / "child").read_text(), "status")
     for _ in range(100):
         if not status.exists() or "zombie" in status.read_text():
