@@ -302,7 +302,7 @@ def ranks(tmp_path_factory):
 def test_two_ranks_have_the_advantages_of_one(ranks, case):
     (one,), two = ranks
     merged = {**two[0][case]["advantages"], **two[1][case]["advantages"]}
-    assert [len(own[case]["advantages"]) for own in two] == [3, 2]
+    assert sorted(len(own[case]["advantages"]) for own in two) == [2, 3]  # dealt to the ranks after the rollouts
     assert merged.keys() == one[case]["advantages"].keys()
     for prompt, advantages in one[case]["advantages"].items():
         assert merged[prompt] == pytest.approx(advantages, abs=2e-5), prompt

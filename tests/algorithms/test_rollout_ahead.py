@@ -175,6 +175,17 @@ def test_the_copy_keeps_the_weights_of_the_start():
     assert (group.prompt_ids, group.rollouts[0].token_ids) == ([9], [5])
 
 
+@pytest.fixture
+def no_processes_left():
+    """Undo what a strategy sets up before it is refused: its process group, and addresses in the environment."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
 @pytest.mark.parametrize(
     ("options", "trainer_options", "message"),
     [
@@ -184,6 +195,7 @@ def test_the_copy_keeps_the_weights_of_the_start():
         (AHEAD, {"strategy": "fsdp2"}, "only single devices and DDP .*ModelParallelStrategy"),
     ],
 )
+@pytest.mark.usefixtures("no_processes_left")
 def test_what_does_not_go_together_is_refused(
     make_module, make_data, make_trainer, scripted_engine, options, trainer_options, message
 ):
