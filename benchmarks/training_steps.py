@@ -259,6 +259,7 @@ def sharing(module: Measured) -> Iterator[None]:
 def prepared(module: Measured) -> RolloutBuffer:
     """The module's rollouts with all that its updates need."""
     buffer = RolloutBuffer(module.data.groups, 0, module.num_mini_batches, module.seed)
+    module.prepare_scores(buffer)
     module.prepare(buffer)
     return buffer
 
