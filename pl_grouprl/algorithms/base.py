@@ -35,6 +35,7 @@ from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.distributed import num_ranks
 
 
@@ -153,6 +154,8 @@ class RolloutModule(CollectingModule, ABC):
                 f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows "
                 "are not divided among ranks. Use sharing='shared'."
             )
+        if stage == "fit":
+            self._check_budget(getattr(datamodule, "prompts", {}).get("train", ()))
         accumulated = self.trainer.accumulate_grad_batches
         if stage == "fit" and self.num_iterations > 1 and accumulated > self.num_mini_batches:
             raise ValueError(
@@ -160,6 +163,25 @@ class RolloutModule(CollectingModule, ABC):
                 f"num_iterations={self.num_iterations}: one optimizer step would add up several passes over the same "
                 "rollouts, which gives what one pass gives. Set num_iterations to 1, or accumulate less."
             )
+
+    def _check_budget(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a budget that a prompt, or a rollout of the most tokens, would not fit into."""
+        if self.max_tokens_per_micro_batch is None:
+            return
+        limit = self.max_tokens_per_micro_batch * self.sequence_parallel_size
+        longest = {
+            "a prompt of the training data has": max((len(prompt.token_ids) for prompt in prompts), default=0),
+            "a rollout may have (sampling.max_new_tokens)": self.sampling.max_new_tokens,
+        }
+        if self.sharing == "repeated":
+            longest = {"a prompt with its rollout may have": sum(longest.values())}
+        for what, tokens in longest.items():
+            if tokens > limit:
+                raise ValueError(
+                    f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch} with sequence_parallel_size="
+                    f"{self.sequence_parallel_size}, {limit} tokens together, but {what} {tokens}; raise one of them, "
+                    "or set data.max_prompt_length or sampling.max_new_tokens lower."
+                )
 
     def on_fit_start(self) -> None:
         """Find the peers that run rows together, and refuse models that cannot be run so."""
@@ -309,8 +331,9 @@ class RolloutModule(CollectingModule, ABC):
             scaler = getattr(self.trainer.precision_plugin, "scaler", None)
             return pass_.loss(loss_scale=1.0 if scaler is None else scaler.get_scale())
         own = self.compute_loss(pass_)
-        scoring = pass_.scoring
-        counts = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
+        scoring, counts = pass_.scoring, (0, 0)
+        if pass_.rollout_numbers:  # it is no filler
+            counts = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
         own.metrics["prefix/token_ratio"] = torch.tensor(counts[0]), torch.tensor(counts[1])
         if single:
             self.total_denominators({name: count for name, (_, count) in own.losses.items()})
@@ -344,7 +367,10 @@ class RolloutModule(CollectingModule, ABC):
 
     def _row_options(self, sequence_ranks: int) -> RowOptions:
         group = self._sequence_group if sequence_ranks > 1 else None
-        return RowOptions(self.sharing, self.max_tokens_per_micro_batch, self.device, group, sequence_ranks)
+        budget = self.max_tokens_per_micro_batch
+        if budget is not None and group is None:  # scoring keeps no activations, so one rank runs what several train
+            budget *= self.sequence_parallel_size
+        return RowOptions(self.sharing, budget, self.device, group, sequence_ranks)
 
     def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: gradients are set to zero before `training_step`, which differentiates passes itself."""

@@ -64,7 +64,7 @@ def deal(
         device: Where ranks communicate.
         moves: Whether groups may leave the rank that sampled them; otherwise only mini-batches are dealt.
     """
-    per_rank = gather_plain([to_state(group) for group in groups], device)
+    per_rank = gather_plain([to_state(group) | {"columns": _plain_columns(group)} for group in groups], device)
     found = [(owner, state) for owner, states in enumerate(per_rank) for state in states]
     found.sort(key=lambda pair: pair[1]["group_id"])  # the order of one rank, whatever the number of ranks
     everything = [from_state(state) for _, state in found]
@@ -87,8 +87,8 @@ def deal(
         "balance/max_over_mean_unbalanced": sum(unbalanced) / len(unbalanced),
     }
     columns = {group.group_id: group.columns for group in groups}
-    for index in own:  # columns of the data set stay behind: they were for the reward
-        everything[index].columns = columns.get(everything[index].group_id, {})
+    for index in own:  # a group that stays keeps all columns of the data set
+        everything[index].columns = columns.get(everything[index].group_id, everything[index].columns)
     if not own:  # fewer groups than ranks: this one takes part in what all ranks do, with nothing to train
         return Share([replace(leave_untrained(everything[0]), group_id=-1)], [-1], metrics)
     return Share([everything[index] for index in own], [numbers[index] for index in own], metrics)
@@ -117,6 +117,19 @@ def to_state(group: RolloutGroup) -> dict[str, Any]:
 def from_state(state: dict[str, Any]) -> RolloutGroup:
     """Rebuild what `to_state` returned."""
     return RolloutGroup(**{**state, "rollouts": [Rollout(**rollout) for rollout in state["rollouts"]]})
+
+
+def _plain_columns(group: RolloutGroup) -> dict[str, Any]:
+    """Columns of the data set that can be sent to another rank: numbers, strings, lists and dictionaries of them."""
+    return {name: value for name, value in group.columns.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(type(name) is str and _is_plain(item) for name, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _shallow(instance: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class MiniBatch:
         scoring: The decoder call.
         tokens: What the buffer holds, by name, on the module's device.
         groups: The groups themselves, with those of their rollouts that take part.
-        rollout_numbers: Place of each rollout in the buffer, shape [B]; empty for a filler.
+        rollout_numbers: Place of each rollout in the buffer of the rank that holds it, shape [B]; empty for a filler.
         weight: This rank's share of the pass: 1 / s where s ranks compute it together.
     """
 

@@ -95,9 +95,9 @@ class Passes:
         if group is None:
             yield own
             return
-        states = [{"groups": [to_state(one) for one in groups], "tokens": tokens} for groups, tokens, _ in own]
+        states = [([to_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in own]
         for peer in gather_plain(states, self._options.device, group):
-            yield [([from_state(one) for one in state["groups"]], state["tokens"], ()) for state in peer]
+            yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
 
     def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MiniBatch:
         groups, tokens, numbers = chosen

@@ -183,7 +183,11 @@ class SamplingModule(PolicyModule):
         return self.group(prompts, rollouts)
 
     def group(self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]]) -> list[RolloutGroup]:
-        """Put rollouts together with their prompts, which are open."""
+        """Put rollouts together with their prompts, which are open. An engine may report numbers of NumPy."""
+        for rollout in (rollout for own in rollouts for rollout in own):
+            rollout.token_ids = [int(token) for token in rollout.token_ids]
+            if rollout.logprobs is not None:
+                rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
         return [
             RolloutGroup(prompt.token_ids, own, place, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
             for place, prompt, own in zip(self._places(prompts), prompts, rollouts, strict=True)

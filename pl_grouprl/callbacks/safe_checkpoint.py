@@ -188,7 +188,8 @@ def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> No
         action()
     except Exception as error:
         failure = error
-    reasons = gather_plain("" if failure is None else str(failure), trainer.strategy.root_device)
+    own = "" if failure is None else str(failure) or type(failure).__name__
+    reasons = gather_plain(own, trainer.strategy.root_device)
     if failure is not None and not isinstance(failure, OSError):
         raise failure
     for rank, reason in enumerate(reasons):

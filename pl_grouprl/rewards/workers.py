@@ -52,14 +52,14 @@ class RewardWorkers:
         _check(count, timeout)
         self.timeout = timeout
         pickled = {reward.name: _pickle(reward) for reward in rewards if not reward.in_process}
-        if not pickled:
+        if not pickled and timeout is None:
             raise ValueError(
                 f"reward_workers is {count}, but each of {[reward.name for reward in rewards]} stays in the process: "
-                "they are async, or hold a model. Set reward_workers to 0."
+                "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
             )
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         guard = _start_guard()
-        self._workers = [_Worker(pickled, self._tasks, timeout, guard) for _ in range(count)]
+        self._workers = [_Worker(pickled, self._tasks, timeout, guard) for _ in range(count if pickled else 0)]
         # Before multiprocessing waits for its processes at the end of the program.
         self.close = Finalize(self, _close, (self._workers, self._tasks, guard), exitpriority=100)
         for worker in self._workers:

@@ -14,6 +14,7 @@ from conftest import ScriptedEngine, TinyPolicy, share_of_letters
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.types import SamplingConfig
 
 
 def main(devices: int, folder: Path, checkpoint: Path | None, options: dict) -> None:
@@ -24,6 +25,7 @@ def main(devices: int, folder: Path, checkpoint: Path | None, options: dict) -> 
         TinyPolicy(),
         share_of_letters,
         num_generations=4,
+        sampling=SamplingConfig(max_new_tokens=8),
         engine=ScriptedEngine(),
         optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
         num_iterations=2,

@@ -1,0 +1,35 @@
+"""A token budget that cannot be kept is refused before a rollout."""
+
+from __future__ import annotations
+
+import pytest
+
+from pl_grouprl.types import SamplingConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens_per_micro_batch": 19}, "is 19 .*, but a prompt of the training data has 20"),
+        (
+            {"max_tokens_per_micro_batch": 30, "sampling": SamplingConfig(max_new_tokens=31)},
+            r"is 30 .*, but a rollout may have \(sampling.max_new_tokens\) 31",
+        ),
+        (
+            {"max_tokens_per_micro_batch": 24, "sharing": "repeated"},
+            "is 24 .*, but a prompt with its rollout may have 25",
+        ),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; it must be at least 1"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2 does not divide the 1 ranks"),
+    ],
+)
+def test_a_budget_that_is_too_small_is_refused(make_module, make_data, make_trainer, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(max_steps=1).fit(make_module(**options), make_data())
+
+
+def test_the_smallest_budget_trains(make_module, make_data, make_trainer):
+    module = make_module(max_tokens_per_micro_batch=20)
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(module, make_data())
+    assert trainer.global_step == 2
