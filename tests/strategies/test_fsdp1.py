@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from run_ranks import exported_difference, largest_difference, run
 
+pytestmark = pytest.mark.slow  # the default run has FSDP2, which is the one to choose
+
 CASE = {
     "tied": True,
     "module": {"beta": 0.1},
@@ -45,7 +47,6 @@ def test_the_export_holds_the_weights(sharded):
     assert exported_difference(sharded) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
