@@ -1,5 +1,6 @@
 """Rewards in worker processes: the same numbers, and a function that misbehaves costs its own rollouts alone."""
 
+import asyncio
 import contextlib
 import math
 import os
@@ -265,3 +266,19 @@ def test_the_guard_kills_the_groups_that_are_left():
 def test_a_timeout_of_nan_is_refused():
     with pytest.raises(ValueError, match="reward_timeout is nan"):
         RewardWorkers(prepare_rewards(functions.length), 1, math.nan)
+
+
+def test_async_functions_alone_may_have_a_time_limit():
+    async def slow(completions, **columns):
+        await asyncio.sleep(60)
+
+    prepared = prepare_rewards(slow)
+    with pytest.raises(ValueError, match="give async ones a reward_timeout"):
+        RewardWorkers(prepared, 1)
+    workers = RewardWorkers(prepared, 1, timeout=0.05)
+    try:
+        groups = [RolloutGroup([1], [Rollout([2], text="a")])]
+        with pytest.raises(RuntimeError, match="reward_timeout=0.05"):
+            start_rewards(groups, slow, workers=workers).wait()
+    finally:
+        workers.close()
