@@ -278,7 +278,7 @@ def test_async_functions_alone_may_have_a_time_limit():
     workers = RewardWorkers(prepared, 1, timeout=0.05)
     try:
         groups = [RolloutGroup([1], [Rollout([2], text="a")])]
-        with pytest.raises(RuntimeError, match="reward_timeout=0.05"):
+        with pytest.raises(RuntimeError, match=r"reward_timeout=0\.05"):
             start_rewards(groups, slow, workers=workers).wait()
     finally:
         workers.close()
