@@ -1,9 +1,15 @@
-"""What every rollout engine does: a policy is bound once, then prompts go in and groups of rollouts come out."""
+"""What every rollout engine does: a policy is bound once, then prompts go in and groups of rollouts come out.
+
+An engine samples from the policy itself (`RolloutEngine`), or from a copy of its weights that it is given after updates
+(`SyncedRolloutEngine`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 
@@ -48,6 +54,50 @@ class RolloutEngine(Protocol):
             For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.
         """
         ...
+
+
+@runtime_checkable
+class SyncedRolloutEngine(RolloutEngine, Protocol):
+    """Samples from a copy of the policy's weights. All ranks call each of its methods together, `generate` too.
+
+    Attributes:
+        adapter: How it is given a policy with an adapter: `merged` into the weights, or `separate`, the adapter alone
+            once the base is there.
+        version: Of the weights that the sampler has, as far as this process knows; None before the first.
+    """
+
+    adapter: Literal["merged", "separate"]
+    version: int | None
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> dict[str, float]:
+        """Give the sampler new weights, and see that it has them.
+
+        Args:
+            weights: Name, as in a checkpoint in Hugging Face format, and whole value of each. Read once, to the end,
+                on every rank, also where the sampler fails: ranks gather the weights together. A tensor may change once
+                the next one is asked for.
+            version: Larger than any before.
+
+        Returns:
+            Metrics: bytes and seconds.
+
+        Raises:
+            SamplerLostError: If the sampler was restarted meanwhile.
+            WeightsMismatchError: If the weights that the sampler computes with are not those.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the sampler. Calling it again is harmless."""
+        ...
+
+
+class SamplerLostError(RuntimeError):
+    """The sampler was restarted, so it has none of the policy's weights: give it them and sample again."""
+
+
+class WeightsMismatchError(RuntimeError):
+    """The sampler has other weights than the policy; what it samples is not to be trained."""
 
 
 def check_request(

@@ -1,0 +1,1 @@
+"""Rollouts by vLLM."""

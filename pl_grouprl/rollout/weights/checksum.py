@@ -1,0 +1,54 @@
+"""A checksum of weights that does not see how they are fused and sharded.
+
+Samplers keep the rows of several weights in one (query, key and value; gate and up), and with tensor parallelism a part
+of the rows or columns on each rank. The checksum of a weight w with bit patterns b(w) is
+
+    sum over rows r and columns c of b(w[r, c]) * m(c)   modulo 2^64,  m(c) = (2 c + 1) * 0x9E3779B97F4A7C15,
+
+so those of parts add up to that of the whole, in any order of rows, and a single bit anywhere changes it (m is odd). It
+is made of integers alone: the same on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
+"""Rows are added up so many entries at a time, which bounds the memory beside the weight."""
+
+
+def checksum(weight: Tensor, first_column: int = 0) -> int:
+    """The checksum of a weight, or of a shard of one.
+
+    Args:
+        weight: Of any dtype and device. The last axis are the columns; of four axes and more (convolutions) all but the
+            first together. The entries of a vector are rows of one column.
+        first_column: Where the columns of a shard begin in the whole weight.
+
+    Returns:
+        A signed 64-bit integer. Zero rows add nothing: padding does not count.
+    """
+    bits_RC = _rows(weight.detach()).view(_INTEGERS[weight.element_size()])
+    rows = max(1, _CHUNK // max(1, bits_RC.shape[-1]))
+    total_C = bits_RC.new_zeros(bits_RC.shape[-1], dtype=torch.int64)
+    for part_RC in bits_RC.split(rows):
+        total_C += part_RC.sum(dim=0, dtype=torch.int64)
+    columns_C = torch.arange(first_column, first_column + total_C.numel(), device=total_C.device)
+    return int((total_C * ((2 * columns_C + 1) * _MULTIPLIER)).sum())
+
+
+def add(*checksums: int) -> int:
+    """Checksum of what some parts make up together."""
+    total = sum(checksums) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def _rows(weight: Tensor) -> Tensor:
+    if weight.ndim < 2:
+        return weight.reshape(-1, 1)
+    if weight.ndim == 3:
+        return weight.reshape(-1, weight.shape[-1])
+    return weight.reshape(weight.shape[0], -1)
