@@ -1,0 +1,82 @@
+"""Compare what a sampler computes with with what it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from pl_grouprl.rollout.engine import WeightsMismatchError
+from pl_grouprl.rollout.weights.checksum import add
+
+_NAMED = 5
+"""So many differences are named in an error."""
+
+
+class LoadedWeight(NamedTuple):
+    """What one worker of the sampler has of one of its parameters.
+
+    Attributes:
+        name: The sampler's own.
+        parts: Names of the weights that were sent and that it is made of.
+        checksum: Of what this worker holds.
+        how: `sum`: the workers hold shards, whose checksums add up. `copy`: each worker holds all of it.
+    """
+
+    name: str
+    parts: Sequence[str]
+    checksum: int
+    how: Literal["sum", "copy"]
+
+
+def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequence]]) -> None:
+    """Refuse a sampler whose parameters are not exactly the weights that it was sent.
+
+    Args:
+        expected: Checksum of each weight that was sent, by name, in the sampler's dtype.
+        workers: For each worker of the sampler, what it has: `LoadedWeight`s, or sequences of their fields.
+
+    Raises:
+        WeightsMismatchError: If a parameter was not sent, is not what was sent, or is missing. Names some of them.
+    """
+    faults: list[str] = []
+    arrived: set[str] = set()
+    for name, loaded in _by_name(workers).items():
+        fault = _fault(expected, loaded)
+        if fault is not None:
+            faults.append(f"{name} {fault}")
+        arrived.update(part for weight in loaded for part in weight.parts)
+    faults += [f"{name} was sent, but no parameter is made of it" for name in expected if name not in arrived]
+    if faults:
+        shown = "; ".join(faults[:_NAMED]) + ("; ..." if len(faults) > _NAMED else "")
+        raise WeightsMismatchError(
+            f"The sampler does not compute with the policy's weights, {len(faults)} differ: {shown}. What it samples "
+            "is not to be trained. See that the sampler was started with the policy's own config and dtype; without "
+            "quantization."
+        )
+
+
+def _by_name(workers: Iterable[Iterable[Sequence]]) -> dict[str, list[LoadedWeight]]:
+    found: dict[str, list[LoadedWeight]] = {}
+    for worker in workers:
+        for fields in worker:
+            weight = LoadedWeight(*fields)
+            found.setdefault(weight.name, []).append(weight)
+    return found
+
+
+def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
+    """What is wrong with one parameter of the sampler, which several workers may hold."""
+    parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
+    unknown = [part for part in parts if part not in expected]
+    if not all(weight.parts for weight in loaded):
+        return "was not sent"
+    if unknown:
+        return f"is made of {unknown[0]}, which was not sent"
+    kinds = {weight.how for weight in loaded}
+    if kinds == {"sum"}:
+        equal = add(*(weight.checksum for weight in loaded)) == add(*(expected[part] for part in parts))
+    elif kinds == {"copy"}:
+        equal = all(weight.checksum == add(*(expected[part] for part in weight.parts)) for weight in loaded)
+    else:
+        return f"is held in different ways ({', '.join(sorted(kinds))})"
+    return None if equal else f"differs from what was sent as {' + '.join(parts)}"

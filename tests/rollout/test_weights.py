@@ -1,0 +1,141 @@
+import pytest
+import torch
+
+from pl_grouprl.rollout.engine import WeightsMismatchError
+from pl_grouprl.rollout.weights import buckets, checksum
+from pl_grouprl.rollout.weights.checksum import add
+from pl_grouprl.rollout.weights.compare import check_weights
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def signed(value):
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value
+
+
+def random_weight(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_checksum_by_hand():
+    # float32 1.0 is 0x3F800000 and 2.0 is 0x40000000; columns count 1, 3, 5.
+    weight = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 2.0]])
+    one, two = 0x3F800000, 0x40000000
+    assert checksum(weight) == signed(GOLDEN * (1 * one + 3 * (two + one) + 5 * two))
+
+
+def test_vectors_are_rows_of_one_column():
+    assert checksum(torch.tensor([1.0, 2.0])) == signed(GOLDEN * (0x3F800000 + 0x40000000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
+def test_fused_rows_and_shards_add_up(dtype):
+    query, key = random_weight(8, 6, seed=1).mul(9).to(dtype), random_weight(4, 6, seed=2).mul(9).to(dtype)
+    whole = add(checksum(query), checksum(key))
+    assert checksum(torch.cat([query, key])) == whole
+    assert checksum(torch.cat([key, query, torch.zeros(3, 6, dtype=dtype)])) == whole  # padding
+    ranks = [torch.cat([query[:4], key[:2]]), torch.cat([query[4:], key[2:]])]
+    assert add(*map(checksum, ranks)) == whole
+    columns = [checksum(query[:, :2]), checksum(query[:, 2:], first_column=2)]
+    assert add(*columns) == checksum(query)
+
+
+def test_large_weights_are_added_up_in_chunks():
+    weight = random_weight(3000, 3000, dtype=torch.bfloat16)
+    assert checksum(weight) == add(*(checksum(part) for part in weight.split(7)))
+
+
+def test_experts_and_convolutions():
+    experts = random_weight(3, 4, 5)
+    assert checksum(experts) == add(*map(checksum, experts))
+    kernel = random_weight(3, 4, 2, 2)
+    assert checksum(kernel) == checksum(kernel.reshape(3, 16))
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_every_bit_counts(bit):
+    weight = random_weight(5, 7, dtype=torch.bfloat16)
+    flipped = weight.clone()
+    flipped.view(torch.int16)[3, 4] ^= 1 << bit if bit < 15 else -(2**15)
+    assert checksum(flipped) != checksum(weight)
+
+
+def test_columns_do_not_commute():
+    weight = random_weight(4, 4)
+    assert checksum(weight.flip(1)) != checksum(weight)
+    assert checksum(weight.flip(0)) == checksum(weight)  # as the order of fused rows does not count
+
+
+def test_negative_zero_is_not_zero():
+    assert checksum(torch.tensor([-0.0])) != checksum(torch.tensor([0.0])) == 0
+
+
+def test_buckets():
+    weights = [(name, torch.zeros(count)) for name, count in [("a", 2), ("b", 3), ("c", 9), ("d", 1), ("e", 1)]]
+    cut = [[name for name, _ in bucket] for bucket in buckets(iter(weights), max_bytes=20)]
+    assert cut == [["a", "b"], ["c"], ["d", "e"]]  # c has 36 bytes
+    assert list(buckets([], 20)) == []
+
+
+def test_buckets_read_no_further_than_they_must():
+    read = []
+
+    def stream():
+        for name in "abc":
+            read.append(name)
+            yield name, torch.zeros(4)
+
+    cut = buckets(stream(), max_bytes=16)
+    next(cut)
+    assert read == ["a", "b"]
+
+
+SENT = {"q": 5, "k": 7, "norm": 11, "embed": 2**63 - 1}
+
+
+def workers():
+    """Two workers: q and k fused and split by rows, a norm on each, and the embedding split."""
+    first = [["qkv", ["q", "k"], 4, "sum"], ["norm", ["norm"], 11, "copy"], ["embed", ["embed"], 2**63 - 2, "sum"]]
+    second = [["qkv", ["q", "k"], 8, "sum"], ["norm", ["norm"], 11, "copy"], ["embed", ["embed"], 1, "sum"]]
+    return [first, second]
+
+
+def test_equal_weights_pass():
+    check_weights(SENT, workers())
+    check_weights({"a": 1}, [[["x", ["a"], 1, "copy"], ["y", ["a"], 1, "sum"]]])  # tied, and kept twice
+    check_weights({"e.0": 1, "e.1": 2}, [[["e", ["e.0"], 1, "sum"]], [["e", ["e.1"], 2, "sum"]]])  # experts apart
+    check_weights({"a": 2**63 - 1, "b": 1}, [[["ab", ["a", "b"], -(2**63), "sum"]]])  # modulo 2^64
+
+
+@pytest.mark.parametrize(
+    ("worker", "row", "value", "message"),
+    [
+        (0, 0, ["qkv", ["q", "k"], 5, "sum"], r"1 differ: qkv differs from what was sent as q \+ k"),
+        (1, 1, ["norm", ["norm"], 12, "copy"], "norm differs from what was sent as norm"),
+        (1, 1, ["norm", ["norm"], 0, "sum"], r"norm is held in different ways \(copy, sum\)"),
+        (0, 2, ["embed", [], 2**63 - 2, "sum"], "embed was not sent"),
+        (0, 0, ["qkv", ["q", "v"], 4, "sum"], "qkv is made of v, which was not sent"),
+    ],
+)
+def test_a_difference_is_named(worker, row, value, message):
+    loaded = workers()
+    loaded[worker][row] = value
+    with pytest.raises(WeightsMismatchError, match=message):
+        check_weights(SENT, loaded)
+
+
+def test_a_weight_that_went_nowhere_is_named():
+    loaded = [[weight for weight in worker if weight[0] != "norm"] for worker in workers()]
+    with pytest.raises(WeightsMismatchError, match="norm was sent, but no parameter is made of it"):
+        check_weights(SENT, loaded)
+    with pytest.raises(WeightsMismatchError, match="4 differ"):
+        check_weights(SENT, [])
+
+
+def test_only_some_are_named():
+    sent = {f"w{index}": index for index in range(9)}
+    loaded = [[[name, [name], value + 1, "copy"] for name, value in sent.items()]]
+    with pytest.raises(WeightsMismatchError, match=r"9 differ: w0 .*; w4 [^;]*; \.\.\.") as error:
+        check_weights(sent, loaded)
+    assert "w5" not in str(error.value)
