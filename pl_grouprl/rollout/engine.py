@@ -7,6 +7,7 @@ An engine samples from the policy itself (`RolloutEngine`), or from a copy of it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -56,30 +57,52 @@ class RolloutEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A LoRA adapter on its way to a sampler, as PEFT would save it.
+
+    Attributes:
+        config: What its `adapter_config.json` would hold.
+        weights: Name, as in its `adapter_model.safetensors`, and whole value of each; read like the other weights, and
+            after them.
+    """
+
+    config: Mapping[str, Any]
+    weights: Iterable[tuple[str, Tensor]]
+
+
 @runtime_checkable
 class SyncedRolloutEngine(RolloutEngine, Protocol):
-    """Samples from a copy of the policy's weights. All ranks call each of its methods together, `generate` too.
+    """Samples from a copy of the policy's weights, which it is given after updates.
+
+    All ranks call `bind`, `update_weights` and `generate` together, a rank without prompts too. They tell each other
+    afterwards what was raised, so an engine whose ranks wait for each other inside of a method lets them all go before
+    it raises there. `bind` reads the policy's config; its weights may be shards.
 
     Attributes:
         adapter: How it is given a policy with an adapter: `merged` into the weights, or `separate`, the adapter alone
             once the base is there.
-        version: Of the weights that the sampler has, as far as this process knows; None before the first.
+        version: Of the weights that the sampler has, as far as this process knows; None where it has none of ours.
     """
 
     adapter: Literal["merged", "separate"]
     version: int | None
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> dict[str, float]:
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
+    ) -> dict[str, float]:
         """Give the sampler new weights, and see that it has them.
 
         Args:
-            weights: Name, as in a checkpoint in Hugging Face format, and whole value of each. Read once, to the end,
-                on every rank, also where the sampler fails: ranks gather the weights together. A tensor may change once
-                the next one is asked for.
+            weights: Name, as in a checkpoint in Hugging Face format, and whole value of each. Read once, in order; what
+                is left unread is gathered all the same, by the caller. A tensor may change once the next one is asked
+                for.
             version: Larger than any before.
+            adapter: The adapter on those weights, where `self.adapter` is `separate`. The first time `weights` are the
+                base; later they are empty, and the base that the sampler has stays.
 
         Returns:
-            Metrics: bytes and seconds.
+            Figures for the log, `bytes` among them.
 
         Raises:
             SamplerLostError: If the sampler was restarted meanwhile.
@@ -88,7 +111,10 @@ class SyncedRolloutEngine(RolloutEngine, Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the sampler. Calling it again is harmless."""
+        """Let go of the sampler; the next call of `update_weights` starts it again.
+
+        Calling it again is harmless. A rank may call it alone, after an exception.
+        """
         ...
 
 
