@@ -29,13 +29,15 @@ def checksum(weight: Tensor, first_column: int = 0) -> int:
         first_column: Where the columns of a shard begin in the whole weight.
 
     Returns:
-        A signed 64-bit integer. Zero rows add nothing: padding does not count.
+        A signed 64-bit integer. Zero rows add nothing: padding does not count. Zeros have no sign.
     """
-    bits_RC = _rows(weight.detach()).view(_INTEGERS[weight.element_size()])
-    rows = max(1, _CHUNK // max(1, bits_RC.shape[-1]))
-    total_C = bits_RC.new_zeros(bits_RC.shape[-1], dtype=torch.int64)
-    for part_RC in bits_RC.split(rows):
-        total_C += part_RC.sum(dim=0, dtype=torch.int64)
+    weight_RC = _rows(weight.detach())
+    rows = max(1, _CHUNK // max(1, weight_RC.shape[-1]))
+    total_C = weight_RC.new_zeros(weight_RC.shape[-1], dtype=torch.int64)
+    for part_RC in weight_RC.split(rows):
+        if weight.is_floating_point():
+            part_RC = part_RC + 0.0  # makes a positive zero of a negative one
+        total_C += part_RC.contiguous().view(_INTEGERS[weight.element_size()]).sum(dim=0, dtype=torch.int64)
     columns_C = torch.arange(first_column, first_column + total_C.numel(), device=total_C.device)
     return int((total_C * ((2 * columns_C + 1) * _MULTIPLIER)).sum())
 

@@ -1,0 +1,142 @@
+"""The weights that vLLM's layers compute with, by checksums, and which weights of a checkpoint each is made of.
+
+Layers keep several weights in one, a shard of them, or on CPUs no weight at all but a packed copy: those are asked for
+the images of the unit vectors, which are the columns of what they multiply with, exactly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from pl_grouprl.rollout.weights.checksum import add, checksum
+from pl_grouprl.rollout.weights.compare import LoadedWeight
+
+_UNIT_VECTORS = 256
+"""How many go through a layer at once."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+
+
+def applied_checksums(
+    model: nn.Module, names: Sequence[str], dtype: torch.dtype, *, tied: bool
+) -> Iterator[LoadedWeight]:
+    """Checksums of all weights of a model of vLLM.
+
+    Args:
+        model: On one worker.
+        names: Of the checkpoint's weights.
+        dtype: That they were sent in; the model may keep some in a wider one.
+        tied: Whether its heads have the weights of its embeddings.
+
+    Yields:
+        The model's name of each, the names that it is made of, the checksum, and how workers share it.
+    """
+    weights = {f"{prefix}.{name}".lstrip("."): (m, p) for prefix, m in model.named_modules() for name, p in _own(m)}
+    parts = _parts(model, names, weights.keys())
+    for name, (module, weight) in weights.items():
+        if tied and isinstance(module, ParallelLMHead) and not parts[name]:
+            embedding = next(other for other, (m, _) in weights.items() if type(m) is VocabParallelEmbedding)
+            parts[name] = parts[embedding]
+        if not parts[name] and not isinstance(weight, nn.Parameter):
+            continue  # the layer's own
+        value = _Applied(module, name.rpartition(".")[2], weight, dtype)
+        yield LoadedWeight(name, parts[name], value.checksum(), "sum" if value.is_shard else "copy")
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+            yield name, buffer
+
+
+def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str]]:
+    """The names that each target is made of."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    packed = {part: whole for whole, own in getattr(model, "packed_modules_mapping", {}).items() for part in own}
+    parts: dict[str, list[str]] = {target: [] for target in targets}
+    for name in names:
+        mapped = name if mapper is None else mapper.map_name(name)
+        if mapped is None:
+            continue
+        for candidate in _candidates(mapped, packed):
+            if candidate in parts:
+                parts[candidate].append(name)
+                break
+    return parts
+
+
+def _candidates(name: str, packed: dict[str, str]) -> Iterator[str]:
+    """Names under which a model of vLLM may have a weight."""
+    yield name
+    path = name.split(".")
+    for place, piece in enumerate(path):
+        if piece in packed:
+            yield ".".join([*path[:place], packed[piece], *path[place + 1 :]])
+    if (match := _EXPERT.search(name)) is not None:
+        fused = "w2_weight" if match[1] in ("down_proj", "w2") else "w13_weight"
+        for inner in (".experts.", ".experts.routed_experts."):
+            yield name[: match.start()] + inner + fused
+
+
+class _Applied:
+    """A weight of a layer, as the layer applies it on this worker."""
+
+    def __init__(self, module: Any, name: str, weight: Tensor, dtype: torch.dtype) -> None:
+        self.module, self.name, self.weight, self.dtype = module, name, weight, dtype
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether this worker's weight is its share of one, and not the same as that of all workers."""
+        if getattr(self.module, "tp_size", 1) == 1:
+            return False
+        if isinstance(self.module, RowParallelLinear):
+            return self.name != "bias"
+        if isinstance(self.module, ColumnParallelLinear | VocabParallelEmbedding):
+            return True
+        return self.name in ("w13_weight", "w2_weight")
+
+    @property
+    def first_column(self) -> int:
+        """Where the columns of this worker begin."""
+        if not self.is_shard:
+            return 0
+        if isinstance(self.module, RowParallelLinear):
+            return self.module.tp_rank * self.module.input_size_per_partition
+        return self.module.tp_rank * self.weight.shape[-1] if self.name == "w2_weight" else 0
+
+    def checksum(self) -> int:
+        """The checksum of what this worker has of the weight and no other worker counts."""
+        return add(*(checksum(part, self.first_column + first) for first, part in self._columns()))
+
+    def _columns(self) -> Iterator[tuple[int, Tensor]]:
+        """The weight, or some columns of it after others, each with the number of its first column."""
+        if not self._is_packed:
+            yield 0, self._counted(self.weight.to(self.dtype))
+            return
+        module = self.module
+        width = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size_per_partition
+        for first in range(0, width, _UNIT_VECTORS):
+            count = min(_UNIT_VECTORS, width - first)
+            vectors = torch.zeros(count, width, dtype=self.weight.dtype, device=self.weight.device)
+            vectors[torch.arange(count), torch.arange(first, first + count)] = 1
+            yield first, self._counted(module.quant_method.apply(module, vectors, None).T.to(self.dtype))
+
+    @property
+    def _is_packed(self) -> bool:
+        plain = type(self.module) is VocabParallelEmbedding  # looks its rows up
+        return self.name == "weight" and hasattr(self.module, "cpu_linear") and not plain
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        """Without keys and values of which an earlier worker has the same copy."""
+        module = self.module
+        if not isinstance(module, QKVParallelLinear) or module.tp_rank % module.num_kv_head_replicas == 0:
+            return rows
+        return rows[: module.num_heads * module.head_size]

@@ -1,0 +1,135 @@
+"""What runs inside vLLM's workers: weights are loaded, and checksums say which ones the layers compute with.
+
+Imported by vLLM alone, as its `worker_extension_cls`. Loading is vLLM's own layerwise reload, in the phases of its
+weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), behind which
+`settle_weights` mends what a reload leaves old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from pl_grouprl.rollout.vllm.applied import applied_checksums
+
+if TYPE_CHECKING:
+    from pl_grouprl.rollout.weights.compare import LoadedWeight
+
+BACKEND = "pl_grouprl"
+"""Name of the transfer in vLLM's `WeightTransferConfig`."""
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """There is nothing to agree upon."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One bucket of weights in checkpoint format.
+
+    Attributes:
+        weights: Name and value of each, in the trainer's own process.
+        path: A safetensors file that holds them, for a worker in another process.
+    """
+
+    weights: list[tuple[str, Tensor]] | None = None
+    path: str | None = None
+
+
+class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
+    """Loads buckets that are handed over by reference, or as files."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketInfo
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Get the layers ready to be loaded anew."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a bucket; a layer takes its weights once all of them are there."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Load a bucket."""
+        weights = update_info.weights
+        if update_info.path is not None:
+            weights = list(load_file(update_info.path, device=str(self.device)).items())
+        assert weights is not None
+        self.model.load_weights(iter(weights))
+
+    def finish_weight_update(self) -> None:
+        """Put the layers back to work."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)
+
+
+class WeightReceiver:
+    """Methods that vLLM's workers get in addition (`worker_extension_cls`), for `collective_rpc`."""
+
+    # Of the worker.
+    model_runner: Any
+    model_config: Any
+    _weight_update_active: bool
+
+    def settle_weights(self) -> None:
+        """Make an update take effect everywhere: in heads that are tied to embeddings, and in what was cached."""
+        model = self.model_runner.get_model()
+        for head, embedding in _tied_heads(model, self._tied):
+            head.weight = embedding.weight
+            # On CPUs the head computes with a packed copy of its weight.
+            head.quant_method.process_weights_after_loading(head)
+        for name in ("reset_encoder_cache", "reset_mm_cache"):  # images that the old weights have encoded
+            getattr(self.model_runner, name, lambda: None)()
+
+    def abandon_weights(self) -> None:
+        """End an update whose trainer is gone, so that another can begin. What was loaded stays."""
+        if self._weight_update_active:
+            self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def weight_checksums(self, names: list[str]) -> list[LoadedWeight]:
+        """Checksums of the weights that this worker computes with.
+
+        Args:
+            names: Of all weights that were sent.
+        """
+        return list(applied_checksums(self.model_runner.get_model(), names, self.model_config.dtype, tied=self._tied))
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+
+def _tied_heads(model: nn.Module, tied: bool) -> list[tuple[Any, Any]]:
+    """Heads without weights of their own, and the embeddings that they take them from."""
+    modules = list(model.modules()) if tied else []
+    embeddings = [module for module in modules if type(module) is VocabParallelEmbedding]
+    return [
+        (head, next(own for own in embeddings if own.embedding_dim == head.embedding_dim))
+        for head in modules
+        if isinstance(head, ParallelLMHead)
+    ]
