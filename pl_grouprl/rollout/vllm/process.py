@@ -1,0 +1,207 @@
+"""vLLM in a trainer's own process: it works in a state of its own, and what is the trainer's is put back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_PATCHED = (
+    "Event",
+    "Tensor.pin_memory",
+    "Tensor.record_stream",
+    "accelerator.empty_cache",
+    "accelerator.get_memory_info",
+    "accelerator.synchronize",
+    "cuda.Event",
+    "cuda.Stream",
+    "cuda.current_stream",
+    "cuda.set_stream",
+    "cuda.stream",
+    "set_num_threads",
+)
+"""What vLLM's workers on CPUs replace in torch, mostly by functions that do nothing."""
+
+
+class EngineProcess:
+    """The process that a trainer and a vLLM engine share.
+
+    vLLM takes a process for its own: it seeds the random numbers, sets environment variables, the precision of products
+    and the number of threads, replaces functions of torch, freezes the garbage collector, and destroys the default
+    process group when it ends. Signal handlers it leaves alone.
+
+    Args:
+        device: The trainer's device, where the engine works too.
+        environment: Variables that the engine sees.
+    """
+
+    def __init__(self, device: torch.device, environment: Mapping[str, str]) -> None:
+        self._device = device
+        self._environment = dict(environment)
+        self._state: _State | None = None  # of vLLM, between its calls
+        self._inside = False
+        self._own_world = False
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Where every call of vLLM belongs, and nothing of the trainer. Within another such block it does nothing.
+
+        Autocast, inference mode and gradients are off in it, and the default dtype is vLLM's: what the trainer computes
+        under is not to change what is sampled.
+        """
+        if self._inside:
+            yield
+            return
+        trainers = _State.now(self._device)
+        if self._state is None:
+            environment = {**trainers.environment, **self._environment}
+            self._state = replace(trainers, environment=environment, dtype=torch.float32)
+        self._inside = True
+        self._state.restore(self._device)
+        try:
+            with torch.autocast(self._device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            self._state = _State.now(self._device)
+            trainers.restore(self._device)
+            self._inside = False
+
+    def start(self, **arguments: Any) -> LLM:
+        """Build the engine. All ranks call it together.
+
+        Without a process group one of this process alone is made, for vLLM wants one; `stop` takes it away again.
+
+        Args:
+            **arguments: Of `vllm.LLM`.
+        """
+        if not torch.distributed.is_initialized():
+            backend = "gloo" if self._device.type == "cpu" else f"cpu:gloo,{self._device.type}:nccl"
+            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+            self._own_world = True
+        frozen = gc.get_freeze_count()
+        try:
+            with self.inside():
+                from vllm import LLM
+
+                llm = LLM(**arguments)
+                # Or the trainer's process group ends where the engine is collected as garbage.
+                llm.llm_engine.engine_core._finalizer.detach()
+        except BaseException:
+            self.stop(None)
+            raise
+        finally:
+            if not frozen:
+                gc.unfreeze()
+        return llm
+
+    def stop(self, llm: LLM | None) -> None:
+        """End the engine, and vLLM's process groups; the trainer's stays.
+
+        Args:
+            llm: What `start` has returned; None where it has failed.
+        """
+        with self.inside(), _default_group_kept():
+            if llm is not None:
+                llm.llm_engine.engine_core.engine_core.shutdown()
+            else:
+                from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+                cleanup_dist_env_and_memory()
+        if self._own_world:
+            torch.distributed.destroy_process_group()
+            self._own_world = False
+
+
+@dataclass
+class _State:
+    """What there is once in a process, and vLLM changes."""
+
+    environment: dict[str, str]
+    functions: dict[str, Any]
+    num_threads: int
+    dtype: torch.dtype
+    precision: str | tuple[str, str]
+    random: dict[str, Any]
+    gpu: int | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> _State:
+        """As it is."""
+        gpu = device.type == "cuda"
+        return cls(
+            environment=dict(os.environ),
+            functions={name: attrgetter(name)(torch) for name in _PATCHED},
+            num_threads=torch.get_num_threads(),
+            dtype=torch.get_default_dtype(),
+            precision=_precision(),
+            random={
+                "python": random.getstate(),
+                "numpy": np.random.get_state(),
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state(device) if gpu else None,
+            },
+            gpu=torch.cuda.current_device() if gpu else None,
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Make it as it was."""
+        for name in os.environ.keys() - self.environment.keys():
+            del os.environ[name]
+        for name, value in self.environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        for name, function in self.functions.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(attrgetter(owner)(torch) if owner else torch, attribute, function)
+        if torch.get_num_threads() != self.num_threads:
+            torch._C.set_num_threads(self.num_threads)  # behind whatever stands for torch.set_num_threads
+        torch.set_default_dtype(self.dtype)
+        _set_precision(self.precision)
+        random.setstate(self.random["python"])
+        np.random.set_state(self.random["numpy"])
+        torch.set_rng_state(self.random["torch"])
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)
+            torch.cuda.set_rng_state(self.random["cuda"], device)
+
+
+def _precision() -> str | tuple[str, str]:
+    """Precision of float32 products: by its one name, or on GPUs and CPUs where a trainer has set these apart."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+def _set_precision(precision: str | tuple[str, str]) -> None:
+    if _precision() == precision:
+        return
+    if isinstance(precision, str):
+        torch.set_float32_matmul_precision(precision)
+    else:
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = precision
+
+
+@contextmanager
+def _default_group_kept() -> Iterator[None]:
+    """Only process groups that are named are destroyed; vLLM ends with the default one, which the trainer needs."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_part(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    with patch.object(torch.distributed, "destroy_process_group", destroy_part):
+        yield
