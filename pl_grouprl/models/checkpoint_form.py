@@ -1,0 +1,156 @@
+"""The form in which transformers saves a model: which weights, by what names, fused or in pieces.
+
+Transformers 5 keeps the weights of some models in memory in another form than in their checkpoints, such as all experts
+of a layer in one tensor. What follows reverses that as `save_pretrained` does, but for a stream, in which never more is
+held than the weights that one conversion needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Gatherer(Generic[Key]):
+    """Collects weights until all of a group are there.
+
+    Args:
+        sizes: How many weights each group has.
+    """
+
+    def __init__(self, sizes: Mapping[Key, int]) -> None:
+        self._sizes = sizes
+        self._held: dict[Key, dict[str, Tensor]] = {}
+
+    def add(self, group: Key, name: str, weight: Tensor) -> dict[str, Tensor] | None:
+        """Take one more weight.
+
+        Returns:
+            All of the group by name, which is forgotten then, if this was the last; otherwise None.
+        """
+        held = self._held.setdefault(group, {})
+        held[name] = weight
+        return self._held.pop(group) if len(held) == self._sizes[group] else None
+
+
+def saved_names(model: Any, names: Mapping[str, Hashable]) -> set[str]:
+    """Names under which `save_pretrained` saves weights: one of each, though it may have several in the model.
+
+    Args:
+        model: A transformers model.
+        names: Names of all weights, and for each something that those of one tied weight have in common.
+
+    Raises:
+        RuntimeError: If weights are tied that the model's class does not declare so; transformers saves no such model.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    stand_ins = {weight: torch.empty(1) for weight in set(names.values())}
+    state = {name: stand_ins[weight] for name, weight in names.items()}
+    return remove_tied_weights_from_state_dict(state, model).keys() - set(model._keys_to_ignore_on_save or ())
+
+
+class CheckpointForm:
+    """Turns a stream of a model's weights into what its checkpoints hold.
+
+    Args:
+        model: A transformers model. Its tensors are not read.
+        names: Of all weights that the stream is to have.
+
+    Raises:
+        ValueError: If the model is quantized, or its form cannot be reversed.
+    """
+
+    def __init__(self, model: Any, names: Iterable[str]) -> None:
+        self._owner = type(model).__name__
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise ValueError(
+                f"{self._owner} is quantized (quantization_config), so its weights are not those of a checkpoint; "
+                "load it without."
+            )
+        self._conversions = _conversions(model)
+        self._structure = _Structure(model.config, self._conversions)
+        self._converters = self._reversed_converters()
+        self._gatherer = Gatherer(Counter(map(self._group, names)))
+
+    def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and weights as in a checkpoint; those that need no conversion at once.
+
+        Raises:
+            ValueError: If the model has weights in a form that cannot be reversed.
+        """
+        for name, weight in weights:
+            if not self._conversions:
+                yield name, weight
+            elif (whole := self._gatherer.add(self._group(name), name, weight)) is not None:
+                yield from self._reverted(whole)
+            del weight
+
+    def _reverted(self, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        try:
+            reverted = revert_weight_conversion(self._structure, weights)  # type: ignore[arg-type]
+        except _IRREVERSIBLE as error:
+            self._refuse(repr(next(iter(weights))), error)
+        weights.clear()
+        for name in list(reverted):
+            yield name, reverted.pop(name)
+
+    def _reversed_converters(self) -> list[Any]:
+        """What changes more than names, in the order in which `revert_weight_conversion` looks for one."""
+        from transformers.core_model_loading import WeightConverter
+
+        try:
+            backwards = [own.reverse_transform() for own in reversed(self._conversions)]
+        except _IRREVERSIBLE as error:
+            self._refuse("weights", error)
+        return [own for own in backwards if isinstance(own, WeightConverter)]
+
+    def _group(self, name: str) -> tuple[str, bool]:
+        """What the weights that one conversion takes have in common: the name that it begins to write."""
+        from transformers.core_model_loading import apply_converters
+
+        target, pattern = apply_converters(name, self._converters)
+        return target, pattern is not None
+
+    def _refuse(self, what: str, error: Exception) -> NoReturn:
+        raise ValueError(
+            f"{self._owner} keeps {what} in another form than its checkpoints, and transformers cannot reverse that "
+            f"from the weights alone ({type(error).__name__}: {error}); sample with HFRolloutEngine."
+        ) from error
+
+
+_IRREVERSIBLE = (ValueError, NotImplementedError, RuntimeError, TypeError, re.error)
+"""What conversions of transformers raise that have no reverse."""
+
+
+class _Structure:
+    """What conversions may know of a model: its config. Its tensors may be shards, so nothing can be read off them."""
+
+    def __init__(self, config: Any, conversions: list[Any]) -> None:
+        self.config = config
+        self._weight_conversions = conversions
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TypeError(f"the conversion reads {name!r} of the model, which may be sharded")
+
+
+def _conversions(model: Any) -> list[Any]:
+    """How transformers has made the model's form of that of its checkpoints; empty if they are the same."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        return list(conversions)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    # As `revert_weight_conversion`: a model that no checkpoint was read for is saved without prefixes.
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [own for own in found if not isinstance(own, PrefixChange)]
