@@ -15,6 +15,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from pl_grouprl.rollout.vllm.ranks import own_shared_memory
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -38,9 +40,9 @@ _PATCHED = (
 class EngineProcess:
     """The process that a trainer and a vLLM engine share.
 
-    vLLM takes a process for its own: it seeds the random numbers, sets environment variables, the precision of products
-    and the number of threads, replaces functions of torch, freezes the garbage collector, and destroys the default
-    process group when it ends. Signal handlers it leaves alone.
+    vLLM takes a process for its own: it seeds the random numbers, sets environment variables, the precision of products,
+    the number of threads and the GPU's current stream, replaces functions of torch, freezes the garbage collector, and
+    destroys the default process group when it ends. Signal handlers it leaves alone.
 
     Args:
         device: The trainer's device, where the engine works too.
@@ -92,7 +94,7 @@ class EngineProcess:
             self._own_world = True
         frozen = gc.get_freeze_count()
         try:
-            with self.inside():
+            with self.inside(), own_shared_memory(self._device):
                 from vllm import LLM
 
                 llm = LLM(**arguments)
@@ -134,6 +136,7 @@ class _State:
     dtype: torch.dtype
     precision: str | tuple[str, str]
     random: dict[str, Any]
+    stream: Any
     gpu: int | None
 
     @classmethod
@@ -152,6 +155,7 @@ class _State:
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state(device) if gpu else None,
             },
+            stream=torch.cuda.current_stream(device) if gpu else None,
             gpu=torch.cuda.current_device() if gpu else None,
         )
 
@@ -173,8 +177,10 @@ class _State:
         np.random.set_state(self.random["numpy"])
         torch.set_rng_state(self.random["torch"])
         if self.gpu is not None:
-            torch.cuda.set_device(self.gpu)
             torch.cuda.set_rng_state(self.random["cuda"], device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # vLLM works on a stream of its own
+            torch.cuda.set_stream(self.stream)
+            torch.cuda.set_device(self.gpu)
 
 
 def _precision() -> str | tuple[str, str]:
