@@ -1,6 +1,7 @@
 """Rollout engines: from prompts to sampled completions."""
 
-from pl_grouprl.rollout.engine import RolloutEngine
+from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine
 from pl_grouprl.rollout.hf import HFRolloutEngine
+from pl_grouprl.rollout.vllm.colocate import VLLMRolloutEngine
 
-__all__ = ["HFRolloutEngine", "RolloutEngine"]
+__all__ = ["HFRolloutEngine", "RolloutEngine", "SyncedRolloutEngine", "VLLMRolloutEngine"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 PEFT_AVAILABLE = find_spec("peft") is not None
+VLLM_AVAILABLE = find_spec("vllm") is not None
 
 
 def require(available: bool, what: str, extra: str) -> None:

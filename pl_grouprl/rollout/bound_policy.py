@@ -1,0 +1,74 @@
+"""What an engine has to know of the policy that it is bound to, whoever samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.rollout.engine import check_request
+from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
+from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import derive_seed
+
+
+class BoundPolicy:
+    """A policy and its tokenizer, as an engine asks about them.
+
+    Args:
+        model: A transformers decoder; its weights may be shards.
+        tokenizer: Its tokenizer, or None.
+
+    Attributes:
+        never: Tokens that are not sampled: they stand for images and videos.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.never = sorted(placeholder_ids(model).values())
+
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        num_generations: int,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Refuse a request that cannot be served; see `check_request`."""
+        limits = length_limits(self.model)
+        if max_model_len is not None:
+            limits["max_model_len"] = max_model_len
+        check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
+
+    def end_ids(self, sampling: SamplingConfig) -> list[int]:
+        """Tokens that end a completion."""
+        return end_token_ids(self.model, self.tokenizer, sampling)
+
+    def stop(self, sampling: SamplingConfig) -> StopStrings:
+        """Strings that end a completion."""
+        return StopStrings(self.tokenizer, sampling.stop)
+
+    def decode(self, rollouts: Iterable[Rollout]) -> None:
+        """Give rollouts their text, where there is a tokenizer."""
+        if self.tokenizer is not None:
+            for rollout in rollouts:
+                rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+
+
+def sequence_seeds(
+    seed: int, num_prompts: int, num_generations: int, prompt_indices: Sequence[int] | None
+) -> list[list[int]]:
+    """A seed for each sequence, named by the prompt's place and the rollout's number.
+
+    Args:
+        seed: Of the call.
+        num_prompts: P.
+        num_generations: G.
+        prompt_indices: The prompts' places in the batch of all ranks; None where they are all.
+
+    Returns:
+        P lists of G seeds in [0, 2^63).
+    """
+    places = range(num_prompts) if prompt_indices is None else prompt_indices
+    return [[derive_seed(seed, int(place), number) for number in range(num_generations)] for place in places]

@@ -1,0 +1,175 @@
+"""Rollouts by a vLLM in the trainer's own process, on the same devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
+from pl_grouprl.rollout.engine import AdapterWeights
+from pl_grouprl.rollout.vllm.instance import VLLMInstance
+from pl_grouprl.rollout.vllm.model_folder import SamplerDtype, sampler_dtype
+from pl_grouprl.rollout.weights.buckets import buckets
+from pl_grouprl.rollout.weights.casting import cast
+from pl_grouprl.rollout.weights.compare import check_weights
+from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities import optional
+from pl_grouprl.utilities.options import check_options
+
+
+class VLLMRolloutEngine:
+    """Samples with vLLM (0.32), which has a copy of the weights beside the trainer's.
+
+    vLLM is started by the first `update_weights`, from the policy's config alone; all weights come from the policy,
+    straight into vLLM's layers, and after each update checksums of what the layers compute with are compared with those
+    of what was sent. Rollouts of one prompt share its blocks in vLLM's prefix cache, which an update empties.
+
+    Reproducible: each sequence has a seed of its own, made from (seed, place of the prompt, number of the rollout), and
+    draws other numbers than with `HFRolloutEngine`. What else is in the batch may change the last bits of a
+    probability, and so, rarely, a token.
+
+    Log-probabilities are those of the distribution sampled from, top-p, top-k and min-p applied. vLLM applies min-p
+    before the two others.
+
+    Args:
+        tensor_parallel_size: Ranks side by side that share one vLLM. 1: each rank has its own.
+        gpu_memory_utilization: Share of each GPU's memory that vLLM may use, weights included.
+        kv_cache_gib: Memory of vLLM's key and value cache in GiB instead; on CPUs 1 by default.
+        max_model_len: Longest sequence, prompt and completion together; None is what the model can serve.
+        max_num_seqs: Most sequences that are decoded at once.
+        dtype: Of vLLM's weights and activations; `auto` is that of the policy's weights.
+        enforce_eager: Run layers as they are written, without CUDA graphs and compilation: starts sooner, samples
+            slower.
+        sleep_level: What vLLM gives back between rollouts: 0 nothing; 1 its cache and its weights, which wait in main
+            memory; 2 both, and the weights come anew before the next rollout. On GPUs.
+        bucket_mib: Weights are sent in buckets of so many MiB.
+        adapter: `merged` gives vLLM the weights with the adapter merged in; `separate` the base once, then the adapter
+            alone (LoRA without DoRA).
+        seed: Of what vLLM draws outside of sequences; nothing that reaches a rollout.
+        engine_kwargs: Further arguments of vLLM's `EngineArgs`.
+
+    Raises:
+        ModuleNotFoundError: If vLLM is not installed.
+        ValueError: If an option is out of range, or `engine_kwargs` has what the engine decides itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.3,
+        kv_cache_gib: float | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        dtype: SamplerDtype = "auto",
+        enforce_eager: bool = False,
+        sleep_level: Literal[0, 1, 2] = 0,
+        bucket_mib: int = 256,
+        adapter: Literal["merged", "separate"] = "merged",
+        seed: int = 0,
+        engine_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        optional.require(optional.VLLM_AVAILABLE, type(self).__name__, "vllm")
+        check_options(
+            {
+                "tensor_parallel_size": (tensor_parallel_size, tensor_parallel_size >= 1, "at least 1"),
+                "gpu_memory_utilization": (gpu_memory_utilization, 0 < gpu_memory_utilization <= 1, "in (0, 1]"),
+                "kv_cache_gib": (kv_cache_gib, kv_cache_gib is None or kv_cache_gib > 0, "larger than 0, or None"),
+                "max_num_seqs": (max_num_seqs, max_num_seqs >= 1, "at least 1"),
+                "sleep_level": (sleep_level, sleep_level in (0, 1, 2), "0, 1 or 2"),
+                "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
+                "adapter": (adapter, adapter in ("merged", "separate"), "'merged' or 'separate'"),
+            }
+        )
+        self.adapter = adapter
+        self.version: int | None = None
+        self.max_model_len = max_model_len
+        self.dtype: SamplerDtype = dtype
+        self._bucket_bytes = bucket_mib << 20
+        self._policy: BoundPolicy | None = None
+        self._vllm = VLLMInstance(
+            {
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "max_model_len": max_model_len,
+                "max_num_seqs": max_num_seqs,
+                "enforce_eager": enforce_eager,
+                "seed": seed,
+            },
+            engine_kwargs or {},
+            kv_cache_gib=kv_cache_gib,
+            tensor_parallel_size=tensor_parallel_size,
+            sleep_level=sleep_level,
+        )
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Name the policy; its config is read, its weights come by `update_weights`. See `RolloutEngine.bind`."""
+        if self._policy is None or self._policy.model is not model:
+            self.close()
+        self._policy = BoundPolicy(model, tokenizer)
+
+    @property
+    def policy(self) -> BoundPolicy:
+        """What is bound.
+
+        Raises:
+            ValueError: If nothing is.
+        """
+        if self._policy is None:
+            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
+        return self._policy
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
+    ) -> dict[str, float]:
+        """Give vLLM new weights, and see that it has them; see `SyncedRolloutEngine.update_weights`."""
+        started = time.perf_counter()
+        self.version = None
+        dtype = getattr(torch, sampler_dtype(self.policy.model, self.dtype))
+        self._vllm.start(self.policy.model, dtype)
+        sent: dict[str, int] = {}
+        size = 0
+        with self._vllm.updating():
+            for bucket in buckets(cast(weights, dtype, sent), self._bucket_bytes):
+                size += sum(weight.nbytes for _, weight in bucket)
+                self._vllm.load(bucket)
+        check_weights(sent, self._vllm.checksums(list(sent)))
+        self.version = version
+        return {"bytes": float(size), "seconds": time.perf_counter() - started}
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        seed: int,
+        media: Sequence[Media] | None = None,
+        prompt_indices: Sequence[int] | None = None,
+    ) -> list[list[Rollout]]:
+        """Sample completions; see `RolloutEngine.generate`.
+
+        Raises:
+            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`).
+            RuntimeError: If vLLM has no weights yet.
+            FloatingPointError: If the model's logits are not finite.
+        """
+        policy = self.policy
+        policy.check(prompts, sampling, num_generations, self.max_model_len)
+        if self.version is None:
+            raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
+        stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
+        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
+        groups = self._vllm.sample(prompts, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
+        policy.decode(rollout for group in groups for rollout in group)
+        if self._vllm.sleep():
+            self.version = None
+        return groups
+
+    def close(self) -> None:
+        """End vLLM; the next `update_weights` starts it again."""
+        self.version = None
+        self._vllm.close()

@@ -1,0 +1,176 @@
+"""One vLLM in this process: started, given weights, asked for sequences, put to sleep, ended."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.rollout.vllm.model_folder import write_model_folder
+from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
+from pl_grouprl.types import Rollout, SamplingConfig
+
+_DECIDED_HERE = {
+    "model": "the policy",
+    "dtype": "the engine's dtype",
+    "load_format": "the trainer, which sends the weights",
+    "tokenizer": "the policy's tokenizer, which stays in the trainer",
+    "skip_tokenizer_init": "the policy's tokenizer, which stays in the trainer",
+    "logprobs_mode": "the loss, which needs the log-probabilities of the distribution sampled from",
+    "quantization": "the comparison of weights, which has none",
+    "worker_extension_cls": "the transfer of weights",
+    "weight_transfer_config": "the transfer of weights",
+    "enable_sleep_mode": "sleep_level",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+    "distributed_executor_backend": "tensor_parallel_size",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "data_parallel_size": "the ranks of the Trainer",
+    "pipeline_parallel_size": "tensor_parallel_size alone",
+}
+"""Arguments of vLLM that are refused, and what decides about them."""
+
+
+class VLLMInstance:
+    """A vLLM engine that runs its model in the caller's process and thread.
+
+    Args:
+        options: Arguments of vLLM's `EngineArgs`.
+        further: More of them, from the user.
+        kv_cache_gib: Memory of its cache; None leaves it to vLLM on GPUs and is 1 on CPUs.
+        tensor_parallel_size: Ranks that share it.
+        sleep_level: How deep it sleeps.
+
+    Raises:
+        ValueError: If `further` has what is decided elsewhere.
+    """
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        further: dict[str, Any],
+        *,
+        kv_cache_gib: float | None,
+        tensor_parallel_size: int,
+        sleep_level: int,
+    ) -> None:
+        for name in further:
+            if name in _DECIDED_HERE or name in options:
+                decides = _DECIDED_HERE.get(name, f"the engine's own {name}")
+                raise ValueError(f"engine_kwargs has {name!r}, about which {decides} decides; leave it out.")
+        self._options = {**options, **further}
+        self._kv_cache_gib = kv_cache_gib
+        self._tensor_parallel_size = tensor_parallel_size
+        self._sleep_level = sleep_level
+        self._asleep = False
+        self._engine: Any = None
+
+    def start(self, model: Any, dtype: torch.dtype) -> None:
+        """Start vLLM with a policy's config, with weights of no meaning. Does nothing where it runs."""
+        if self._engine is not None:
+            return
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        on_cpu = current_platform.is_cpu()
+        if self._sleep_level and on_cpu:
+            raise ValueError(f"sleep_level is {self._sleep_level}, but vLLM cannot sleep on CPUs; set it to 0.")
+        if self._kv_cache_gib is not None or on_cpu:
+            self._options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or 1) * 2**30)
+        with tempfile.TemporaryDirectory() as folder:
+            write_model_folder(model, Path(folder))
+            arguments = EngineArgs(
+                model=folder,
+                runner="generate",
+                dtype=str(dtype).removeprefix("torch."),
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                logprobs_mode="processed_logprobs",
+                enable_prefix_caching=True,
+                enable_sleep_mode=self._sleep_level > 0,
+                tensor_parallel_size=self._tensor_parallel_size,
+                weight_transfer_config=WeightTransferConfig(backend="pl_grouprl"),
+                worker_extension_cls="pl_grouprl.rollout.vllm.worker.WeightReceiver",
+                disable_log_stats=True,
+                **self._options,
+            )
+            self._engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Between the first and the last bucket; whatever was cached of the old weights is forgotten behind it."""
+        if self._asleep:
+            self._engine.wake_up(["weights"])
+        self._call("abandon_weights")
+        self._call("start_weight_update")
+        yield
+        self._call("finish_weight_update")
+        self._call("settle_weights")
+        if self._asleep:
+            self._engine.wake_up(["kv_cache"])
+            self._asleep = False
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM could not drop its prefix cache, so old keys and values would be sampled from.")
+
+    def load(self, bucket: list[tuple[str, Tensor]]) -> None:
+        """Load some weights."""
+        self._call("update_weights", update_info={"weights": bucket})
+
+    def checksums(self, names: list[str]) -> list[list[Any]]:
+        """What each worker computes with; see `compare.check_weights`."""
+        return self._call("weight_checksums", names=names)
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        end_ids: Sequence[int],
+        never: Sequence[int],
+        stop: StopStrings,
+    ) -> list[list[Rollout]]:
+        """Sample a sequence for each seed of each prompt."""
+        if self._asleep:
+            self._engine.wake_up()
+            self._asleep = False
+        asked: dict[str, Completion] = {}
+        for place, (prompt, own) in enumerate(zip(prompts, seeds, strict=True)):
+            for number, seed in enumerate(own):
+                name = f"{place}.{number}"
+                asked[name] = Completion(stop)
+                parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
+                self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if asked[output.request_id].add(output.outputs[0]):
+                    self._engine.abort_request([output.request_id])
+        return [[asked[f"{place}.{number}"].rollout() for number in range(len(own))] for place, own in enumerate(seeds)]
+
+    def sleep(self) -> bool:
+        """Give memory back until it is needed; says whether the weights are gone."""
+        if self._sleep_level:
+            self._engine.reset_prefix_cache()
+            self._engine.sleep(self._sleep_level)
+            self._asleep = True
+        return self._sleep_level == 2
+
+    def close(self) -> None:
+        """End vLLM."""
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine = None
+        self._asleep = False
+
+    def _call(self, method: str, **kwargs: Any) -> Any:
+        return self._engine.collective_rpc(method, kwargs=kwargs)

@@ -1,0 +1,45 @@
+"""The folder from which vLLM builds a model: its config. The weights come from the trainer, as all later ones do."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+from pl_grouprl.models.adapter_layers import base_of
+
+SamplerDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def write_model_folder(model: Any, folder: Path) -> None:
+    """Write what vLLM needs to know of a policy, without its weights.
+
+    Args:
+        model: A transformers model; its weights may be shards, and it may have an adapter.
+        folder: An existing folder.
+
+    Raises:
+        ValueError: If its weights are quantized.
+    """
+    model = base_of(model)
+    config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has quantized weights, which cannot be compared with those of a sampler; load it "
+            "without quantization, or sample with HFRolloutEngine."
+        )
+    config.architectures = [_class_name(model)]
+    config.save_pretrained(folder)
+
+
+def _class_name(model: Any) -> str:
+    """Name of a model's class, which sharding strategies put one of their own in front of."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+
+
+def sampler_dtype(model: Any, dtype: SamplerDtype) -> str:
+    """The dtype that a sampler gets a policy's weights in: the policy's own for `auto`."""
+    if dtype != "auto":
+        return dtype
+    kinds = [parameter.dtype for parameter in base_of(model).parameters() if parameter.is_floating_point()]
+    return str(max(set(kinds), key=kinds.count)).removeprefix("torch.")

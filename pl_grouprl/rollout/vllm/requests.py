@@ -1,0 +1,105 @@
+"""Requests to vLLM and what it answers, one sequence each, in the terms of this package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.types import FinishReason, Rollout, SamplingConfig
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+_NEVER = -100.0
+"""Added to the logits of tokens that are never sampled: the least that vLLM takes, a probability of e^-100."""
+
+
+def sampling_params(
+    sampling: SamplingConfig, *, end_ids: Sequence[int], never: Sequence[int] = (), seed: int
+) -> SamplingParams:
+    """What vLLM is asked for one sequence.
+
+    vLLM applies min-p before top-k and top-p, transformers behind them: with both, the sets of tokens may differ.
+
+    Args:
+        sampling: How to sample. Stop strings are not passed on; `Completion` looks for them.
+        end_ids: Tokens that end the sequence.
+        never: Tokens that are not sampled.
+        seed: Of the sequence's random stream, in [0, 2^63).
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=seed,
+        logprobs=0,  # of the sampled token alone
+        stop_token_ids=list(end_ids),
+        ignore_eos=True,  # end_ids has the end token too
+        detokenize=False,
+        logit_bias=dict.fromkeys(never, _NEVER) or None,
+        output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class Completion:
+    """Puts a sequence together from what vLLM reports of it.
+
+    Args:
+        stop: Strings that end it.
+    """
+
+    def __init__(self, stop: StopStrings) -> None:
+        self._stop = stop
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._finish_reason: FinishReason | None = None
+
+    def add(self, output: Any) -> bool:
+        """Take what is new in an output of vLLM.
+
+        Args:
+            output: A `CompletionOutput`.
+
+        Returns:
+            Whether a stop string has ended the sequence, so that vLLM has to be told.
+        """
+        for token, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
+            self._token_ids.append(int(token))
+            self._logprobs.append(float(logprobs[token].logprob))
+            if self._stop and self._stop.found([self._token_ids[-self._stop.window :]])[0]:
+                self._finish_reason = "stop"
+                return output.finish_reason is None
+        if output.finish_reason is not None:
+            self._finish_reason = _finish_reason(output.finish_reason)
+        return False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self._finish_reason is not None
+
+    def rollout(self) -> Rollout:
+        """The sequence, without text.
+
+        Raises:
+            FloatingPointError: If the model's logits were not finite.
+        """
+        if not all(map(math.isfinite, self._logprobs)):
+            raise FloatingPointError(
+                "the model's logits are not finite (NaN or infinite) in vLLM; check its weights, and whether the "
+                "engine's dtype can hold its activations (try bfloat16 or float32 in place of float16)."
+            )
+        return Rollout(self._token_ids, self._logprobs, finish_reason=self._finish_reason)
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM has ended a sequence with finish reason {reason!r}; see its log.")
+    return reason  # type: ignore[return-value]
