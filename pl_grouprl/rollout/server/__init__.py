@@ -1,0 +1,5 @@
+"""Rollouts by vLLM in a process of its own, on this machine or another: `python -m pl_grouprl.rollout.server`."""
+
+from pl_grouprl.rollout.server.engine import VLLMServerRolloutEngine
+
+__all__ = ["VLLMServerRolloutEngine"]

@@ -1,0 +1,231 @@
+"""The routes of a sampling server. Bodies are JSON, or safetensors where weights come by HTTP; nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pl_grouprl.rollout.server.guard import TokenGuard
+from pl_grouprl.rollout.server.sampler import Asked, RefusalError, Sampler
+from pl_grouprl.types import SamplingConfig
+
+MAX_JSON = 256 << 20
+"""Bytes of a JSON body."""
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
+_SPARE = 64 << 20
+"""Bytes that are left free there."""
+
+Model = TypeVar("Model", bound=BaseModel)
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Id = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Prompt(_Strict):
+    prompt: list[Token]
+    seeds: list[Annotated[int, Field(ge=0, lt=2**63)]]
+
+
+class _Generate(_Strict):
+    version: int
+    update: Id
+    requests: list[_Prompt]
+    sampling: dict[str, Any]
+    end_ids: list[Token] = []
+    never: list[Token] = []
+
+
+class _Begin(_Strict):
+    pass
+
+
+class _Update(_Strict):
+    update: Id
+
+
+class _End(_Update):
+    version: int
+    names: list[str]
+
+
+class _Broadcast(_Update):
+    index: Annotated[int, Field(ge=0)]
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0)]]]
+
+
+class _Connect(_Strict):
+    unique_id: Annotated[str, Field(max_length=256)]
+    rank_offset: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=2)]
+
+
+def make_app(sampler: Sampler, *, token: str | None, max_bucket_bytes: int) -> Any:
+    """Make the application.
+
+    Args:
+        sampler: What it serves.
+        token: What every request but `GET /health` must carry; None asks for none.
+        max_bucket_bytes: Largest body with weights.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(RefusalError)
+    async def refuse(request: Request, refusal: RefusalError) -> JSONResponse:
+        return JSONResponse(refusal.answer, refusal.status)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def unknown(request: Request, error: Any) -> JSONResponse:
+        return JSONResponse({"error": f"there is no {request.method} {request.url.path[:100]}."}, error.status_code)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        sampler.check_alive()
+        return {"status": "ok"}
+
+    @app.get("/info")
+    async def info() -> dict[str, Any]:
+        sampler.check_alive()
+        return sampler.info()
+
+    @app.post("/generate")
+    async def generate(request: Request) -> StreamingResponse:
+        body = await _read(request, _Generate)
+        sampling = _sampling(body.sampling)
+        asked = [Asked(own.prompt, own.seeds) for own in body.requests]
+        sampler.check(body.version, body.update, asked, sampling)
+        rollouts = sampler.rollouts(body.version, body.update, asked, sampling, end_ids=body.end_ids, never=body.never)
+        return StreamingResponse(_lines(rollouts), media_type="application/x-ndjson")
+
+    _add_weights(app, sampler, max_bucket_bytes)
+    return TokenGuard(app, token)
+
+
+def _add_weights(app: FastAPI, sampler: Sampler, max_bucket_bytes: int) -> None:
+    @app.post("/weights/begin")
+    async def begin(request: Request) -> dict[str, str]:
+        await _read(request, _Begin)
+        return {"update": await sampler.begin()}
+
+    @app.post("/weights/end")
+    async def end(request: Request) -> dict[str, Any]:
+        body = await _read(request, _End)
+        return {"workers": await sampler.end(body.update, body.version, body.names)}
+
+    @app.post("/weights/abort")
+    async def abort(request: Request) -> dict[str, Any]:
+        await sampler.abort((await _read(request, _Update)).update)
+        return {}
+
+    (_add_nccl if sampler.transfer == "nccl" else _add_buckets)(app, sampler, max_bucket_bytes)
+
+
+def _add_buckets(app: FastAPI, sampler: Sampler, max_bytes: int) -> None:
+    @app.post("/weights/bucket")
+    async def bucket(request: Request, update: str = "", index: str = "") -> dict[str, Any]:
+        if not index.isdecimal() or not update:
+            raise RefusalError(422, "the address needs ?update=ID&index=NUMBER.")
+        size = _length(request, max_bytes)
+        with tempfile.TemporaryDirectory(prefix="pl-grouprl-", dir=_folder(size)) as folder:  # for this user alone
+            path = Path(folder) / "bucket.safetensors"
+            await _store(request, path, size)
+            _check_safetensors(path)
+            await sampler.load(update, int(index), {"path": str(path)})
+        return {}
+
+
+def _add_nccl(app: FastAPI, sampler: Sampler, max_bytes: int) -> None:
+    @app.post("/weights/connect")
+    async def connect(request: Request) -> dict[str, Any]:
+        from pl_grouprl.rollout.server.nccl import init_info
+
+        await sampler.connect(init_info(**(await _read(request, _Connect)).model_dump()))
+        return {}
+
+    @app.post("/weights/broadcast")
+    async def broadcast(request: Request) -> dict[str, Any]:
+        from pl_grouprl.rollout.server.nccl import check_bucket
+
+        body = await _read(request, _Broadcast)
+        bucket = check_bucket(body.names, body.dtypes, body.shapes, max_bytes)
+        await sampler.load(body.update, body.index, bucket)
+        return {}
+
+
+async def _lines(messages: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
+    async for message in messages:
+        yield b"\n" if message is None else json.dumps(message).encode() + b"\n"
+
+
+def _length(request: Request, limit: int) -> int:
+    length = request.headers.get("content-length", "")
+    if not length.isdecimal():
+        raise RefusalError(411, "the request has no Content-Length; send one.")
+    if int(length) > limit:
+        raise RefusalError(413, f"the body has {length} bytes; at most {limit} are read.")
+    return int(length)
+
+
+async def _read(request: Request, model: type[Model]) -> Model:
+    _length(request, MAX_JSON)
+    try:
+        return model.model_validate_json(await request.body())
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]]
+        raise RefusalError(422, f"the body is not what is expected: {'; '.join(faults)}"[:1000]) from None
+
+
+def _sampling(options: dict[str, Any]) -> SamplingConfig:
+    known = {field.name for field in fields(SamplingConfig)}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise RefusalError(422, f"sampling holds {unknown[0][:50]!r}; it may hold {', '.join(sorted(known))}.")
+    for name in ("stop", "stop_token_ids"):
+        if name in options:
+            options[name] = tuple(options[name]) if isinstance(options[name], list) else None
+    try:
+        return SamplingConfig(**options)
+    except (TypeError, ValueError) as error:
+        raise RefusalError(422, f"sampling is refused: {error}"[:1000]) from None
+
+
+def _folder(size: int) -> Path | None:
+    """Where a bucket is put: in memory, if there is room for it; else in the folder for temporary files."""
+    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > size + _SPARE:
+        return _SHARED_MEMORY
+    return None
+
+
+async def _store(request: Request, path: Path, size: int) -> None:
+    with path.open("wb") as file:
+        async for piece in request.stream():
+            file.write(piece)
+        if file.tell() != size:
+            raise RefusalError(400, f"the body has {file.tell()} bytes, its Content-Length says {size}.")
+
+
+def _check_safetensors(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            count = len(file.keys())
+    except SafetensorError as error:
+        raise RefusalError(422, f"the body is not in safetensors format: {error}"[:1000]) from None
+    if count == 0:
+        raise RefusalError(422, "the body holds no weights.")

@@ -1,0 +1,252 @@
+"""Calls of one sampling server, over HTTP and with the standard library alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+from pl_grouprl.rollout.server.wire import HEARTBEAT
+
+T = TypeVar("T")
+
+_SILENCE = 12 * HEARTBEAT
+"""So long may a rollout be without a sign of life before its connection counts as broken."""
+
+_BROKEN = 5
+"""A rollout whose connection breaks so often is given up."""
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
+
+
+class RefusedError(RuntimeError):
+    """The server has understood a request and will not serve it.
+
+    Attributes:
+        status: HTTP's.
+        answer: What it said: `error`, and with status 409 its `instance`, `version`, `update` and `updating`.
+    """
+
+    def __init__(self, url: str, status: int, answer: Mapping[str, Any]) -> None:
+        self.url, self.status, self.answer = url, status, answer
+        super().__init__(f"the sampling server at {url} answers {status}: {answer.get('error', 'no reason given')}")
+
+
+class _Broken(Exception):
+    """An answer that began and did not end."""
+
+
+class ServerClient:
+    """Calls one server; any number of threads may use it at once.
+
+    A server that does not answer is asked again, after pauses that grow from a tenth of a second to five: connections
+    that are refused, reset or time out, answers with status 5xx, rollouts that break off.
+
+    Args:
+        url: `http://host:port`, or `https://...` where something in front of the server speaks TLS.
+        token: What the server was started with.
+        timeout: Seconds that a server may be away, and that a request other than for rollouts may take. Rollouts may
+            take any time: the server sends signs of life meanwhile.
+
+    Raises:
+        ValueError: If the url or the token is none.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError(f"urls holds {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
+            raise ValueError("token holds characters that no header can carry; use printable ASCII without blanks.")
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._parts = parts
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def info(self) -> dict[str, Any]:
+        """What the server is: its `instance`, the `version` of its weights, its model."""
+        return self._call("GET", "/info")
+
+    def generate(self, request: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+        """Sample.
+
+        Args:
+            request: `version` and `update`, which it must have; `requests`, each with `prompt` and `seeds`; `sampling`,
+                `end_ids`, `never`.
+
+        Returns:
+            For each request its rollouts, one for each seed: `token_ids`, `logprobs`, `finish_reason`.
+        """
+        body = json.dumps(request).encode()
+        counts = [len(asked["seeds"]) for asked in request["requests"]]
+        broken = 0
+
+        def attempt() -> list[list[dict[str, Any]]]:
+            nonlocal broken
+            try:
+                return self._stream("/generate", body, counts, request["version"])
+            except _Broken as error:
+                broken += 1
+                if broken == _BROKEN:
+                    raise RuntimeError(
+                        f"the sampling server at {self.url} has broken off a rollout {broken} times, the last time: "
+                        f"{error}. See its log."
+                    ) from error
+                raise
+
+        return self._persist(attempt)
+
+    def begin_weights(self) -> str:
+        """Begin an update, also over an unfinished one. Returns its id."""
+        return self._call("POST", "/weights/begin", b"{}")["update"]
+
+    def send_bucket(self, update: str, index: int, bucket: bytes) -> None:
+        """Send some weights, in safetensors format; `index` counts them. Sending one again is harmless."""
+        query = urlencode({"update": update, "index": index})
+        self._call("POST", f"/weights/bucket?{query}", bucket, kind="application/octet-stream")
+
+    def connect(self, *, unique_id: str, rank_offset: int, world_size: int) -> None:
+        """Let the server's workers join a group of processes (NCCL); returns when they have joined."""
+        told = {"unique_id": unique_id, "rank_offset": rank_offset, "world_size": world_size}
+        self._once("POST", "/weights/connect", json.dumps(told).encode())
+
+    def announce(self, update: str, index: int, described: Mapping[str, Any]) -> None:
+        """Let the server's workers receive a bucket that is broadcast to them. Not tried again: it would not come."""
+        self._once("POST", "/weights/broadcast", json.dumps({"update": update, "index": index, **described}).encode())
+
+    def end_weights(self, update: str, version: int, names: list[str]) -> list[list[list[Any]]]:
+        """Let the weights take effect. Returns what each worker has, for `check_weights`."""
+        body = json.dumps({"update": update, "version": version, "names": names}).encode()
+        return self._call("POST", "/weights/end", body)["workers"]
+
+    def abort_weights(self, update: str) -> None:
+        """Drop an update if it is the server's present one. Asked once: whoever aborts has other troubles."""
+        self._once("POST", "/weights/abort", json.dumps({"update": update}).encode(), timeout=min(self.timeout, 10.0))
+
+    def _call(
+        self, method: str, path: str, body: bytes | None = None, kind: str = "application/json"
+    ) -> dict[str, Any]:
+        return self._persist(lambda: self._once(method, path, body, kind))
+
+    def _persist(self, attempt: Callable[[], T]) -> T:
+        """Try until it succeeds or the server has been away for too long."""
+        away: float | None = None
+        wait = _FIRST_WAIT
+        while True:
+            try:
+                return attempt()
+            except RefusedError as error:
+                if error.status < 500:
+                    raise
+                reason: Exception = error
+            except _Broken as error:  # it has answered
+                reason, away, wait = error, None, _FIRST_WAIT
+            except (OSError, http.client.HTTPException) as error:
+                reason = error
+            now = time.monotonic()
+            away = now if away is None else away
+            if now + wait > away + self.timeout:
+                raise RuntimeError(
+                    f"the sampling server at {self.url} was waited for {self.timeout:g} seconds and did not come back "
+                    f"({type(reason).__name__}: {reason}). Start it (python -m pl_grouprl.rollout.server --model ... "
+                    f"--host {self._parts.hostname} --port {self._port}), or raise timeout."
+                ) from reason
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+    def _once(
+        self, method: str, path: str, body: bytes | None, kind: str = "application/json", timeout: float | None = None
+    ) -> dict[str, Any]:
+        connection = self._connect(self.timeout if timeout is None else timeout)
+        try:
+            return _read(self._ask(connection, method, path, body, kind))
+        finally:
+            connection.close()
+
+    def _stream(self, path: str, body: bytes, counts: list[int], version: int) -> list[list[dict[str, Any]]]:
+        connection = self._connect(min(self.timeout, _SILENCE))
+        try:
+            response = self._ask(connection, "POST", path, body, "application/json")
+            try:
+                return self._collect(response, counts, version)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise _Broken(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _collect(
+        self, response: http.client.HTTPResponse, counts: list[int], version: int
+    ) -> list[list[dict[str, Any]]]:
+        found: list[list[dict[str, Any]]] = [[{} for _ in range(count)] for count in counts]
+        for line in response:
+            message = json.loads(line) if line.strip() else {}
+            if "status" in message:
+                if message["status"] >= 500:
+                    raise _Broken(message["error"])
+                raise RefusedError(self.url, message["status"], message)
+            if "version" in message and message["version"] != version:
+                raise RefusedError(self.url, 409, {**message, "error": f"its weights are {message['version']}."})
+            if "index" in message:
+                asked, number = message["index"]
+                found[asked][number] = message
+            if "done" in message and all(all(rollouts) for rollouts in found):
+                return found
+        raise _Broken("the answer ended before its rollouts did")
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, kind: str
+    ) -> http.client.HTTPResponse:
+        headers = {**self._headers, **({} if body is None else {"Content-Type": kind})}
+        try:
+            connection.request(method, f"{self._parts.path.rstrip('/')}{path}", body, headers)
+        except (BrokenPipeError, ConnectionResetError):  # it may have answered before it had read everything
+            response = _early_answer(connection)
+            if response is None:
+                raise
+        else:
+            response = connection.getresponse()
+        if response.status != 200:
+            raise RefusedError(self.url, response.status, _error(response))
+        return response
+
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(str(self._parts.hostname), self._port, timeout=timeout)
+
+    @property
+    def _port(self) -> int:
+        return self._parts.port or (443 if self._parts.scheme == "https" else 80)
+
+
+def _read(response: http.client.HTTPResponse) -> dict[str, Any]:
+    body = response.read()
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise http.client.HTTPException(f"the answer is no JSON ({error}); is this a sampling server?") from error
+    if not isinstance(answer, dict):
+        raise http.client.HTTPException("the answer is no JSON object; is this a sampling server?")
+    return answer
+
+
+def _error(response: http.client.HTTPResponse) -> dict[str, Any]:
+    try:
+        return _read(response)
+    except (OSError, http.client.HTTPException):
+        return {"error": response.reason}
+
+
+def _early_answer(connection: http.client.HTTPConnection) -> http.client.HTTPResponse | None:
+    try:
+        return connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def _without_secrets(url: str) -> str:
+    """The url without a user's name and password."""
+    scheme, divider, rest = url.rpartition("://")
+    return f"{scheme}{divider}{rest.rpartition('@')[2]}"

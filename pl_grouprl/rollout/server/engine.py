@@ -1,0 +1,258 @@
+"""Rollouts by vLLM servers, each in a process of its own, on this machine or others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
+from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, WeightsMismatchError
+from pl_grouprl.rollout.server.client import RefusedError, ServerClient
+from pl_grouprl.rollout.server.fleet import Fleet, share
+from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
+from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
+from pl_grouprl.rollout.weights.casting import cast
+from pl_grouprl.rollout.weights.compare import check_weights
+from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.options import check_options
+
+
+class VLLMServerRolloutEngine:
+    """Samples with servers that were started by `python -m pl_grouprl.rollout.server`, with the policy's model.
+
+    Rank 0 sends the weights to all servers, side by side; afterwards checksums of what their layers compute with are
+    compared with those of what was sent. Every rank sends its own prompts, and several servers share them: one that is
+    free takes the next. The trainer itself needs no vLLM, unless weights go by NCCL.
+
+    Reproducible: each sequence has a seed of its own, made from (seed, place of the prompt, number of the rollout), so
+    neither the number of servers nor that of ranks matters. What else is in the batch may change the last bits of a
+    probability, and so, rarely, a token.
+
+    A server that does not answer is waited for. One that comes back anew has none of the weights, which is a
+    `SamplerLostError`; a server whose weights another trainer has changed is a `WeightsMismatchError`.
+
+    Args:
+        urls: Of the servers, `http://host:port`; an empty list is refused.
+        token: What the servers were started with; None reads the environment variable PL_GROUPRL_TOKEN. It travels as
+            it is: beyond this machine, put TLS (`https://`) or a tunnel in front of the servers.
+        timeout: Seconds that a server may be away before the run ends, and that a call other than for rollouts may
+            take. Rollouts may take any time: servers send signs of life meanwhile.
+        transfer: How the weights go: `http`, or `nccl` from GPU to GPU, for servers with `--transfer nccl`.
+        dtype: Of the servers, which are refused if they have another; `auto` takes what they have.
+        bucket_mib: Weights are sent in buckets of so many MiB.
+        adapter: `merged`: servers get the weights with the adapter merged in; they take no other.
+        max_concurrent_requests: Prompts of one rank that one server works on at once.
+
+    Raises:
+        ValueError: If an option is out of range, or a url is none.
+    """
+
+    def __init__(
+        self,
+        urls: str | list[str] = "http://127.0.0.1:8000",
+        *,
+        token: str | None = None,
+        timeout: float = 300.0,
+        transfer: Literal["http", "nccl"] = "http",
+        dtype: SamplerDtype = "auto",
+        bucket_mib: int = 256,
+        adapter: Literal["merged"] = "merged",
+        max_concurrent_requests: int = 64,
+    ) -> None:
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        check_options(
+            {
+                "urls": (urls, len(urls) > 0 and len(set(urls)) == len(urls), "at least one url, each once"),
+                "timeout": (timeout, timeout > 0, "larger than 0"),
+                "transfer": (transfer, transfer in ("http", "nccl"), "'http' or 'nccl'"),
+                "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
+                "adapter": (adapter, adapter == "merged", "'merged': servers take an adapter in no other way"),
+                "max_concurrent_requests": (max_concurrent_requests, max_concurrent_requests >= 1, "at least 1"),
+            }
+        )
+        token = os.environ.get(TOKEN_VARIABLE) or None if token is None else token
+        self.adapter: Literal["merged", "separate"] = adapter
+        self.version: int | None = None
+        self.dtype: SamplerDtype = dtype
+        self.transfer = transfer
+        self.max_concurrent_requests = max_concurrent_requests
+        self._bucket_bytes = bucket_mib << 20
+        self._clients = [ServerClient(url, token=token, timeout=timeout) for url in urls]
+        self._updates: list[str] = []
+        self._policy: BoundPolicy | None = None
+        self._fleet: Fleet | None = None
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Name the policy; its config is read, its weights come by `update_weights`. See `RolloutEngine.bind`."""
+        self._policy = BoundPolicy(model, tokenizer)
+
+    @property
+    def policy(self) -> BoundPolicy:
+        """What is bound.
+
+        Raises:
+            ValueError: If nothing is.
+        """
+        if self._policy is None:
+            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
+        return self._policy
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
+    ) -> dict[str, float]:
+        """Give the servers new weights, and see that they have them; see `SyncedRolloutEngine.update_weights`.
+
+        Raises:
+            ValueError: If a server has another model, dtype or transfer.
+            RuntimeError: If a server refuses, or was away for longer than `timeout`.
+        """
+        if adapter is not None:
+            raise ValueError(f"adapter is given, but {type(self).__name__} takes merged weights alone.")
+        started = time.perf_counter()
+        self.version, self._updates = None, []
+        size = self._send(weights, version) if _is_rank_zero() else 0
+        self.version = version
+        return {"bytes": float(size), "seconds": time.perf_counter() - started}
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        fleet = self._ready()
+        sent: dict[str, int] = {}
+        with self._understood():
+            fleet.begin()
+            try:
+                size = fleet.send(cast(weights, fleet.dtype, sent), self._bucket_bytes)
+                for client, workers in zip(self._clients, fleet.end(version, list(sent)), strict=True):
+                    with _named(client):
+                        check_weights(sent, workers)
+            except BaseException:
+                fleet.abort()
+                raise
+        self._updates = fleet.updates
+        return size
+
+    def _ready(self) -> Fleet:
+        """The servers as they are now, if they serve this policy."""
+        infos = [client.info() for client in self._clients]
+        for client, info in zip(self._clients, infos, strict=True):
+            self._check_server(client.url, info, infos[0]["model"])
+        if self._fleet is None or not self._fleet.is_same(infos):
+            if self._fleet is not None:
+                self._fleet.close()
+            self._fleet = Fleet(self._clients, infos, self.transfer)
+        return self._fleet
+
+    def _check_server(self, url: str, info: dict[str, Any], first: dict[str, Any]) -> None:
+        model, config = info["model"], self.policy.model.config
+        text = config.get_text_config(decoder=True)
+        dtype = first["dtype"] if self.dtype == "auto" else self.dtype
+        checks = {
+            "model_type": (model["model_type"], config.model_type, "start it with --model of the policy"),
+            "vocab_size": (model["vocab_size"], text.vocab_size, "start it with --model of the policy"),
+            "dtype": (model["dtype"], dtype, f"start it with --dtype {dtype}, or set dtype"),
+            "transfer": (info["transfer"], self.transfer, f"start it with --transfer {self.transfer}, or set transfer"),
+        }
+        for name, (found, wanted, remedy) in checks.items():
+            if found != wanted:
+                raise ValueError(f"the sampling server at {url} has {name} {found!r}, not {wanted!r}; {remedy}.")
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        seed: int,
+        media: Sequence[Media] | None = None,
+        prompt_indices: Sequence[int] | None = None,
+    ) -> list[list[Rollout]]:
+        """Sample completions; see `RolloutEngine.generate`.
+
+        Raises:
+            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`), or there are
+                images or videos.
+            RuntimeError: If there are no weights yet, or a server was away for longer than `timeout`.
+            SamplerLostError: If a server has come back without the weights.
+            WeightsMismatchError: If a server has other weights.
+            FloatingPointError: If the model's logits are not finite.
+        """
+        policy = self.policy
+        policy.check(prompts, sampling, num_generations)
+        if media is not None and any(media):
+            raise ValueError(f"{type(self).__name__} serves text alone, and a prompt has images or videos.")
+        if self.version is None:
+            raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
+        policy.stop(sampling)  # refuses stop strings without a tokenizer
+        common = {
+            "version": self.version,
+            "sampling": asdict(sampling),
+            "end_ids": policy.end_ids(sampling),
+            "never": policy.never,
+        }
+        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
+        asked = [{"prompt": [int(t) for t in p], "seeds": own} for p, own in zip(prompts, seeds, strict=True)]
+
+        def ask(server: int, place: int) -> list[Rollout]:
+            request = {**common, "update": self._updates[server], "requests": [asked[place]]}
+            return [_rollout(found) for found in self._clients[server].generate(request)[0]]
+
+        with self._understood():
+            if asked and not self._updates:
+                self._updates = [self._present_update(client) for client in self._clients]
+            groups = share(ask, len(asked), len(self._clients), self.max_concurrent_requests)
+        policy.decode(rollout for group in groups for rollout in group)
+        return groups
+
+    def _present_update(self, client: ServerClient) -> str:
+        """What rank 0 has sent, as the server knows it."""
+        info = client.info()
+        if info["version"] != self.version:
+            raise RefusedError(client.url, 409, {**info, "error": f"version {self.version} is asked for"})
+        return info["update"]
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Say what a refusal means: weights that are gone, or are another's, or logits that are not finite."""
+        try:
+            yield
+        except RefusedError as error:
+            if error.status == 422 and "FloatingPointError" in str(error):
+                raise FloatingPointError(str(error)) from error
+            if error.status != 409:
+                raise
+            self.version = None
+            if error.answer.get("version") is None and not error.answer.get("updating"):
+                raise SamplerLostError(f"{error} It was restarted, or has lost an update.") from error
+            raise WeightsMismatchError(
+                f"{error} Another trainer uses this server? Give each trainer servers of its own."
+            ) from error
+
+    def close(self) -> None:
+        """Let go of the servers, which go on; the next `update_weights` finds them again."""
+        self.version, self._updates = None, []
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
+
+
+def _is_rank_zero() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def _rollout(found: dict[str, Any]) -> Rollout:
+    return Rollout(found["token_ids"], found["logprobs"], finish_reason=found["finish_reason"])
+
+
+@contextmanager
+def _named(client: ServerClient) -> Iterator[None]:
+    try:
+        yield
+    except WeightsMismatchError as error:
+        raise WeightsMismatchError(f"At {client.url}: {error}") from error

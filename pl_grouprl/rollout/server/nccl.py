@@ -1,0 +1,162 @@
+"""Weights by NCCL: rank 0 of the trainer broadcasts to the workers of all servers. Both ends; needs GPUs.
+
+The communicator's id travels over HTTP like everything else: vLLM's other way to agree on it, a TCPStore, unpickles
+what it is sent.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.rollout.weights.buckets import Bucket
+
+BACKEND = "nccl"
+"""vLLM's name of the transfer."""
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+_PACK_BYTES = 256 << 20
+_PACKS = 2
+"""Tensors are packed into buffers of so many bytes, of which so many are on their way at once; both ends agree."""
+
+
+def check_device() -> None:
+    """Refuse where there is no NCCL.
+
+    Raises:
+        ValueError: If this machine has no CUDA GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "transfer is 'nccl', but this machine has no CUDA device; choose 'http', on the server (--transfer) and in "
+            "the engine."
+        )
+
+
+def init_info(unique_id: str, rank_offset: int, world_size: int) -> dict[str, Any]:
+    """What vLLM's workers are told when they join the trainer's group.
+
+    Args:
+        unique_id: Of the communicator, base64.
+        rank_offset: Rank of this server's first worker; the trainer is rank 0.
+        world_size: The trainer and the workers of all servers.
+    """
+    return {
+        "nccl_unique_id_b64": unique_id,
+        "rank_offset": rank_offset,
+        "world_size": world_size,
+        "packed": True,
+        "packed_buffer_size_bytes": _PACK_BYTES,
+        "packed_num_buffers": _PACKS,
+    }
+
+
+def check_bucket(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], max_bytes: int
+) -> dict[str, Any]:
+    """What vLLM's workers are told of a bucket that is broadcast.
+
+    Raises:
+        ValueError: If it is none, or larger than `max_bytes`.
+    """
+    if not len(names) == len(dtypes) == len(shapes) > 0:
+        raise ValueError(f"the bucket has {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes.")
+    unknown = [dtype for dtype in dtypes if dtype not in _DTYPES]
+    if unknown:
+        raise ValueError(f"dtypes holds {unknown[0][:50]!r}; it may hold {', '.join(_DTYPES)}.")
+    size = sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    if size > max_bytes:
+        raise ValueError(f"the bucket has {size} bytes; at most {max_bytes} are received at once.")
+    return {"names": list(names), "dtype_names": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+
+
+class Broadcaster:
+    """The trainer's end: a communicator with the workers of all servers.
+
+    Args:
+        workers: How many each server has.
+        join: For each server, makes its workers join; takes `unique_id`, `rank_offset` and `world_size`, and returns
+            when they have joined.
+        pool: Runs `join` and `announce`, one thread for each server at least.
+    """
+
+    def __init__(self, workers: Sequence[int], join: Sequence[Callable[..., Any]], pool: Executor) -> None:
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        check_device()
+        identity = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        world_size = 1 + sum(workers)
+        joining = [
+            pool.submit(
+                one, unique_id=base64.b64encode(identity).decode(), rank_offset=1 + before, world_size=world_size
+            )
+            for one, before in zip(join, _sums(workers), strict=True)
+        ]
+        _raise_early(joining)
+        self._group = uid_init_process_group(identity, 0, world_size, torch.cuda.current_device())
+        for future in joining:
+            future.result()
+
+    def send(self, bucket: Bucket, announce: Sequence[Callable[[dict[str, Any]], Any]], pool: Executor) -> None:
+        """Broadcast a bucket, and wait until all servers have loaded it.
+
+        Args:
+            bucket: On the GPU, in the servers' dtype.
+            announce: For each server, tells it `names`, `dtypes` and `shapes`; returns when it has received them, and
+                raises at once if it fails: it is not to try again.
+            pool: See the class.
+
+        Raises:
+            Exception: What `announce` raises. The group is of no use then.
+        """
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        described = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
+            "shapes": [list(weight.shape) for _, weight in bucket],
+        }
+        told = [pool.submit(one, described) for one in announce]
+        for future in told:
+            future.add_done_callback(self._abort_if_failed)
+        torch.cuda.current_stream().synchronize()  # the broadcast has streams of its own
+        packed_nccl_broadcast_producer(
+            iterator=iter(bucket),
+            group=self._group,
+            src=0,
+            post_iter_func=_value,
+            buffer_size_bytes=_PACK_BYTES,
+            num_buffers=_PACKS,
+        )
+        for future in told:
+            future.result()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.destroy()
+
+    def _abort_if_failed(self, told: Future[Any]) -> None:
+        """NCCL would wait without end for a server that does not come."""
+        if told.exception() is not None:
+            self._group.destroy()
+
+
+def _value(item: tuple[str, Tensor]) -> Tensor:
+    return item[1]
+
+
+def _sums(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts))]
+
+
+def _raise_early(calls: Sequence[Future[Any]], seconds: float = 1.0) -> None:
+    """Raise what a server refuses at once: it would not come to the meeting, and NCCL waits without end."""
+    for future in wait(calls, timeout=seconds, return_when=FIRST_EXCEPTION).done:
+        future.result()

@@ -1,0 +1,295 @@
+"""What a sampling server does with its engine: rollouts of one version, and updates from one to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from pl_grouprl.rollout.engine import check_request
+from pl_grouprl.rollout.server.wire import HEARTBEAT
+from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.types import SamplingConfig
+
+
+class RefusalError(Exception):
+    """A request that is not served.
+
+    Attributes:
+        status: HTTP's.
+        answer: Goes to whoever has asked.
+    """
+
+    def __init__(self, status: int, error: str, **more: Any) -> None:
+        super().__init__(error)
+        self.status = status
+        self.answer = {"error": error, **more}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Rollouts of one prompt, each with a seed of its own."""
+
+    prompt: list[int]
+    seeds: list[int]
+
+
+class Sampler:
+    """A vLLM engine whose weights have a version, or none.
+
+    Rollouts are of one version from their first token to their last: an update ends those that are under way.
+
+    Args:
+        engine: vLLM's `AsyncLLM`, with the worker extension `WeightReceiver`.
+        transfer: How weights come: `http` or `nccl`.
+    """
+
+    def __init__(self, engine: Any, *, transfer: str) -> None:
+        self.engine = engine
+        self.transfer = transfer
+        self.instance = secrets.token_hex(8)
+        self.version: int | None = None
+        self.update: str | None = None
+        self.updating = False
+        self._tokenizer: Any = None
+        self._buckets = 0
+        self._changing = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def info(self) -> dict[str, Any]:
+        """What a client is told about this server."""
+        import vllm
+
+        model, parallel = self.engine.model_config, self.engine.vllm_config.parallel_config
+        return {
+            **self._state(),
+            "transfer": self.transfer,
+            "workers": parallel.world_size,
+            "vllm": vllm.__version__,
+            "model": {
+                "model_type": model.hf_config.model_type,
+                "vocab_size": model.get_vocab_size(),
+                "max_model_len": model.max_model_len,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "tensor_parallel_size": parallel.tensor_parallel_size,
+            },
+        }
+
+    def check_alive(self) -> None:
+        """Refuse with 503 if the engine is dead."""
+        if self.engine.errored:
+            raise RefusalError(503, "the engine is dead; the server ends, its log says why.")
+
+    # Rollouts
+
+    def check(self, version: int, update: str, asked: Sequence[Asked], sampling: SamplingConfig) -> None:
+        """Refuse a request that cannot be served.
+
+        Args:
+            version: The weights that it must be sampled from.
+            update: The update that brought them.
+            asked: The prompts.
+            sampling: How to sample.
+
+        Raises:
+            RefusalError: With 409 if these are not the weights, 422 if a prompt is none of the model's.
+        """
+        self._check_version(version, update)
+        model = self.engine.model_config
+        limits = {"max_model_len": model.max_model_len}
+        try:
+            prompts = [own.prompt for own in asked]
+            check_request(prompts, sampling, 1, limits=limits, vocab_size=model.get_vocab_size())
+            self._stop(sampling)
+        except (OSError, ValueError) as error:
+            raise RefusalError(422, str(error)[:1000]) from None
+
+    async def rollouts(
+        self, version: int, update: str, asked: Sequence[Asked], sampling: SamplingConfig, **options: Any
+    ) -> AsyncIterator[dict[str, Any] | None]:
+        """Sample; what is still running when the caller turns away is stopped.
+
+        Args:
+            version: See `check`.
+            update: See `check`.
+            asked: The prompts.
+            sampling: How to sample.
+            options: `end_ids` and `never`, see `requests.sampling_params`.
+
+        Yields:
+            The version, each rollout as it ends, and that all are done. None is a sign of life.
+        """
+        tasks: dict[asyncio.Task[Any], tuple[int, int]] = {}
+        try:
+            self._check_version(version, update)
+            for i, own in enumerate(asked):
+                for j, seed in enumerate(own.seeds):
+                    tasks[asyncio.create_task(self._sample(own.prompt, seed, sampling, options))] = (i, j)
+            self._running |= tasks.keys()
+            yield {"version": version, "instance": self.instance}
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=HEARTBEAT, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task.cancelled():
+                        raise self._other_weights("a weight update has begun")
+                    yield {"index": tasks[task], **task.result()}
+                if not done:
+                    yield None
+            yield {"done": True}
+        except RefusalError as error:
+            yield {"status": error.status, **error.answer}
+        except Exception as error:
+            yield _failure(error)
+        finally:
+            self._running -= tasks.keys()
+            for task in tasks:
+                task.cancel()
+
+    async def _sample(
+        self, prompt: list[int], seed: int, sampling: SamplingConfig, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
+
+        params = sampling_params(sampling, seed=seed, **options)
+        completion = Completion(self._stop(sampling))
+        stream = self.engine.generate({"prompt_token_ids": prompt}, params, secrets.token_hex(8))
+        async with aclosing(stream):  # which stops it where a stop string was found
+            async for output in stream:
+                if completion.add(output.outputs[0]):
+                    break
+        rollout = completion.rollout()
+        return {
+            "token_ids": rollout.token_ids,
+            "logprobs": rollout.logprobs,
+            "finish_reason": rollout.finish_reason,
+        }
+
+    def _stop(self, sampling: SamplingConfig) -> StopStrings:
+        if sampling.stop and self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.engine.model_config.tokenizer)
+        return StopStrings(self._tokenizer, sampling.stop)
+
+    # Weights
+
+    async def begin(self) -> str:
+        """Begin an update, also over an unfinished one; rollouts that are under way end. Returns the update's id."""
+        async with self._changing:
+            await self._drop()
+            await self._do(self.engine.start_weight_update())
+            self.updating, self.update, self._buckets = True, secrets.token_hex(8), 0
+            return self.update
+
+    async def load(self, update: str, index: int, bucket: dict[str, Any]) -> None:
+        """Load a bucket of weights.
+
+        Args:
+            update: The update's id.
+            index: Counts its buckets. One that has been loaded is not loaded again.
+            bucket: What the transfer is told: the path of a safetensors file, or what is broadcast.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async with self._changing:
+            self._check_update(update)
+            if index > self._buckets:
+                raise RefusalError(422, f"index is {index}, but bucket {self._buckets} comes next.")
+            if index == self._buckets:
+                await self._do(self.engine.update_weights(WeightTransferUpdateRequest(update_info=bucket)))
+                self._buckets += 1
+
+    async def end(self, update: str, version: int, names: list[str]) -> list[Any]:
+        """Let an update take effect.
+
+        Args:
+            update: The update's id. One that has ended ends again, which changes nothing.
+            version: Of the weights.
+            names: Of all weights that were sent.
+
+        Returns:
+            For each worker what it has, see `check_weights`.
+        """
+        async with self._changing:
+            if self.updating or self.version != version:
+                self._check_update(update)
+                await self._do(self.engine.finish_weight_update(str(version)))
+                await self._do(self.engine.collective_rpc("settle_weights"))
+                if not await self._do(self.engine.reset_prefix_cache(reset_running_requests=True)):
+                    await self._drop()
+                    raise RefusalError(500, "vLLM has not dropped its prefix cache.")
+            elif update != self.update:
+                raise self._other_weights(f"update {update} is not the one that has ended")
+            workers = await self._do(self.engine.collective_rpc("weight_checksums", args=(names,)))
+            self.updating, self.version = False, version
+            return workers
+
+    async def abort(self, update: str) -> None:
+        """Drop an update, or the weights that it brought. Another's is left alone."""
+        async with self._changing:
+            if update == self.update:
+                await self._drop()
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Join the trainer's group of processes (NCCL)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        async with self._changing:
+            await self._drop()
+            await self._do(self.engine.shutdown_weight_transfer_engine())
+            await self._do(self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    async def _drop(self) -> None:
+        """From now on there are no weights to sample from."""
+        self.version, self.update, self.updating = None, None, False
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._do(self.engine.collective_rpc("abandon_weights"))
+
+    async def _do(self, call: Any) -> Any:
+        """Wait for the engine. Where it fails, there are no weights to sample from."""
+        try:
+            return await call
+        except Exception as error:
+            self.version, self.update, self.updating = None, None, False
+            failure = _failure(error)
+            status = 503 if failure["status"] == 503 else 422
+            raise RefusalError(status, f"the engine refuses: {failure['error']}") from error
+
+    def _check_version(self, version: int, update: str) -> None:
+        self.check_alive()
+        if self.updating or self.version != version or self.update != update:
+            raise self._other_weights(f"version {version} of update {update} is asked for")
+
+    def _check_update(self, update: str) -> None:
+        if not self.updating or self.update != update:
+            raise self._other_weights(f"update {update} is not under way")
+
+    def _other_weights(self, reason: str) -> RefusalError:
+        state = "an update is under way" if self.updating else f"the weights are version {self.version}"
+        return RefusalError(409, f"{reason}, but {state}.", **self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "instance": self.instance,
+            "version": self.version,
+            "update": self.update,
+            "updating": self.updating,
+        }
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """What to answer where the engine has raised: 422 for requests that it refuses, 503 where it is dead."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    status = 503 if isinstance(error, EngineDeadError) else 500
+    if isinstance(error, ValueError | FloatingPointError | VLLMClientError):
+        status = 422
+    return {"status": status, "error": f"{type(error).__name__}: {error.__cause__ or error}"[:2000]}

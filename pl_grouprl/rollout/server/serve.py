@@ -1,0 +1,95 @@
+"""vLLM, and the web server in front of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Any
+
+import uvicorn
+
+from pl_grouprl.rollout.server.app import make_app
+from pl_grouprl.rollout.server.sampler import Sampler
+
+_GRACE = 5
+"""Seconds that open connections get when the server ends."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start the engine, serve, end the engine.
+
+    Returns:
+        The exit code: 0, or 1 if the engine has died.
+    """
+    return asyncio.run(_serve(options))
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(engine_arguments(options))
+    try:
+        sampler = Sampler(engine, transfer=options.transfer)
+        app = make_app(sampler, token=options.token, max_bucket_bytes=options.max_bucket_mib << 20)
+        config = uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            access_log=False,
+            log_level="info",
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE,
+        )
+        server = uvicorn.Server(config)
+        watch = asyncio.create_task(_end_with(engine, server))
+        await server.serve()
+        watch.cancel()
+        return 1 if engine.errored else 0
+    finally:
+        engine.shutdown()
+
+
+async def _end_with(engine: Any, server: uvicorn.Server) -> None:
+    """A server whose engine is dead is of no use: whoever has started it may start it again."""
+    while not engine.errored:
+        await asyncio.sleep(1)
+    server.should_exit = True
+
+
+def engine_arguments(options: argparse.Namespace) -> Any:
+    """What vLLM is started with.
+
+    Args:
+        options: Of the command line.
+
+    Raises:
+        ValueError: If vLLM does not know one.
+    """
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    asked = {
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        **dict(options.option),
+    }
+    try:
+        return AsyncEngineArgs(
+            model=options.model,
+            runner="generate",
+            dtype=options.dtype,
+            tensor_parallel_size=options.tensor_parallel_size,
+            enforce_eager=options.enforce_eager,
+            seed=options.seed,
+            load_format=options.load_format,
+            skip_tokenizer_init=True,  # prompts come as tokens; the sampler has one for stop strings
+            generation_config="vllm",  # what the trainer asks for, and nothing else
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend="nccl" if options.transfer == "nccl" else "pl_grouprl"),
+            worker_extension_cls="pl_grouprl.rollout.vllm.worker.WeightReceiver",
+            disable_log_stats=True,
+            **{name: value for name, value in asked.items() if value is not None},
+        )
+    except TypeError as error:
+        raise ValueError(f"vLLM does not know an --option: {error}") from error

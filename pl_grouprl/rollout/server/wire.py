@@ -1,0 +1,9 @@
+"""What both ends of the wire know."""
+
+from __future__ import annotations
+
+TOKEN_VARIABLE = "PL_GROUPRL_TOKEN"  # noqa: S105 (its name, not a token)
+"""Environment variable that holds the token, for the server and for the engine."""
+
+HEARTBEAT = 5.0
+"""Seconds between the blank lines that an answer with rollouts has while none is finished."""
