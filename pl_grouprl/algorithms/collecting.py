@@ -23,6 +23,7 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.packing import ModelCost
 from pl_grouprl.rewards import PendingRewards, RewardFunction, Weighted
 from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 
@@ -171,6 +172,8 @@ class CollectingModule(SamplingModule):
         metrics |= rollout_metrics(records) | collected.metrics
         if self.rollout_ahead:
             metrics["rollout/policy_lag"] = float(self._policy_lag)
+        if isinstance(self.engine, SyncedRolloutEngine):
+            metrics |= self._weight_sync.take_metrics()
         collected.num_tokens = count_tokens(records)
         if math.isnan(metrics["reward"]):
             rank_zero_warn(

@@ -150,7 +150,8 @@ def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: Strate
         ),
         (
             not isinstance(engine, HFRolloutEngine),
-            f"only HFRolloutEngine samples from a copy of the policy, and engine is {type(engine).__name__}",
+            f"only HFRolloutEngine samples from a copy of the policy beside its updates, and engine is "
+            f"{type(engine).__name__}",
         ),
         (
             type(support) is not StrategySupport,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
+
+from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms.evaluation import evaluation_metrics
 from pl_grouprl.algorithms.metrics import Record, summarize
 from pl_grouprl.algorithms.policy_module import PolicyModule, evaluating
+from pl_grouprl.algorithms.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import (
@@ -21,6 +26,7 @@ from pl_grouprl.rewards import (
     start_rewards,
 )
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
@@ -37,7 +43,9 @@ class SamplingModule(PolicyModule):
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         sampling: How training rollouts are sampled. Log-probabilities are trained at its temperature.
-        engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs nothing but PyTorch.
+        engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs nothing but PyTorch. One with a copy of
+            the weights (`SyncedRolloutEngine`) is given them when they have changed, and closed at the end of each run
+            (`fit`, `validate`, `test`) and after an exception; another run starts it again.
         val_num_generations: Rollouts per prompt in validation and test: the k of mean@k.
         val_sampling: How those are sampled; None is `sampling`.
         reward_workers: Processes of each rank in which reward functions run side by side; 0 runs them in this one, one
@@ -102,6 +110,7 @@ class SamplingModule(PolicyModule):
         self.max_failed_share = max_failed_share
         self.seed = seed
         self._workers: RewardWorkers | None = None
+        self._weight_sync = WeightSync()
         self._evaluated: list[RolloutGroup] = []
         self._records: list[Record] = []
 
@@ -111,14 +120,26 @@ class SamplingModule(PolicyModule):
         prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts", {})
         for split in _SPLITS_OF_STAGE.get(stage, ()):
             check_columns(prompts.get(split, ()), self.rewards, split)
+        self._weight_sync.forget()  # a former run's sampler may be gone
         self._end_workers()  # of a run that an exception has ended
         if self.reward_workers:
             self._workers = RewardWorkers(prepare_rewards(self.rewards), self.reward_workers, self.reward_timeout)
 
+    def load_models(self) -> None:
+        """Load the policy, and refuse an engine that cannot be given its weights."""
+        super().load_models()
+        check_adapter(self.engine, self.policy)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Add what closes the engine after an exception."""
+        return [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
+
     def teardown(self, stage: str) -> None:
-        """End the reward workers."""
+        """End the reward workers, and let go of the engine's sampler."""
         super().teardown(stage)
         self._end_workers()
+        if isinstance(self.engine, SyncedRolloutEngine):
+            self.engine.close()
 
     def _end_workers(self) -> None:
         if self._workers is not None:
@@ -146,6 +167,9 @@ class SamplingModule(PolicyModule):
         Returns:
             Groups whose `group_id` is the place of the prompt in the batch of all ranks.
         """
+        if isinstance(self.engine, SyncedRolloutEngine):
+            run = partial(self._generate, prompts, sampling, num_generations, seed)
+            return self._weight_sync.sample(self, self.engine, run)
         with self.support.whole_weights(self.policy):
             return self._generate(prompts, sampling, num_generations, seed) if prompts else []
 
@@ -243,6 +267,10 @@ class SamplingModule(PolicyModule):
         metrics = evaluation_metrics(records, prefix)
         self.log(f"{prefix}/reward", metrics.pop(f"{prefix}/reward"), prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        """Charge what runs inside to a part of a step's time, where a subclass has a clock."""
+        return nullcontext()
 
     def _derive_seed(self, *parts: int | str) -> int:
         """A seed of this rank's own."""
