@@ -11,12 +11,14 @@ import contextlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pl_grouprl.strategies.support import StrategySupport
+from pl_grouprl.strategies.weights import gathered, weights_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -164,27 +166,20 @@ class DeepSpeedSupport(StrategySupport):
         """Leave parameters out of the coming optimizer step, their moments too."""
         self._steps.drop(self._groups(parameters))
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """A model's whole state on the CPU of rank 0, None on the others. All ranks call it."""
+    def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Each weight of a model; under ZeRO-3 those that a module has itself are gathered together."""
         if self.stage < 3:
-            return super().full_state_dict(model)
+            yield from super().named_weights(model)
+            return
         import deepspeed
 
         self._offload()
-        state: dict[str, Tensor] = {}
-        owners = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
-        for prefix, module in model.named_modules():
-            if prefix not in owners:
-                continue
-            own = dict(module.named_parameters(recurse=False))
-            with deepspeed.zero.GatheredParameters(list(own.values())):
-                if self.trainer.is_global_zero:
-                    state |= {f"{prefix}.{name}".lstrip("."): p.detach().cpu().clone() for name, p in own.items()}
-        if not self.trainer.is_global_zero:
-            return None
-        shards = model.state_dict()  # in the order, and with the buffers, of a whole model
-        return {name: state[name] if name in state else shards[name].cpu() for name in shards}
+        for owner, weights in groupby(weights_of(model), lambda weight: weight.owner):
+            with gathered(deepspeed.zero.GatheredParameters(owner.parameters(recurse=False))):
+                for weight in weights:
+                    yield weight.name, weight.get()
 
+    @torch.inference_mode(False)
     def _offload(self) -> Any:
         """What gathers and shards weights under ZeRO-3, with nothing left that it has fetched ahead."""
         offload = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)

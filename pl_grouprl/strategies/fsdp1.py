@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from pl_grouprl.strategies.models import decoder_layers_of, refuse_whole_weights, roots
 from pl_grouprl.strategies.sharded import ShardedSupport
+from pl_grouprl.strategies.weights import gathered, weights_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -82,11 +83,7 @@ class FSDP1Support(ShardedSupport):
         wrapped = self.trainer.strategy.model
         units = [unit for model in models for unit in model.modules() if isinstance(unit, FullyShardedDataParallel)]
         assert isinstance(wrapped, nn.Module)
-        with contextlib.ExitStack() as gathered:
-            with torch.inference_mode(False), torch.no_grad():  # Lightning validates in inference mode
-                for unit in (wrapped, *units):
-                    summon = FullyShardedDataParallel.summon_full_params
-                    gathered.enter_context(summon(unit, recurse=False, writeback=False))
+        with gathered(*(_summon(unit) for unit in (wrapped, *units))):
             for unit in units:
                 unit.forward = unit.module.__call__  # type: ignore[method-assign]
             try:
@@ -94,8 +91,6 @@ class FSDP1Support(ShardedSupport):
             finally:
                 for unit in units:
                     del unit.forward
-                with torch.inference_mode(False), torch.no_grad():
-                    gathered.close()
 
     def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the module inside the wrapper's forward, as `training_step` is run."""
@@ -103,16 +98,22 @@ class FSDP1Support(ShardedSupport):
         assert strategy.model is not None
         return strategy._forward_redirection(strategy.model, module, method, *args, **kwargs)
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """A model's whole state on the CPU of rank 0, gathered at once on every rank."""
-        with self.whole_weights(model):
-            if not self.trainer.is_global_zero:
-                return None
-            tensors = dict(model.named_parameters(remove_duplicate=False))
-            for prefix, inner in model.named_modules():
-                kept = inner._buffers.keys() - inner._non_persistent_buffers_set
-                tensors |= {f"{prefix}.{name}".lstrip("."): inner._buffers[name] for name in kept}
-            return {_clean(name): own.detach().cpu().clone() for name, own in tensors.items() if own is not None}
+    def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Each weight of a model, copied out of its unit, which is whole for as long as its weights follow each other.
+
+        The order is that of other strategies, so what is around the layers is gathered before them and again behind.
+        """
+        wrapped = self.trainer.strategy.model
+        assert isinstance(wrapped, FullyShardedDataParallel)
+        wrapped.check_is_root()  # the first that is gathered would be set up as the root
+        unit_of: dict[nn.Module, nn.Module] = {}
+        for unit in model.modules():  # from the outside in
+            if isinstance(unit, FullyShardedDataParallel):
+                unit_of.update(dict.fromkeys(unit.modules(), unit))
+        for unit, weights in groupby(weights_of(model), lambda weight: unit_of.get(weight.owner, wrapped)):
+            with gathered(_summon(unit)):
+                for weight in weights:
+                    yield weight.name, weight.get().clone()  # the unit's storage is freed under whoever has a view
 
     def _refuse_other_units(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
         policy = self._options.get("auto_wrap_policy")
@@ -132,5 +133,8 @@ class FSDP1Support(ShardedSupport):
         return self.trainer.strategy.kwargs  # type: ignore[attr-defined]
 
 
-def _clean(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
+def _summon(unit: nn.Module) -> contextlib.AbstractContextManager[None]:
+    summoned: contextlib.AbstractContextManager[None] = FullyShardedDataParallel.summon_full_params(
+        unit, recurse=False, writeback=False
+    )
+    return summoned

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from pl_grouprl.attention import find_backbone
 from pl_grouprl.strategies.models import decoder_layers_of, is_transformers_model, refuse_whole_weights, roots
 from pl_grouprl.strategies.sharded import ShardedSupport
+from pl_grouprl.strategies.weights import Weight, weights_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -93,13 +94,18 @@ class FSDP2Support(ShardedSupport):
         gradients = super().gradients(parameters)
         return [own.to_local() if isinstance(own, DTensor) else own for own in gradients]
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """A model's whole state on the CPU of rank 0, gathered one weight after another."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Each weight of a model, gathered by itself; also while units of it are gathered."""
+        for weight in weights_of(model):
+            yield weight.name, _whole(weight)
 
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = get_model_state_dict(model, options=options)
-        return state if self.trainer.is_global_zero else None
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _whole(weight: Weight) -> Tensor:
+    own = weight.get()
+    # A unit that is gathered frees its storage under whoever has a view.
+    return own.full_tensor() if isinstance(own, DTensor) else own.clone()
 
 
 def _each_unit(sharded: Sequence[nn.Module], function: Callable[[Any], Any]) -> None:

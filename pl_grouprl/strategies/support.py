@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.strategies.weights import named_places, weights_of
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
@@ -105,6 +107,31 @@ class StrategySupport:
         for parameter in parameters:
             parameter.grad = None
 
+    def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter and persistent buffer of a model, whole, one after another, without a second copy of all.
+
+        All ranks iterate together, to the end or to the same weight, outside of passes and of `whole_weights`. What
+        is left midway lets go of what was gathered as soon as the iterator is closed or nobody has it any more.
+
+        Args:
+            model: A transformers model, with or without adapters.
+
+        Yields:
+            Name and value. Parameters come in the order and by the names of `model.named_parameters()` of a model
+            without wrappers, so tied ones once, by their first name; buffers behind the parameters of their module.
+            Values are detached and on the rank's own device. They stay readable if kept, but may be live storage,
+            which the next optimizer step changes.
+        """
+        for weight in weights_of(model):
+            yield weight.name, weight.get()
+
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
         """A model's whole state on rank 0, on the CPU where it was sharded; None on the others. All ranks call it."""
-        return dict(model.state_dict()) if self.trainer.is_global_zero else None
+        first = self.trainer.is_global_zero
+        if not self.shards:
+            return dict(model.state_dict()) if first else None
+        state: dict[str, Tensor] = {}
+        for name, weight in self.named_weights(model):
+            if first:
+                state[name] = weight.to("cpu", copy=True)
+        return {name: state[place.name] for name, place in named_places(model).items()} if first else None
