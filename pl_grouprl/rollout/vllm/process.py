@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -18,7 +18,7 @@ import torch
 from pl_grouprl.rollout.vllm.ranks import own_shared_memory
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 _PATCHED = (
     "Event",
@@ -36,13 +36,15 @@ _PATCHED = (
 )
 """What vLLM's workers on CPUs replace in torch, mostly by functions that do nothing."""
 
+_BACKENDS: tuple[Any, Any] = (torch.backends.cuda, torch.backends.mkldnn)
+
 
 class EngineProcess:
     """The process that a trainer and a vLLM engine share.
 
-    vLLM takes a process for its own: it seeds the random numbers, sets environment variables, the precision of products,
-    the number of threads and the GPU's current stream, replaces functions of torch, freezes the garbage collector, and
-    destroys the default process group when it ends. Signal handlers it leaves alone.
+    vLLM takes a process for its own: it seeds the random numbers; sets environment variables, the precision of float32
+    products, the number of threads and the GPU's current stream; replaces functions of torch; freezes the garbage
+    collector; and destroys the default process group when it ends. Signal handlers it leaves alone.
 
     Args:
         device: The trainer's device, where the engine works too.
@@ -80,13 +82,13 @@ class EngineProcess:
             trainers.restore(self._device)
             self._inside = False
 
-    def start(self, **arguments: Any) -> LLM:
-        """Build the engine. All ranks call it together.
+    def start(self, build: Callable[[], LLMEngine]) -> LLMEngine:
+        """Build an engine. All ranks call it together.
 
         Without a process group one of this process alone is made, for vLLM wants one; `stop` takes it away again.
 
         Args:
-            **arguments: Of `vllm.LLM`.
+            build: Imports vLLM and returns the engine.
         """
         if not torch.distributed.is_initialized():
             backend = "gloo" if self._device.type == "cpu" else f"cpu:gloo,{self._device.type}:nccl"
@@ -95,28 +97,26 @@ class EngineProcess:
         frozen = gc.get_freeze_count()
         try:
             with self.inside(), own_shared_memory(self._device):
-                from vllm import LLM
-
-                llm = LLM(**arguments)
+                engine = build()
                 # Or the trainer's process group ends where the engine is collected as garbage.
-                llm.llm_engine.engine_core._finalizer.detach()
+                engine.engine_core._finalizer.detach()  # type: ignore[attr-defined]
         except BaseException:
             self.stop(None)
             raise
         finally:
             if not frozen:
                 gc.unfreeze()
-        return llm
+        return engine
 
-    def stop(self, llm: LLM | None) -> None:
-        """End the engine, and vLLM's process groups; the trainer's stays.
+    def stop(self, engine: LLMEngine | None) -> None:
+        """End an engine, and vLLM's process groups; the trainer's stays.
 
         Args:
-            llm: What `start` has returned; None where it has failed.
+            engine: What `start` has returned; None where it has failed.
         """
         with self.inside(), _default_group_kept():
-            if llm is not None:
-                llm.llm_engine.engine_core.engine_core.shutdown()
+            if engine is not None:
+                engine.engine_core.engine_core.shutdown()  # type: ignore[attr-defined]
             else:
                 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -184,11 +184,11 @@ class _State:
 
 
 def _precision() -> str | tuple[str, str]:
-    """Precision of float32 products: by its one name, or on GPUs and CPUs where a trainer has set these apart."""
+    """Precision of float32 products: its one name, or the GPUs' and the CPUs' where these were set apart."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+        return tuple(backend.matmul.fp32_precision for backend in _BACKENDS)  # type: ignore[return-value]
 
 
 def _set_precision(precision: str | tuple[str, str]) -> None:
@@ -196,8 +196,9 @@ def _set_precision(precision: str | tuple[str, str]) -> None:
         return
     if isinstance(precision, str):
         torch.set_float32_matmul_precision(precision)
-    else:
-        torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = precision
+        return
+    for backend, own in zip(_BACKENDS, precision, strict=True):
+        backend.matmul.fp32_precision = own
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def check_ranks(tensor_parallel_size: int) -> None:
 
 
 def engine_arguments(tensor_parallel_size: int) -> dict[str, Any]:
-    """What `vllm.LLM` is told of the ranks.
+    """What vLLM's `EngineArgs` are told of the ranks.
 
     Raises:
         ValueError: If this run cannot have so many ranks per engine.
@@ -67,23 +67,34 @@ def engine_group(tensor_parallel_size: int) -> Any:
     return get_tp_group().cpu_group
 
 
-def share_requests(requests: Sequence[Any], group: Any) -> tuple[list[Any], slice]:
-    """Put the requests of ranks with one engine together. They all call it.
+def gather_from(group: Any, value: Any) -> list[Any]:
+    """Collect a value from every rank of an engine, in rank order. They all call it.
 
     Args:
-        requests: Of this rank: numbers, strings, tensors, and lists and dictionaries of them. May be empty.
+        group: Of `engine_group`.
+        value: Numbers, strings, tensors, and lists and dictionaries of them.
+    """
+    return [value] if group is None else gather_plain(value, group=group)
+
+
+def share_requests(requests: Sequence[Any], group: Any) -> tuple[list[Any], slice]:
+    """Put the requests of the ranks of an engine together. They all call it.
+
+    Args:
+        requests: Of this rank, as `gather_from` takes them. May be empty.
         group: Of `engine_group`.
 
     Returns:
-        The requests of all ranks of the group, in rank order, which each of them samples; and where among them this
+        The requests of all ranks of the engine, in rank order, which each of them samples; and where among them this
         rank's are.
     """
-    if group is None:
-        return list(requests), slice(0, len(requests))
-    shares = gather_plain(list(requests), group=group)
-    rank = torch.distributed.get_rank(group)
-    start = sum(map(len, shares[:rank]))
+    shares = gather_from(group, list(requests))
+    start = sum(map(len, shares[: _rank_in(group)]))
     return [request for share in shares for request in share], slice(start, start + len(requests))
+
+
+def _rank_in(group: Any) -> int:
+    return 0 if group is None else torch.distributed.get_rank(group)
 
 
 @contextmanager
