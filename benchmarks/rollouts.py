@@ -1,0 +1,176 @@
+"""Rollouts per second: the engines, and transformers' `generate`, on the same prompts and a random model.
+
+`python benchmarks/rollouts.py` takes minutes; README.md says how to read the table. vLLM takes part where it is
+installed. Every round has prompts of its own, so that no cache knows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a script
+    sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns  # noqa: E402
+from pl_grouprl.models.weight_stream import checkpoint_weights  # noqa: E402
+from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine  # noqa: E402
+from pl_grouprl.types import SamplingConfig  # noqa: E402
+from pl_grouprl.utilities import optional  # noqa: E402
+
+VOCAB = 32_000
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8},
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+}
+"""Of Qwen3; `0.6b` is Qwen3-0.6B with a smaller vocabulary."""
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Parse the command line, measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (default: small)")
+    parser.add_argument("--prompts", type=int, default=4, help="different prompts (default: 4)")
+    parser.add_argument("--prompt-length", type=int, default=1024, help="tokens of each (default: 1024)")
+    parser.add_argument("--generations", type=int, default=8, help="rollouts of each prompt (default: 8)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each rollout (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--threads", type=int, help="of PyTorch and vLLM")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall or processor time (default: wall)")
+    parser.add_argument("--only", nargs="+", choices=("generate", "hf", "vllm"), help="leave the others out")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        torch.set_num_threads(options.threads)
+    model = make_model(options.shape, getattr(torch, options.dtype)).to(options.device)
+    methods, sync = make_methods(model, options)
+    for run in methods.values():
+        run()  # warm
+    timings = time_in_turns(methods, options.rounds, clock=options.clock)
+    report = {
+        "conditions": asdict(Conditions.here(options.device, options.clock)),
+        "options": {name: value for name, value in vars(options).items() if name != "output"},
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weight_sync": sync,
+        "rows": rows(timings, options.prompts * options.generations, options.new_tokens),
+    }
+    show(report)
+    if options.output:
+        options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def make_model(shape: str, dtype: torch.dtype) -> Any:
+    """A Qwen3 with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3",
+        **SHAPES[shape],
+        vocab_size=VOCAB,
+        head_dim=64 if shape == "small" else 128,
+        num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def make_methods(model: Any, options: argparse.Namespace) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """What is timed, by name; and what giving vLLM the weights took, empty without it."""
+    sampling = SamplingConfig(max_new_tokens=options.new_tokens)
+    asked = {"num_generations": options.generations, "seed": 0}
+    sync: dict[str, float] = {}
+    hf = HFRolloutEngine(model)
+    methods: dict[str, Callable[[], Any]] = {
+        "generate": on_new_prompts(options, lambda prompts: generate(model, prompts, options)),
+        "hf": on_new_prompts(options, lambda prompts: hf.generate(prompts, sampling, **asked)),
+    }
+    wanted = options.only or ["generate", "hf", *(["vllm"] if optional.VLLM_AVAILABLE else [])]
+    if "vllm" in wanted:
+        length = options.prompt_length + options.new_tokens
+        vllm = VLLMRolloutEngine(max_model_len=length, enforce_eager=options.device == "cpu")
+        vllm.bind(model)
+        for version in (1, 2):  # the first starts it
+            started = time.perf_counter()
+            sync = vllm.update_weights(checkpoint_weights(model, model.named_parameters()), version=version)
+            sync["seconds"] = time.perf_counter() - started
+        methods["vllm"] = on_new_prompts(options, lambda prompts: vllm.generate(prompts, sampling, **asked))
+    return {name: methods[name] for name in wanted}, sync
+
+
+def on_new_prompts(options: argparse.Namespace, run: Callable[[list[list[int]]], Any]) -> Callable[[], Any]:
+    """Call something with other random prompts each time; the n-th ones are the same for all methods."""
+    rng = random.Random(0)
+
+    def tokens() -> list[int]:
+        return [rng.randrange(1, VOCAB) for _ in range(options.prompt_length)]
+
+    return lambda: run([tokens() for _ in range(options.prompts)])
+
+
+@torch.no_grad()
+def generate(model: Any, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Any:
+    """What a trainer without an engine of its own does: every rollout has its own copy of the prompt."""
+    repeated = [list(prompt) for prompt in prompts for _ in range(options.generations)]
+    inputs = torch.tensor(repeated, device=options.device)
+    length = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
+    return model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, **length)
+
+
+def rows(timings: dict[str, Timing], rollouts: int, new_tokens: int) -> list[dict[str, Any]]:
+    """The table: medians, and speedups over `generate` round by round where it has run."""
+    table = []
+    for name, timing in timings.items():
+        row: dict[str, Any] = {
+            "method": name,
+            "seconds": timing.median,
+            "rollouts_per_second": rollouts / timing.median,
+        }
+        row["tokens_per_second"] = rollouts * new_tokens / timing.median
+        if "generate" in timings:
+            row["speedup"], row["smallest"], row["largest"] = timing.speedup_over(timings["generate"])
+        table.append(row)
+    return table
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report."""
+    options = report["options"]
+    print(Conditions(**report["conditions"]))
+    print(
+        f"Qwen3 {options['shape']}, {report['parameters'] / 1e6:.0f} M parameters, {options['dtype']}; "
+        f"{options['prompts']} prompts of {options['prompt_length']} tokens, {options['generations']} rollouts of "
+        f"{options['new_tokens']} tokens each; {options['rounds']} rounds"
+    )
+    print(f"{'':10} {'seconds':>9} {'rollouts/s':>11} {'tokens/s':>10} {'speedup':>8}  (range)")
+    for row in report["rows"]:
+        spread = f"{row['speedup']:8.2f}  ({row['smallest']:.2f}-{row['largest']:.2f})" if "speedup" in row else ""
+        figures = f"{row['seconds']:9.2f} {row['rollouts_per_second']:11.2f} {row['tokens_per_second']:10.0f}"
+        print(f"{row['method']:10} {figures} {spread}")
+    if report["weight_sync"]:
+        sync = report["weight_sync"]
+        print(f"weights to vLLM: {sync['bytes'] / 2**20:.0f} MiB in {sync['seconds']:.2f} s, checksums included")
+
+
+if __name__ == "__main__":
+    main()
