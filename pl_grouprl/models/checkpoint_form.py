@@ -76,7 +76,7 @@ class CheckpointForm:
                 "load it without."
             )
         self._conversions = _conversions(model)
-        self._structure = _Structure(model.config, self._conversions)
+        self._config = model.config
         self._converters = self._reversed_converters()
         self._gatherer = Gatherer(Counter(map(self._group, names)))
 
@@ -96,8 +96,9 @@ class CheckpointForm:
     def _reverted(self, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         from transformers.core_model_loading import revert_weight_conversion
 
+        structure = _Structure(self._config, self._conversions, weights)
         try:
-            reverted = revert_weight_conversion(self._structure, weights)  # type: ignore[arg-type]
+            reverted = revert_weight_conversion(structure, weights)  # type: ignore[arg-type]
         except _IRREVERSIBLE as error:
             self._refuse(repr(next(iter(weights))), error)
         weights.clear()
@@ -133,14 +134,23 @@ _IRREVERSIBLE = (ValueError, NotImplementedError, RuntimeError, TypeError, re.er
 
 
 class _Structure:
-    """What conversions may know of a model: its config. Its tensors may be shards, so nothing can be read off them."""
+    """What conversions may know of a model: its config, and the weights that they convert.
 
-    def __init__(self, config: Any, conversions: list[Any]) -> None:
+    Nothing can be read off the model itself, whose tensors may be shards.
+    """
+
+    def __init__(self, config: Any, conversions: list[Any], weights: dict[str, Tensor]) -> None:
         self.config = config
         self._weight_conversions = conversions
+        self._weights = weights
+
+    def get_parameter(self, name: str) -> Tensor:
+        if name not in self._weights:
+            raise TypeError(f"the conversion reads {name!r} off the model, which may be sharded")
+        return self._weights[name]
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise TypeError(f"the conversion reads {name!r} of the model, which may be sharded")
+        raise TypeError(f"the conversion reads {name!r} off the model, which may be sharded")
 
 
 def _conversions(model: Any) -> list[Any]:

@@ -113,10 +113,8 @@ def adapter_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
         stand_ins[name] = torch.empty(0)
     names = _names_in_file(base, stand_ins)
     route_of = {id(stand_in): routes.by_name[name] for name, stand_in in stand_ins.items()}
-    taken = {name: route_of[id(stand_in)] for name, stand_in in names.items()}
-    kept = saved_names(base, taken)
-    for name in sorted(kept):
-        taken[name].names.append(name)
+    for name, stand_in in names.items():
+        route_of[id(stand_in)].names.append(name)
     return routes.follow(weights)
 
 
@@ -270,7 +268,7 @@ def _outermost(model: nn.Module) -> dict[str, Any]:
 
 def _merged(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[Named]:
     """Merge the active adapters of a layer, by PEFT's own arithmetic, on a copy of its base."""
-    holder = nn.Module()
+    holder: Any = nn.Module()
     holder.layer = _bare(layer, weights)
     weights.clear()
     for own in adapter_layers(holder):
