@@ -152,11 +152,13 @@ class Sampler:
     async def _sample(
         self, prompt: list[int], seed: int, sampling: SamplingConfig, options: dict[str, Any]
     ) -> dict[str, Any]:
+        from vllm.inputs import tokens_input
+
         from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
 
         params = sampling_params(sampling, seed=seed, **options)
         completion = Completion(self._stop(sampling))
-        stream = self.engine.generate({"prompt_token_ids": prompt}, params, secrets.token_hex(8))
+        stream = self.engine.generate(tokens_input(prompt), params, secrets.token_hex(8))
         async with aclosing(stream):  # which stops it where a stop string was found
             async for output in stream:
                 if completion.add(output.outputs[0]):

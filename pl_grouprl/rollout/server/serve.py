@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 
 from pl_grouprl.rollout.server.app import make_app
+from pl_grouprl.rollout.server.orphans import start_guard
 from pl_grouprl.rollout.server.sampler import Sampler
 
 _GRACE = 5
@@ -21,6 +22,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit code: 0, or 1 if the engine has died.
     """
+    start_guard()
     return asyncio.run(_serve(options))
 
 

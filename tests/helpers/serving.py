@@ -1,0 +1,71 @@
+"""A sampling server as a process of its own, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+START_SECONDS = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """`python -m pl_grouprl.rollout.server` on a port that stays the same when it is started again."""
+
+    def __init__(self, model: Path, log: Path, *options: str, token: str | None = None) -> None:
+        self.model, self.log, self.options, self.token = model, log, options, token
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Server:
+        """Start it; `wait` until it answers."""
+        command = [sys.executable, "-m", "pl_grouprl.rollout.server", "--model", str(self.model)]
+        command += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            **({"PL_GROUPRL_TOKEN": self.token} if self.token else {}),
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen([*command, *self.options], env=environment, stdout=log, stderr=log)
+        return self
+
+    def wait(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                    assert json.load(answer) == {"status": "ok"}
+                    return self
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        """As if the machine's memory had run out."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
