@@ -1,0 +1,173 @@
+"""Prompts with images for vLLM: they are processed already, so that vLLM's own processors are left out.
+
+vLLM calls such a prompt an engine input. Only `LLMEngine.add_request` takes it: `LLM.generate` reads its tokens and
+drops its images without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pl_grouprl.models.adapter_layers import base_of
+from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.packing.media import is_per_token
+from pl_grouprl.rollout.media import media_key
+from pl_grouprl.types import Media
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput, TokensInput
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+_WITH_IMAGES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+_TEXT_ALONE = {"gemma3": "Gemma3ForConditionalGeneration"}
+_ARCHITECTURES = {**_WITH_IMAGES, **_TEXT_ALONE}
+"""Families whose models vLLM is started with, and their names."""
+
+_IMAGES = ("pixel_values", "image_grid_thw")
+_ELSEWHERE = "sample with HFRolloutEngine"
+
+
+def media_engine_args(model: Any) -> dict[str, Any]:
+    """What vLLM's `EngineArgs` need in addition for a policy that reads images.
+
+    vLLM wants an image processor for such a model, to know how large images can be. The architecture named here is
+    vLLM's own model with another answer: an image has at most as many tokens as a prompt, and no more than 16384, or
+    than fit the width and height in `limit_mm_per_prompt={"image": {"count": 1, "width": ..., "height": ...}}`. The
+    memory for that is put aside at the start.
+
+    Args:
+        model: A transformers model, with or without an adapter.
+
+    Returns:
+        Arguments; none for models of text.
+
+    Raises:
+        ValueError: If vLLM cannot run such a model without its processor, or cannot import it.
+    """
+    model = base_of(model)
+    family = model.config.model_type
+    if not placeholder_ids(model):
+        return {}
+    if family not in _ARCHITECTURES:
+        raise ValueError(
+            f"vLLM cannot be started with a model of the family {family}: it wants the model's processor, which stays "
+            f"in the trainer. It does without for {', '.join(_ARCHITECTURES)}; {_ELSEWHERE}."
+        )
+    from pl_grouprl.rollout.vllm.preprocessed import register
+
+    try:
+        architecture = register(_ARCHITECTURES[family], images=family in _WITH_IMAGES)
+    except ImportError as error:
+        raise ValueError(
+            f"vLLM cannot import its model {_ARCHITECTURES[family]}: {error}. Install what is missing (vLLM's models "
+            f"that read images need torchvision), or {_ELSEWHERE}."
+        ) from error
+    return {"hf_overrides": {"architectures": [architecture]}, "mm_processor_cache_gb": 0}
+
+
+def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModalInput | TokensInput:
+    """What `LLMEngine.add_request` takes for a prompt.
+
+    Equal images are encoded once and equal prompts with equal images share blocks in the prefix cache, as vLLM knows
+    each image by a hash of its pixels and its shape.
+
+    Args:
+        model: The policy.
+        prompt: The tokens, with one placeholder for each token of an image.
+        media: Its images; see `Media`.
+
+    Raises:
+        ValueError: If the media hold something else than images, the model's are not served, or the placeholders are
+            not those of the images.
+    """
+    from vllm.inputs.engine import mm_input, tokens_input
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    tokens = list(prompt)
+    if not media:
+        return tokens_input(tokens)
+    config = base_of(model).config
+    _check_names(config, media)
+    items = image_items(media)
+    grids_I3, merge = media["image_grid_thw"], config.vision_config.spatial_merge_size
+    lengths = [int(grid.prod()) // merge**2 for grid in grids_I3]
+    starts = _image_starts(tokens, lengths, config.image_token_id)
+    _check_types(tokens, media, config.image_token_id)
+    hashes = [media_key({name: item[name].data for name in _IMAGES}).hex() for item in items["image"]]
+    ranges = [PlaceholderRange(start, length) for start, length in zip(starts, lengths, strict=True)]
+    return mm_input(tokens, items, {"image": hashes}, {"image": ranges})
+
+
+def image_items(media: Media) -> MultiModalKwargsItems:
+    """Cut what a processor made of a prompt's images into one item for each.
+
+    Args:
+        media: `pixel_values`, the patches of all images one after another, and `image_grid_thw`, shape [images, 3].
+
+    Raises:
+        ValueError: If there are other patches than those of the images, or an image has several frames.
+    """
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    patches, grids_I3 = media["pixel_values"], media["image_grid_thw"]
+    sizes_I = grids_I3.prod(-1)
+    if int(sizes_I.sum()) != len(patches) or (grids_I3[:, 0] != 1).any():
+        raise ValueError(
+            f"media['image_grid_thw'] is {grids_I3.tolist()} for {len(patches)} patches in media['pixel_values']; pass "
+            "one row [1, height, width] for each image, whose products add up to the patches."
+        )
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes_I),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature({name: media[name] for name in _IMAGES}), fields)
+
+
+def _check_names(config: Any, media: Media) -> None:
+    if config.model_type not in _WITH_IMAGES:
+        raise ValueError(
+            f"vLLM is not given images for models of the family {config.model_type}, only for "
+            f"{', '.join(_WITH_IMAGES)}; {_ELSEWHERE}."
+        )
+    others = sorted(name for name in media if name not in _IMAGES and not is_per_token(name))
+    if others:
+        raise ValueError(
+            f"media has {others}, which vLLM is not given: behind a video it counts positions in another way than "
+            f"transformers; leave videos out, or {_ELSEWHERE}."
+        )
+    missing = [name for name in _IMAGES if name not in media]
+    if missing:
+        raise ValueError(f"media has no {' and no '.join(missing)}; pass all that the model's processor returns.")
+
+
+def _image_starts(tokens: list[int], lengths: list[int], placeholder: int) -> list[int]:
+    """Where the placeholders of each image begin."""
+    places = [place for place, token in enumerate(tokens) if token == placeholder]
+    starts, used = [], 0
+    for length in lengths:
+        run = places[used : used + length]
+        if len(run) < length or run[-1] - run[0] >= length:
+            break
+        starts.append(run[0])
+        used += length
+    if len(starts) < len(lengths) or used < len(places):
+        raise ValueError(
+            f"the prompt has {len(places)} tokens {placeholder} in the places of images, and its images have {lengths} "
+            "tokens, each in a run; pass the prompt and the media of one call of the processor."
+        )
+    return starts
+
+
+def _check_types(tokens: list[int], media: Media, placeholder: int) -> None:
+    """The trainer finds images by their types, vLLM by their placeholders."""
+    images = (torch.tensor(tokens) == placeholder).long()
+    for name, value in media.items():
+        if is_per_token(name) and (value.shape != images.shape or (value.cpu() != images).any()):
+            raise ValueError(
+                f"media[{name!r}] is not 1 at the placeholders of images and 0 elsewhere; pass what the model's "
+                "processor returns."
+            )

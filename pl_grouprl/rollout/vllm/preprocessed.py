@@ -1,0 +1,112 @@
+"""vLLM's models of text and images, for prompts whose images are processed already; imported when vLLM starts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.inputs.engine import MultiModalInput, mm_input
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
+
+from pl_grouprl.rollout.vllm.media import image_items
+
+_LARGEST_IMAGE = 16384
+"""Tokens of the largest image that Qwen's processors make by default."""
+
+_SIGLIP_NAMES = re.compile(r"^(model\.)?vision_tower\.(?=embeddings\.|encoder\.|post_layernorm\.)")
+_SIGLIP = WeightsMapper(orig_to_new_regex={_SIGLIP_NAMES: "vision_tower.vision_model."})
+"""A vision tower's weights by the names that transformers 5 gives them."""
+
+
+def register(architecture: str, *, images: bool) -> str:
+    """Make one of vLLM's models known by another name, without the processor of its family.
+
+    Args:
+        architecture: Name of the model's class.
+        images: Whether it is given images.
+
+    Returns:
+        The name.
+
+    Raises:
+        ImportError: If vLLM cannot import the model.
+    """
+    name = f"Preprocessed{architecture}"
+    if name in ModelRegistry.models:
+        return name
+    kind = ModelRegistry.models[architecture].load_model_cls()
+    own: Any = type(name, (kind,), {"hf_to_vllm_mapper": _SIGLIP | kind.hf_to_vllm_mapper})
+    info = _ImageInfo if images else _TextInfo
+    ModelRegistry.register_model(
+        name, MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=info, dummy_inputs=_NoDummies)(own)
+    )
+    return name
+
+
+class _TextInfo(BaseProcessingInfo):
+    """A model that is given text alone."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {}
+
+
+class _ImageInfo(BaseProcessingInfo):
+    """How large images can be."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        return {"image": math.prod(self.largest_image())}
+
+    def largest_image(self) -> tuple[int, int]:
+        """Its height and width in tokens."""
+        longest = self.ctx.model_config.max_model_len
+        asked: Any = self.ctx.get_mm_config().limit_per_prompt.get("image")
+        if asked is not None and asked.width and asked.height:
+            vision = self.get_hf_config().vision_config
+            pixels = vision.patch_size * vision.spatial_merge_size
+            height, width = -(-asked.height // pixels), -(-asked.width // pixels)
+            if height * width <= longest:
+                return height, width
+        tokens = min(longest, _LARGEST_IMAGE)
+        height = math.isqrt(tokens)
+        return height, tokens // height
+
+
+class _NoDummies(BaseDummyInputsBuilder[BaseProcessingInfo]):
+    """No images that have still to be processed."""
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_mm_data(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+
+class _NoProcessor(BaseMultiModalProcessor[Any]):
+    """Makes the image with which vLLM measures its memory; prompts never come here."""
+
+    requires_tokenizer = False
+
+    def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **kwargs: Any) -> MultiModalInput:
+        """The largest image."""
+        vision, (height, width) = self.info.get_hf_config().vision_config, self.info.largest_image()
+        grid = torch.tensor([[1, height * vision.spatial_merge_size, width * vision.spatial_merge_size]])
+        size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        items = image_items({"pixel_values": torch.zeros(int(grid.prod()), size), "image_grid_thw": grid})
+        length = height * width
+        return mm_input([0] * length, items, {"image": [""]}, {"image": [PlaceholderRange(0, length)]})
+
+    def _get_mm_fields_config(self, *args: Any) -> Any:
+        raise NotImplementedError("images are processed in the trainer")
+
+    def _get_prompt_updates(self, *args: Any) -> Any:
+        raise NotImplementedError("images are processed in the trainer")

@@ -1,0 +1,251 @@
+"""Images in vLLM: what it is given for them, and its log-probabilities against fresh forwards of transformers."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from helpers.tiny_vision import tiny_image, tiny_processor, tiny_tokenizer, tiny_vision_model, vision_group
+
+from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.types import SamplingConfig
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from helpers.vllm_vision import import_vllm_models, tiny_model  # noqa: E402
+
+from pl_grouprl.rollout.stopping import StopStrings  # noqa: E402
+from pl_grouprl.rollout.vllm.media import engine_prompt, image_items, media_engine_args  # noqa: E402
+from pl_grouprl.rollout.vllm.requests import Completion, sampling_params  # noqa: E402
+
+SAMPLING = SamplingConfig(max_new_tokens=10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models():
+    import_vllm_models()
+
+
+def prompts_and_media(family):
+    """One image, the same tokens with another image, text, two images of two sizes, the first again."""
+    processor = tiny_processor(family)
+    groups = [
+        vision_group(processor, "cat?", [tiny_image(0)], []),
+        vision_group(processor, "cat?", [tiny_image(1)], []),
+        vision_group(processor, "a long line of text", [], []),
+        vision_group(processor, "two", [tiny_image(2, width=16, height=24), tiny_image(3)], []),
+        vision_group(processor, "cat?", [tiny_image(0)], []),
+    ]
+    return [group.prompt_ids for group in groups], [group.media for group in groups]
+
+
+class Engine:
+    """vLLM with the weights of a model, without its tokenizer and processor."""
+
+    def __init__(self, model, folder, monkeypatch, **options):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        model.save_pretrained(folder)
+        defaults = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26, "enforce_eager": True}
+        arguments = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            logprobs_mode="processed_logprobs",
+            **{**defaults, **media_engine_args(model), **options},
+        )
+        self.model, self.llm = model, LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+        self.runner = self.llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.encoded = Counter()
+        if hasattr(self.runner.model, "visual"):
+            self.runner.model.visual.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, kwargs):
+        self.encoded["images"] += len(kwargs.get("grid_thw", args[1:] and args[1]))
+
+    def sample(self, prompts, media, num_generations=2):
+        asked = {}
+        for place, (prompt, own) in enumerate(zip(prompts, media, strict=True)):
+            for number in range(num_generations):
+                asked[f"{place}.{number}"] = Completion(StopStrings(None, ()))
+                never = placeholder_ids(self.model).values()
+                parameters = sampling_params(SAMPLING, end_ids=[1], never=list(never), seed=10 * place + number)
+                self.llm.add_request(f"{place}.{number}", engine_prompt(self.model, prompt, own), parameters)
+        while self.llm.has_unfinished_requests():
+            for output in self.llm.step():
+                asked[output.request_id].add(output.outputs[0])
+        rollouts = [completion.rollout() for completion in asked.values()]
+        return [rollouts[first : first + num_generations] for first in range(0, len(rollouts), num_generations)]
+
+    def close(self):
+        self.llm.engine_core.shutdown()
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    engines = []
+
+    def start(model, **options):
+        engines.append(Engine(model, tmp_path, monkeypatch, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+    gc.collect()
+
+
+def fresh_logprobs(model, prompt, media, rollout):
+    """Of one forward over prompt and completion, without the tokens that are never sampled."""
+    inputs = dict(media)
+    for name, value in media.items():
+        if name.endswith("token_type_ids"):
+            inputs[name] = torch.cat([value, torch.zeros(len(rollout.token_ids), dtype=value.dtype)])[None]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + rollout.token_ids]), **inputs).logits[0, len(prompt) - 1 : -1]
+    logits[:, list(placeholder_ids(model).values())] = -torch.inf
+    return logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+
+
+def assert_equal_forwards(model, prompts, media, groups):
+    for prompt, own, group in zip(prompts, media, groups, strict=True):
+        for rollout in group:
+            expected = fresh_logprobs(model, prompt, own, rollout)
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_logprobs_are_those_of_transformers(family, start):
+    model, (prompts, media) = tiny_model(family), prompts_and_media(family)
+    engine = start(model)
+    engine.encoded.clear()
+    groups = engine.sample(prompts, media)
+    assert engine.encoded["images"] == 4  # each distinct one once
+    assert_equal_forwards(model, prompts, media, groups)
+    assert prompts[0] == prompts[1]
+    assert groups[0][0].logprobs != groups[1][0].logprobs
+
+
+def test_a_long_prompt_in_pieces_and_from_the_prefix_cache(start):
+    """Images are cut by the pieces; of prompts with equal tokens, only those with equal images share blocks."""
+    family = "qwen2_5_vl"
+    model, processor = tiny_model(family), tiny_processor(family)
+    seeds = [[0, 1, 2], [0, 1, 2], [0, 3, 2]]
+    groups = [
+        vision_group(processor, "what?", [tiny_image(s, width=32, height=32) for s in own], [], 0) for own in seeds
+    ]
+    prompts, media = [group.prompt_ids for group in groups], [group.media for group in groups]
+    engine = start(model, max_num_batched_tokens=24, max_num_seqs=1, block_size=32, enable_prefix_caching=True)
+    for _ in range(2):
+        assert_equal_forwards(model, prompts, media, engine.sample(prompts, media))
+    assert prompts[0] == prompts[2]
+
+
+def test_new_weights_of_the_vision_tower_are_used(start):
+    """An image encoded by old weights is encoded anew once the engine's caches are reset."""
+    family = "qwen3_vl"
+    model, (prompts, media) = tiny_model(family), prompts_and_media(family)
+    engine = start(model)
+    engine.sample(prompts[:1], media[:1])
+    with torch.no_grad():
+        engine.runner.model.visual.patch_embed.proj.bias += 1.0
+        model.model.visual.patch_embed.proj.bias += 1.0
+    engine.llm.reset_encoder_cache()
+    engine.llm.reset_prefix_cache()
+    assert_equal_forwards(model, prompts[:2], media[:2], engine.sample(prompts[:2], media[:2]))
+
+
+def test_a_family_of_which_only_text_is_served(start):
+    model, (prompts, media) = tiny_model("gemma3"), prompts_and_media("gemma3")
+    engine = start(model)
+    assert_equal_forwards(model, prompts[2:3], [{}], engine.sample(prompts[2:3], [{}]))
+    with pytest.raises(ValueError, match="not given images for models of the family gemma3, only for qwen2_5_vl"):
+        engine_prompt(model, prompts[0], media[0])
+
+
+def test_the_memory_put_aside_for_an_image(start):
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    model, (prompts, media) = tiny_model("qwen2_5_vl"), prompts_and_media("qwen2_5_vl")
+    limits = {"image": {"count": 1, "width": 24, "height": 16}}
+    engine = start(model, limit_mm_per_prompt=limits, max_num_batched_tokens=256, mm_processor_kwargs={})
+    processor = MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config)
+    (item,) = processor.get_dummy_mm_inputs({"image": 1})["mm_kwargs"]["image"]
+    assert item["image_grid_thw"].data.tolist() == [1, 4, 6]
+    assert processor.info.get_mm_max_tokens_per_item(256, {"image": 1}) == {"image": 6}
+    assert_equal_forwards(model, prompts[3:4], media[3:4], engine.sample(prompts[3:4], media[3:4]))
+
+
+def test_models_of_text_need_nothing():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    assert media_engine_args(Qwen3ForCausalLM(config)) == {}
+
+
+def test_each_image_has_a_name_of_its_own():
+    model = tiny_vision_model("qwen3_vl")
+    prompts, media = prompts_and_media("qwen3_vl")
+    first, other, text, two, again = (engine_prompt(model, p, m) for p, m in zip(prompts, media, strict=True))
+    assert text == {"type": "token", "prompt_token_ids": prompts[2]}
+    assert first["mm_hashes"] == again["mm_hashes"] != other["mm_hashes"]
+    assert len({*first["mm_hashes"]["image"], *other["mm_hashes"]["image"], *two["mm_hashes"]["image"]}) == 4
+    marker = tiny_tokenizer("qwen3_vl").get_vocab()["<|image_pad|>"]
+    places = [place for place, token in enumerate(prompts[3]) if token == marker]
+    ranges = [(r.offset, r.length) for r in two["mm_placeholders"]["image"]]
+    assert ranges == [(places[0], 6), (places[6], 4)]
+    pixels = torch.cat([item["pixel_values"].data for item in two["mm_kwargs"]["image"]])
+    assert torch.equal(pixels, media[3]["pixel_values"])
+
+
+def test_what_cannot_be_served_is_refused():
+    model = tiny_vision_model("qwen2_5_vl")
+    prompts, media = prompts_and_media("qwen2_5_vl")
+    prompt, own = prompts[3], media[3]
+
+    def refused(match, prompt=prompt, **changed):
+        with pytest.raises(ValueError, match=match):
+            engine_prompt(
+                model, prompt, {name: value for name, value in {**own, **changed}.items() if value is not None}
+            )
+
+    refused(r"media has \['pixel_values_videos', 'video_grid_thw'\], which vLLM is not given: behind a video",
+            pixel_values_videos=torch.zeros(1), video_grid_thw=torch.zeros(1, 3))  # fmt: skip
+    refused("media has no pixel_values and no image_grid_thw", pixel_values=None, image_grid_thw=None)
+    refused(r"media\['image_grid_thw'\] is \[\[1, 6, 4\]\] for 40 patches", image_grid_thw=own["image_grid_thw"][:1])
+    refused("40 patches", image_grid_thw=torch.tensor([[2, 4, 3], [1, 4, 4]]))
+    refused(r"the prompt has 4 tokens \d+ in the places of images, and its images have \[6, 4\] tokens", prompts[0])
+    refused("pass the prompt and the media of one call", image_grid_thw=own["image_grid_thw"].flip(0))
+    refused(r"media\['mm_token_type_ids'\] is not 1 at the placeholders", mm_token_type_ids=torch.zeros(len(prompt)))
+    refused(r"media\['mm_token_type_ids'\] is not 1 at the placeholders", mm_token_type_ids=torch.zeros(2))
+
+
+def test_families_that_vllm_cannot_be_started_with(monkeypatch):
+    model = tiny_vision_model("qwen2_5_vl")
+    monkeypatch.setattr(model.config, "model_type", "llava", raising=False)
+    with pytest.raises(ValueError, match="vLLM cannot be started with a model of the family llava"):
+        media_engine_args(model)
+
+
+def test_a_model_that_vllm_cannot_import(monkeypatch):
+    from vllm.model_executor.models import ModelRegistry
+
+    class Broken:
+        def load_model_cls(self):
+            raise ModuleNotFoundError("No module named 'torchvision'")
+
+    monkeypatch.delitem(ModelRegistry.models, "PreprocessedQwen3VLForConditionalGeneration", raising=False)
+    monkeypatch.setitem(ModelRegistry.models, "Qwen3VLForConditionalGeneration", Broken())
+    with pytest.raises(ValueError, match="cannot import its model Qwen3VLForConditionalGeneration: No module"):
+        media_engine_args(tiny_vision_model("qwen3_vl"))
+
+
+def test_patches_without_images_are_refused():
+    with pytest.raises(ValueError, match="whose products add up to the patches"):
+        image_items({"pixel_values": torch.zeros(3, 4), "image_grid_thw": torch.tensor([[1, 2, 2]])})
