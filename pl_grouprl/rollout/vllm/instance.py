@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.model_folder import write_model_folder
+from pl_grouprl.rollout.vllm.process import EngineProcess
+from pl_grouprl.rollout.vllm.ranks import (
+    engine_arguments,
+    engine_environment,
+    engine_group,
+    gather_from,
+    share_requests,
+)
 from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
 from pl_grouprl.types import Rollout, SamplingConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 _DECIDED_HERE = {
     "model": "the policy",
@@ -70,65 +80,80 @@ class VLLMInstance:
         self._sleep_level = sleep_level
         self._asleep = False
         self._engine: Any = None
+        self._process: Any = None
+        self._group: Any = None
 
     def start(self, model: Any, dtype: torch.dtype) -> None:
         """Start vLLM with a policy's config, with weights of no meaning. Does nothing where it runs."""
         if self._engine is not None:
             return
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        ranks = engine_arguments(self._tensor_parallel_size)
+        device = next(model.parameters()).device
+        process = EngineProcess(device, engine_environment(device))
+        with tempfile.TemporaryDirectory() as folder:
+            write_model_folder(model, Path(folder))
+            self._engine = process.start(lambda: self._build(folder, dtype, ranks))
+        self._process = process
+        self._group = engine_group(self._tensor_parallel_size)
+
+    def _build(self, folder: str, dtype: torch.dtype, ranks: dict[str, Any]) -> LLMEngine:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        on_cpu = current_platform.is_cpu()
+        on_cpu, options = current_platform.is_cpu(), dict(self._options)
         if self._sleep_level and on_cpu:
             raise ValueError(f"sleep_level is {self._sleep_level}, but vLLM cannot sleep on CPUs; set it to 0.")
         if self._kv_cache_gib is not None or on_cpu:
-            self._options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or 1) * 2**30)
-        with tempfile.TemporaryDirectory() as folder:
-            write_model_folder(model, Path(folder))
-            arguments = EngineArgs(
-                model=folder,
-                runner="generate",
-                dtype=str(dtype).removeprefix("torch."),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                logprobs_mode="processed_logprobs",
-                enable_prefix_caching=True,
-                enable_sleep_mode=self._sleep_level > 0,
-                tensor_parallel_size=self._tensor_parallel_size,
-                weight_transfer_config=WeightTransferConfig(backend="pl_grouprl"),
-                worker_extension_cls="pl_grouprl.rollout.vllm.worker.WeightReceiver",
-                disable_log_stats=True,
-                **self._options,
-            )
-            self._engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+            options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or 1) * 2**30)
+        arguments = EngineArgs(
+            model=folder,
+            runner="generate",
+            dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            enable_sleep_mode=self._sleep_level > 0,
+            weight_transfer_config=WeightTransferConfig(backend="pl_grouprl"),
+            worker_extension_cls="pl_grouprl.rollout.vllm.worker.WeightReceiver",
+            disable_log_stats=True,
+            **ranks,
+            **options,
+        )
+        return LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Between the first and the last bucket; whatever was cached of the old weights is forgotten behind it."""
-        if self._asleep:
-            self._engine.wake_up(["weights"])
+        with self._process.inside():
+            if self._asleep:
+                self._engine.wake_up(["weights"])
         self._call("abandon_weights")
         self._call("start_weight_update")
         yield
         self._call("finish_weight_update")
         self._call("settle_weights")
-        if self._asleep:
-            self._engine.wake_up(["kv_cache"])
-            self._asleep = False
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM could not drop its prefix cache, so old keys and values would be sampled from.")
+        with self._process.inside():
+            if self._asleep:
+                self._engine.wake_up(["kv_cache"])
+                self._asleep = False
+            self._engine.reset_mm_cache()
+            self._engine.reset_encoder_cache()
+            if not self._engine.reset_prefix_cache():
+                raise RuntimeError(
+                    "vLLM has not dropped its prefix cache, so old keys and values would be sampled from."
+                )
 
     def load(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Load some weights."""
         self._call("update_weights", update_info={"weights": bucket})
 
-    def checksums(self, names: list[str]) -> list[list[Any]]:
-        """What each worker computes with; see `compare.check_weights`."""
-        return self._call("weight_checksums", names=names)
+    def checksums(self, names: list[str]) -> list[Any]:
+        """What each rank of this engine computes with; see `compare.check_weights`."""
+        (own,) = self._call("weight_checksums", names=names)
+        return gather_from(self._group, [list(weight) for weight in own])
 
     def sample(
         self,
@@ -140,12 +165,24 @@ class VLLMInstance:
         never: Sequence[int],
         stop: StopStrings,
     ) -> list[list[Rollout]]:
-        """Sample a sequence for each seed of each prompt."""
-        if self._asleep:
-            self._engine.wake_up()
-            self._asleep = False
+        """Sample a sequence for each seed of each prompt; ranks with one engine sample all of theirs together."""
+        requests, own = share_requests([list(pair) for pair in zip(prompts, seeds, strict=True)], self._group)
+        with self._process.inside():
+            if self._asleep:
+                self._engine.wake_up()
+                self._asleep = False
+            return self._run(requests, sampling, end_ids, never, stop)[own]
+
+    def _run(
+        self,
+        requests: Sequence[Any],
+        sampling: SamplingConfig,
+        end_ids: Sequence[int],
+        never: Sequence[int],
+        stop: StopStrings,
+    ) -> list[list[Rollout]]:
         asked: dict[str, Completion] = {}
-        for place, (prompt, own) in enumerate(zip(prompts, seeds, strict=True)):
+        for place, (prompt, own) in enumerate(requests):
             for number, seed in enumerate(own):
                 name = f"{place}.{number}"
                 asked[name] = Completion(stop)
@@ -155,22 +192,26 @@ class VLLMInstance:
             for output in self._engine.step():
                 if asked[output.request_id].add(output.outputs[0]):
                     self._engine.abort_request([output.request_id])
-        return [[asked[f"{place}.{number}"].rollout() for number in range(len(own))] for place, own in enumerate(seeds)]
+        return [
+            [asked[f"{place}.{number}"].rollout() for number in range(len(own))]
+            for place, (_, own) in enumerate(requests)
+        ]
 
     def sleep(self) -> bool:
         """Give memory back until it is needed; says whether the weights are gone."""
         if self._sleep_level:
-            self._engine.reset_prefix_cache()
-            self._engine.sleep(self._sleep_level)
+            with self._process.inside():
+                self._engine.sleep(self._sleep_level)
             self._asleep = True
         return self._sleep_level == 2
 
     def close(self) -> None:
         """End vLLM."""
         if self._engine is not None:
-            self._engine.engine_core.shutdown()
-            self._engine = None
+            engine, self._engine = self._engine, None
+            self._process.stop(engine)
         self._asleep = False
 
     def _call(self, method: str, **kwargs: Any) -> Any:
-        return self._engine.collective_rpc(method, kwargs=kwargs)
+        with self._process.inside():
+            return self._engine.collective_rpc(method, kwargs=kwargs)
