@@ -2,6 +2,13 @@
 
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine
 from pl_grouprl.rollout.hf import HFRolloutEngine
+from pl_grouprl.rollout.server.engine import VLLMServerRolloutEngine
 from pl_grouprl.rollout.vllm.colocate import VLLMRolloutEngine
 
-__all__ = ["HFRolloutEngine", "RolloutEngine", "SyncedRolloutEngine", "VLLMRolloutEngine"]
+__all__ = [
+    "HFRolloutEngine",
+    "RolloutEngine",
+    "SyncedRolloutEngine",
+    "VLLMRolloutEngine",
+    "VLLMServerRolloutEngine",
+]
