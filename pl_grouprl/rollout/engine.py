@@ -102,7 +102,7 @@ class SyncedRolloutEngine(RolloutEngine, Protocol):
                 base; later they are empty, and the base that the sampler has stays.
 
         Returns:
-            Figures for the log, `bytes` among them.
+            Figures for the log, `bytes` among them. (`seconds`, of gathering too, are taken by the caller.)
 
         Raises:
             SamplerLostError: If the sampler was restarted meanwhile.
