@@ -1,0 +1,69 @@
+"""Prompts to sample from, and rollouts compared with each other and with transformers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from pl_grouprl.types import Rollout, SamplingConfig
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3], [20, 1, 5, 9, 2, 2, 7, 8]]
+
+Groups = list[list[Rollout]]
+
+
+def ids(groups: Groups) -> list[list[list[int]]]:
+    """The tokens alone."""
+    return [[rollout.token_ids for rollout in group] for group in groups]
+
+
+def assert_same(left: Groups, right: Groups, atol: float = 1e-5) -> None:
+    """The same tokens and finish reasons, and the same log-probabilities up to rounding."""
+    assert ids(left) == ids(right)
+    for a, b in zip(itertools.chain(*left), itertools.chain(*right), strict=True):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=atol, rtol=0)
+        assert a.finish_reason == b.finish_reason
+
+
+def greedily(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """What transformers generates behind a prompt."""
+    inputs = torch.tensor([prompt])
+    attention = torch.ones_like(inputs)
+    output = model.generate(
+        inputs, attention_mask=attention, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: Any, prompt: list[int], rollout: Rollout, sampling: SamplingConfig, *, min_p_first: bool = False
+) -> torch.Tensor:
+    """A fresh forward over prompt and completion, then transformers' own processors.
+
+    Args:
+        model: A transformers model.
+        prompt: Its tokens.
+        rollout: Its completion.
+        sampling: How it was sampled; greedy ones have no filters.
+        min_p_first: Whether min-p is applied before top-k and top-p.
+    """
+    from transformers.generation import logits_process as lp
+
+    inputs = torch.tensor([prompt + rollout.token_ids])
+    scores = model(inputs).logits[0, len(prompt) - 1 : -1].float()
+    filtered = sampling.temperature > 0
+    processors = [
+        (sampling.temperature not in (0.0, 1.0), lambda: lp.TemperatureLogitsWarper(sampling.temperature)),
+        (filtered and sampling.top_k > 0, lambda: lp.TopKLogitsWarper(sampling.top_k)),
+        (filtered and sampling.top_p < 1, lambda: lp.TopPLogitsWarper(sampling.top_p)),
+        (filtered and sampling.min_p > 0, lambda: lp.MinPLogitsWarper(sampling.min_p)),
+    ]
+    if min_p_first:
+        processors.insert(1, processors.pop())
+    for wanted, make in processors:
+        if wanted:
+            scores = make()(None, scores)
+    return scores.log_softmax(dim=-1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]

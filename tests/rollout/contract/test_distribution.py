@@ -1,0 +1,121 @@
+"""Tokens are drawn from the policy's own distribution, and log-probabilities are those of it."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.engines import FAMILIES, on
+from helpers.rollouts import PROMPTS, greedily, reference_logprobs
+
+from pl_grouprl.types import SamplingConfig
+
+
+@on(*FAMILIES)
+def test_greedy_equals_generate(subject):
+    groups = subject.sample(PROMPTS, 2, max_new_tokens=24, temperature=0.0)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        assert [rollout.token_ids for rollout in group] == 2 * [greedily(subject.model, prompt, 24)]
+
+
+@on("qwen3")
+def test_long_greedy_completions_equal_generate(subject):
+    ((rollout,),) = subject.sample([[1, 2]], max_new_tokens=200, temperature=0.0)
+    assert rollout.token_ids == greedily(subject.model, [1, 2], 200)
+
+
+OPTIONS = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "top-k": {"temperature": 1.3, "top_k": 5},
+    "top-p": {"temperature": 1.3, "top_p": 0.8},
+    "min-p": {"temperature": 1.3, "min_p": 0.05},
+    "top-k top-p": {"top_k": 12, "top_p": 0.9},
+    "all": {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    "greedy": {"temperature": 0.0},
+    "greedy with filters": {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+}
+
+
+def assert_logprobs_of_a_fresh_forward(subject, **options):
+    sampling = {"max_new_tokens": 20, "stop_token_ids": (4, 9), **options}
+    groups = subject.sample(PROMPTS, 4, seed=5, **sampling)
+    min_p_first = subject.engine_name != "hf"  # as documented
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for rollout in group:
+            expected = reference_logprobs(
+                subject.model, prompt, rollout, SamplingConfig(**sampling), min_p_first=min_p_first
+            )
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@on("qwen3")
+def test_logprobs_equal_a_fresh_forward(subject, options):
+    assert_logprobs_of_a_fresh_forward(subject, **options)
+
+
+@on(*[family for family in FAMILIES if family != "qwen3"])
+def test_logprobs_of_other_families_equal_a_fresh_forward(subject):
+    for options in ({}, OPTIONS["top-k top-p"]):
+        assert_logprobs_of_a_fresh_forward(subject, **options)
+
+
+@on("qwen3")
+def test_first_tokens_follow_the_model(subject):
+    count = 4000
+    (group,) = subject.sample([[5, 6]], count, seed=8, max_new_tokens=1, temperature=2.0, top_k=6)
+    with torch.no_grad():
+        logits = subject.model(torch.tensor([[5, 6]])).logits[0, -1] / 2.0
+    kept = logits.topk(6)
+    expected = count * kept.values.softmax(dim=-1)
+    seen = torch.bincount(torch.tensor([rollout.token_ids[0] for rollout in group]), minlength=len(logits))
+    assert seen[kept.indices].sum() == count
+    assert ((seen[kept.indices] - expected) ** 2 / expected).sum() < 20.5  # 0.999 quantile, 5 degrees of freedom
+
+
+@on("qwen3")
+def test_later_tokens_are_independent_of_earlier_draws(subject):
+    """Pairs of tokens: a stream that begins anew at each step draws the same quantile twice."""
+    count = 4000
+    (group,) = subject.sample([[5, 6]], count, seed=9, max_new_tokens=2, temperature=2.0, top_k=2)
+    pairs = [tuple(rollout.token_ids) for rollout in group]
+    with torch.no_grad():
+        firsts = subject.model(torch.tensor([[5, 6]])).logits[0, -1].div(2).topk(2)
+        expected = {}
+        for first, share in zip(firsts.indices.tolist(), firsts.values.softmax(-1).tolist(), strict=True):
+            seconds = subject.model(torch.tensor([[5, 6, first]])).logits[0, -1].div(2).topk(2)
+            for second, rest in zip(seconds.indices.tolist(), seconds.values.softmax(-1).tolist(), strict=True):
+                expected[first, second] = count * share * rest
+    assert set(pairs) <= set(expected)
+    assert sum((pairs.count(pair) - mean) ** 2 / mean for pair, mean in expected.items()) < 16.3  # 0.999, 3 degrees
+
+
+@on("qwen3")
+def test_changed_weights_are_seen(subject):
+    before = subject.sample([[1, 2]], max_new_tokens=6)
+    weight = subject.model.model.layers[0].mlp.down_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(-2)
+    try:
+        subject.sync()
+        after = subject.sample([[1, 2]], max_new_tokens=6)
+        assert before[0][0].logprobs != after[0][0].logprobs
+        expected = reference_logprobs(subject.model, [1, 2], after[0][0], SamplingConfig())
+        torch.testing.assert_close(torch.tensor(after[0][0].logprobs), expected, atol=1e-4, rtol=0)
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+        subject.sync()
+    assert subject.sample([[1, 2]], max_new_tokens=6) == before
+
+
+@on("qwen3")
+def test_values_are_plain_numbers(subject):
+    for rollout in itertools.chain(*subject.sample(PROMPTS, 2, max_new_tokens=3)):
+        assert all(type(token) is int for token in rollout.token_ids)
+        assert all(type(value) is float for value in rollout.logprobs)
+        assert all(value <= 0 for value in rollout.logprobs)
+        assert rollout.text is None
+        assert rollout.reward is None
+        assert rollout.loss_mask is None

@@ -1,0 +1,133 @@
+"""Which requests are served, which are refused, and in which words; what a call leaves as it was."""
+
+import math
+
+import pytest
+import torch
+from helpers.engines import ENGINES, new_engine, on, surroundings
+from helpers.rollouts import PROMPTS
+
+from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.types import SamplingConfig
+
+
+@on("qwen3")
+def test_no_prompts_give_no_groups(subject):
+    assert subject.sample([], 3) == []
+
+
+@on("qwen3")
+def test_prompts_come_back_in_order(subject):
+    prompts = [[token] * length for token in range(1, 6) for length in (7, 1, 4)]
+    together = subject.sample(prompts, max_new_tokens=5, temperature=0.0)
+    for prompt, group in zip(prompts, together, strict=True):
+        ((alone,),) = subject.sample([prompt], max_new_tokens=5, temperature=0.0)
+        assert [rollout.token_ids for rollout in group] == [alone.token_ids]
+
+
+@on("qwen3")
+def test_the_longest_request_is_served(subject):
+    for length, max_new_tokens in ((250, 6), (255, 1), (1, 255)):
+        ((rollout,),) = subject.sample([[1] * length], max_new_tokens=max_new_tokens)
+        assert len(rollout.token_ids) == max_new_tokens
+        assert rollout.finish_reason == "length"
+
+
+@on("qwen3")
+def test_prompts_may_be_any_sequence(subject):
+    expected = subject.sample([[1, 2], [3]], max_new_tokens=4)
+    assert subject.sample(((1, 2), (3,)), max_new_tokens=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_generations", "options", "message"),
+    [
+        ([[1], []], 1, {"max_new_tokens": 4}, r"prompts\[1\] is empty"),
+        ([[1]], 0, {}, "num_generations is 0; it must be at least 1"),
+        (
+            [[1], [1] * 250],
+            1,
+            {"max_new_tokens": 7},
+            r"prompts\[1\] has 250 tokens, which with max_new_tokens=7 exceeds the model's "
+            r"max_position_embeddings=256; shorten the prompt",
+        ),
+        ([[1, 24]], 1, {"max_new_tokens": 4}, "token ids from 1 to 24, but the model has vocab_size=24"),
+        ([[1, -1]], 1, {"max_new_tokens": 4}, "token ids from -1 to 1"),
+        ([[1]], 1, {"max_new_tokens": 4, "stop": ("x",)}, "has no tokenizer"),
+    ],
+)
+@on("qwen3")
+def test_requests_that_cannot_be_served(subject, prompts, num_generations, options, message):
+    with pytest.raises(ValueError, match=message):
+        subject.sample(prompts, num_generations, **options)
+    assert len(subject.sample([[1]], max_new_tokens=2)) == 1  # goes on serving
+
+
+@on("letters")
+def test_an_empty_stop_string_is_refused(subject):
+    with pytest.raises(ValueError, match=r"SamplingConfig\.stop holds an empty string"):
+        subject.sample([[1]], max_new_tokens=2, stop=("a", ""))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in ENGINES.items()])
+def test_an_engine_without_a_policy_says_so(name):
+    engine = new_engine(name)
+    assert isinstance(engine, RolloutEngine)
+    with pytest.raises(ValueError, match=r"has no model; .*bind"):
+        engine.generate([[1]], SamplingConfig(), num_generations=1, seed=0)
+
+
+@on("qwen3")
+def test_binding_again_is_harmless(subject):
+    first = subject.sample(PROMPTS, 2, max_new_tokens=4)
+    subject.engine.bind(subject.model, subject.tokenizer)
+    assert subject.sample(PROMPTS, 2, max_new_tokens=4) == first
+
+
+@on("qwen3")
+def test_logits_that_are_not_finite_are_reported(subject):
+    weight = subject.model.model.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    try:
+        subject.sync()
+        with pytest.raises(FloatingPointError, match="not finite"):
+            subject.sample([[1, 2]], max_new_tokens=2)
+        with pytest.raises(FloatingPointError, match="not finite"):
+            subject.sample([[1, 2]], max_new_tokens=2, temperature=0.0)
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+        subject.sync()
+    assert len(subject.sample([[1, 2]], max_new_tokens=2)) == 1
+
+
+@on("qwen3")
+def test_the_process_is_left_as_it_was(subject):
+    """vLLM takes a process for its own."""
+    before, after = subject.surroundings
+    assert after == before
+    before = surroundings()
+    subject.sample(PROMPTS, 2, max_new_tokens=4)
+    subject.sync()
+    assert surroundings() == before
+
+
+@on("qwen3")
+def test_the_policy_is_left_as_it_was(subject):
+    model = subject.model
+    model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    try:
+        subject.sample(PROMPTS, 2, max_new_tokens=4)
+        subject.sync()
+        assert [module.training for module in model.modules()] == modes
+        assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+        inputs = torch.tensor([[1, 2, 3]])
+        model(inputs, labels=inputs).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        model.eval()
+        model.zero_grad(set_to_none=True)
