@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.serving import Server
-from helpers.tokenizers import bytes_tokenizer, letters_tokenizer
+from helpers.tiny_tokenizers import bytes_tokenizer, letters_tokenizer
 
 from pl_grouprl.types import Rollout, SamplingConfig
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from helpers.engines import on
 from helpers.rollouts import PROMPTS
-from helpers.tokenizers import END, TURN
+from helpers.tiny_tokenizers import END, TURN
 
 
 def flat(groups):
