@@ -1,4 +1,4 @@
-"""Run by test_vllm_ranks.py: ranks of a trainer sample the same with engines of their own, and with shared ones."""
+"""Run by test_ranks.py: ranks of a trainer sample the same with engines of their own, and with shared ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from helpers.tiny_models import tiny_model
 
@@ -75,7 +75,7 @@ def deal(requests: list, shares: list[int], rank: int) -> list:
 
 def main(rank: int, ranks: int, folder: Path) -> None:
     """Ranks with engines of their own, then ranks with one engine for two."""
-    faulthandler.dump_traceback_later(150, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.manual_seed(rank)

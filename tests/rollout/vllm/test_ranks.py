@@ -10,14 +10,14 @@ import torch
 from pl_grouprl.rollout.vllm import ranks
 from pl_grouprl.rollout.vllm.ranks import engine_arguments, engine_environment, engine_group, share_requests
 
-SCRIPT = Path(__file__).with_name("vllm_ranks.py")
+SCRIPT = Path(__file__).with_name("sharing_ranks.py")
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_sharing_of_engines_samples_the_same(tmp_path, count):
     """Also where some ranks have no prompts."""
-    run = subprocess.run([sys.executable, SCRIPT, tmp_path, str(count)], capture_output=True, text=True, timeout=200)
+    run = subprocess.run([sys.executable, SCRIPT, tmp_path, str(count)], capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
 
 
