@@ -1,4 +1,4 @@
-"""The routes of a sampling server without a model: its rollouts say what was asked for, its weights are kept as sent."""
+"""The routes of a sampling server without a model: rollouts that say what was asked for, weights kept as sent."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-START_SECONDS = 240
+START_SECONDS = 480
 
 
 def free_port() -> int:

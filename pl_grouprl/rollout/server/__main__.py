@@ -13,9 +13,11 @@ from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
 
 DECIDED_HERE = (
     "disable_log_stats",
+    "enable_prefix_caching",
     "generation_config",
     "logprobs_mode",
     "quantization",
+    "runner",
     "skip_tokenizer_init",
     "weight_transfer_config",
     "worker_extension_cls",

@@ -140,7 +140,7 @@ def _add_buckets(app: FastAPI, sampler: Sampler, max_bytes: int) -> None:
     async def bucket(request: Request, update: str = "", index: str = "") -> dict[str, Any]:
         if not index.isdecimal() or not update:
             raise RefusalError(422, "the address needs ?update=ID&index=NUMBER.")
-        size = _length(request, max_bytes)
+        size = _length(request, "application/octet-stream", max_bytes)
         with tempfile.TemporaryDirectory(prefix="pl-grouprl-", dir=_folder(size)) as folder:  # for this user alone
             path = Path(folder) / "bucket.safetensors"
             await _store(request, path, size)
@@ -162,7 +162,10 @@ def _add_nccl(app: FastAPI, sampler: Sampler, max_bytes: int) -> None:
         from pl_grouprl.rollout.server.nccl import check_bucket
 
         body = await _read(request, _Broadcast)
-        bucket = check_bucket(body.names, body.dtypes, body.shapes, max_bytes)
+        try:
+            bucket = check_bucket(body.names, body.dtypes, body.shapes, max_bytes)
+        except ValueError as error:
+            raise RefusalError(422, str(error)) from None
         await sampler.load(body.update, body.index, bucket)
         return {}
 
@@ -172,7 +175,9 @@ async def _lines(messages: AsyncIterator[dict[str, Any] | None]) -> AsyncIterato
         yield b"\n" if message is None else json.dumps(message).encode() + b"\n"
 
 
-def _length(request: Request, limit: int) -> int:
+def _length(request: Request, kind: str, limit: int) -> int:
+    if request.headers.get("content-type") != kind:  # which a page in a browser cannot set unasked
+        raise RefusalError(415, f"the request has another Content-Type than {kind}.")
     length = request.headers.get("content-length", "")
     if not length.isdecimal():
         raise RefusalError(411, "the request has no Content-Length; send one.")
@@ -182,7 +187,7 @@ def _length(request: Request, limit: int) -> int:
 
 
 async def _read(request: Request, model: type[Model]) -> Model:
-    _length(request, MAX_JSON)
+    _length(request, "application/json", MAX_JSON)
     try:
         return model.model_validate_json(await request.body())
     except ValidationError as error:

@@ -200,7 +200,8 @@ class VLLMServerRolloutEngine:
 
         def ask(server: int, place: int) -> list[Rollout]:
             request = {**common, "update": self._updates[server], "requests": [asked[place]]}
-            return [_rollout(found) for found in self._clients[server].generate(request)[0]]
+            with _served():
+                return [_rollout(found) for found in self._clients[server].generate(request)[0]]
 
         with self._understood():
             if asked and not self._updates:
@@ -218,12 +219,10 @@ class VLLMServerRolloutEngine:
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """Say what a refusal means: weights that are gone, or are another's, or logits that are not finite."""
+        """Say what a refusal means: weights that are gone, or are another's."""
         try:
             yield
         except RefusedError as error:
-            if error.status == 422 and "FloatingPointError" in str(error):
-                raise FloatingPointError(str(error)) from error
             if error.status != 409:
                 raise
             self.version = None
@@ -248,6 +247,18 @@ def _is_rank_zero() -> bool:
 
 def _rollout(found: dict[str, Any]) -> Rollout:
     return Rollout(found["token_ids"], found["logprobs"], finish_reason=found["finish_reason"])
+
+
+@contextmanager
+def _served() -> Iterator[None]:
+    """Raise what the server has raised, where the request is at fault, or the model."""
+    try:
+        yield
+    except RefusedError as error:
+        if error.status not in (413, 422):
+            raise
+        kind = FloatingPointError if "FloatingPointError" in str(error) else ValueError
+        raise kind(str(error)) from error
 
 
 @contextmanager

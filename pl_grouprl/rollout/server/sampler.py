@@ -182,9 +182,9 @@ class Sampler:
     async def begin(self) -> str:
         """Begin an update, also over an unfinished one; rollouts that are under way end. Returns the update's id."""
         async with self._changing:
-            await self._drop()
+            await self._drop(updating=True)
             await self._do(self.engine.start_weight_update())
-            self.updating, self.update, self._buckets = True, secrets.token_hex(8), 0
+            self.update, self._buckets = secrets.token_hex(8), 0
             return self.update
 
     async def load(self, update: str, index: int, bucket: dict[str, Any]) -> None:
@@ -245,9 +245,9 @@ class Sampler:
             await self._do(self.engine.shutdown_weight_transfer_engine())
             await self._do(self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
-    async def _drop(self) -> None:
+    async def _drop(self, *, updating: bool = False) -> None:
         """From now on there are no weights to sample from."""
-        self.version, self.update, self.updating = None, None, False
+        self.version, self.update, self.updating = None, None, updating
         running = list(self._running)
         for task in running:
             task.cancel()

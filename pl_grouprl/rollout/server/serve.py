@@ -67,8 +67,9 @@ def engine_arguments(options: argparse.Namespace) -> Any:
     Raises:
         ValueError: If vLLM does not know one.
     """
-    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from pl_grouprl.rollout.vllm.arguments import common_arguments
 
     asked = {
         "gpu_memory_utilization": options.gpu_memory_utilization,
@@ -79,18 +80,12 @@ def engine_arguments(options: argparse.Namespace) -> Any:
     try:
         return AsyncEngineArgs(
             model=options.model,
-            runner="generate",
             dtype=options.dtype,
             tensor_parallel_size=options.tensor_parallel_size,
             enforce_eager=options.enforce_eager,
             seed=options.seed,
             load_format=options.load_format,
-            skip_tokenizer_init=True,  # prompts come as tokens; the sampler has one for stop strings
-            generation_config="vllm",  # what the trainer asks for, and nothing else
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend="nccl" if options.transfer == "nccl" else "pl_grouprl"),
-            worker_extension_cls="pl_grouprl.rollout.vllm.worker.WeightReceiver",
-            disable_log_stats=True,
+            **common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl"),
             **{name: value for name, value in asked.items() if value is not None},
         )
     except TypeError as error:

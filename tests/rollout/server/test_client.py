@@ -123,7 +123,7 @@ def test_a_server_that_says_nothing_is_not_waited_for_longer():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(RuntimeError, match="was waited for 0.5 seconds and did not come back .*[tT]ime"):
+        with pytest.raises(RuntimeError, match=r"was waited for 0\.5 seconds and did not come back .*[tT]ime"):
             ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.5).info()
 
 
@@ -182,7 +182,7 @@ def test_answers_that_are_none_of_a_sampling_server():
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://user:word@host:1", "http://h?a=b"])
 def test_a_url_must_be_one(url):
-    with pytest.raises(ValueError, match="it must be like http://127.0.0.1:8000") as error:
+    with pytest.raises(ValueError, match=r"it must be like http://127\.0\.0\.1:8000") as error:
         ServerClient(url)
     assert "word" not in str(error.value)
 
