@@ -1,0 +1,265 @@
+"""Weights that come into a running vLLM: what it samples afterwards, and what it is caught at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.engines import new_engine, new_policy, sync
+from helpers.rollouts import PROMPTS, greedily, ids, reference_logprobs
+
+from pl_grouprl.models.weight_stream import checkpoint_weights
+from pl_grouprl.rollout.engine import WeightsMismatchError
+from pl_grouprl.types import SamplingConfig
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+LONG = [[(7 * place + first) % 24 for place in range(200)] for first in (1, 2)]
+"""Beyond the 128 tokens of a block, so that they go into the prefix cache."""
+
+POLICIES = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2_tied", {"tie_word_embeddings": False}),
+    "qwen2 tied": ("qwen2_tied", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3_tied", {}),
+}
+
+
+@pytest.fixture
+def start():
+    """Engines with the weights of a policy."""
+    engines = []
+
+    def start(model, **options):
+        engines.append(new_engine("vllm", **options))
+        engines[-1].bind(model)
+        sync(engines[-1], model)
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@torch.no_grad()
+def renew(model, seed):
+    """Give a policy other weights, all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        else:
+            parameter.copy_(parameter.std() * torch.randn(parameter.shape, generator=generator))
+
+
+def sample(engine, prompts, **options):
+    return engine.generate(prompts, SamplingConfig(**{"max_new_tokens": 4, **options}), num_generations=1, seed=0)
+
+
+def assert_greedy(engine, model, prompts, count=12):
+    groups = sample(engine, prompts, max_new_tokens=count, temperature=0.0)
+    assert ids(groups) == [[greedily(model, prompt, count)] for prompt in prompts]
+    return ids(groups)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_new_weights_are_sampled_from(start, name):
+    policy, options = POLICIES[name]
+    model, _ = new_policy(policy, **options)
+    engine = start(model)
+    prompts = [*PROMPTS, *LONG]
+    seen = [assert_greedy(engine, model, prompts)]
+    for seed in (1, 2):
+        renew(model, seed)
+        old = ids(sample(engine, prompts, max_new_tokens=12, temperature=0.0))
+        assert old == seen[-1]  # until the engine is given them
+        sync(engine, model)
+        seen.append(assert_greedy(engine, model, prompts))
+        assert all(new != before for new, before in zip(seen[-1], seen[-2], strict=True))
+    assert engine.version == 3
+
+
+def test_the_prefix_cache_forgets(start, monkeypatch):
+    """Were it kept, its old keys and values would be sampled from: so the test above has teeth."""
+    model, _ = new_policy("qwen3")
+    engine = start(model)
+    assert_greedy(engine, model, LONG)
+    vllm = engine._vllm._engine
+    renew(model, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "reset_prefix_cache", lambda *args, **kwargs: True)
+        sync(engine, model)
+    ((kept,), _) = sample(engine, LONG, max_new_tokens=12)
+    expected = reference_logprobs(model, LONG[0], kept, SamplingConfig())
+    assert (torch.tensor(kept.logprobs) - expected).abs().max() > 0.01
+    sync(engine, model)
+    assert_greedy(engine, model, LONG)
+
+
+def test_one_adapter_after_the_other(start):
+    peft = pytest.importorskip("peft")
+    base, _ = new_policy("qwen3_tied")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+    model = peft.get_peft_model(base, config).eval()
+    weights = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    assert weights
+    engine = start(model)
+    seen = [assert_greedy(engine, model, PROMPTS)]
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in weights:
+                weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+        sync(engine, model)
+        seen.append(assert_greedy(engine, model, PROMPTS))
+        assert seen[-1] != seen[-2]
+
+
+@pytest.mark.parametrize(("policy_dtype", "options"), [("bfloat16", {}), ("float32", {"dtype": "bfloat16"})])
+def test_bfloat16(start, policy_dtype, options):
+    """vLLM has the policy's weights rounded, to the bit; what it makes of them differs by its own rounding."""
+    model, _ = new_policy("qwen3_tied", initializer_range=0.1)
+    model.to(getattr(torch, policy_dtype))
+    engine = start(model, **options)
+    for seed in (1, 2):
+        renew(model, seed)
+        sync(engine, model)
+        rounded, _ = new_policy("qwen3_tied", initializer_range=0.1)
+        rounded.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
+        for prompt, (rollout,) in zip(PROMPTS, sample(engine, PROMPTS, max_new_tokens=16), strict=True):
+            expected = reference_logprobs(rounded, prompt, rollout, SamplingConfig())
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=0.05, rtol=0)
+
+
+_ALL = (
+    *("embed_tokens.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight"),
+    *("up_proj.weight", "down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight"),
+    "model.norm.weight",
+)
+KINDS = {
+    "qwen2": (*_ALL, "q_proj.bias", "k_proj.bias", "v_proj.bias", "lm_head.weight"),
+    "qwen3 tied": (*_ALL, "q_norm.weight", "k_norm.weight"),
+}
+"""Every kind of weight in two policies."""
+
+each_kind = pytest.mark.parametrize(
+    ("running", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds], indirect=["running"]
+)
+
+
+@pytest.fixture(scope="module")
+def running(request):
+    policy, options = POLICIES[request.param]
+    model, _ = new_policy(policy, **options)
+    engine = new_engine("vllm")
+    engine.bind(model)
+    sync(engine, model)
+    yield engine, model
+    engine.close()
+
+
+def last_name(model, kind):
+    """Of the weights of that kind."""
+    return [name for name, _ in checkpoint_weights(model, model.named_parameters()) if name.endswith(kind)][-1]
+
+
+@each_kind
+def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, kind):
+    """The last entry of one weight arrives as the number next to it."""
+    engine, model = running
+    changed, load = last_name(model, kind), engine._vllm.load
+
+    def load_otherwise(bucket):
+        bucket = [(name, weight.clone()) for name, weight in bucket]
+        for name, weight in bucket:
+            if name == changed:
+                last = weight.view(-1)[-1:]
+                last.copy_(torch.nextafter(last, torch.tensor([9.0])))
+        load(bucket)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "load", load_otherwise)
+        with pytest.raises(WeightsMismatchError, match=rf"differs from what was sent as [^;]*{changed}"):
+            sync(engine, model)
+    assert engine.version is None
+    with pytest.raises(RuntimeError, match="has no weights; call update_weights before generate"):
+        sample(engine, [[1]])
+    sync(engine, model)
+    assert_greedy(engine, model, PROMPTS[:1], 4)
+
+
+@each_kind
+def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch, kind):
+    """What vLLM computes with then is the old weight, or none."""
+    engine, model = running
+    changed, load = last_name(model, kind), engine._vllm.load
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    renew(model, 3)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._vllm, "load", lambda bucket: load([item for item in bucket if item[0] != changed]))
+            with pytest.raises(WeightsMismatchError):
+                sync(engine, model)
+    finally:
+        model.load_state_dict(kept)
+        sync(engine, model)
+    assert_greedy(engine, model, PROMPTS[:1], 4)
+
+
+@pytest.mark.parametrize("running", ["qwen3 tied"], indirect=True)
+def test_a_stream_that_breaks_off_can_be_followed_by_another(running):
+    engine, model = running
+
+    def broken():
+        for place, item in enumerate(checkpoint_weights(model, model.named_parameters())):
+            if place == 5:
+                raise OSError("the other rank is gone")
+            yield item
+
+    with pytest.raises(OSError, match="the other rank is gone"):
+        engine.update_weights(broken(), version=100)
+    assert engine.version is None
+    sync(engine, model)
+    assert_greedy(engine, model, PROMPTS)
+
+
+def test_a_head_with_old_weights_is_seen(start, monkeypatch):
+    """vLLM packs the weights of a head on CPUs; an update of tied embeddings does not reach that copy by itself."""
+    from pl_grouprl.rollout.vllm.worker import WeightReceiver
+
+    model, _ = new_policy("qwen2_tied")
+    engine = start(model)
+    renew(model, 1)
+    monkeypatch.setattr(WeightReceiver, "settle_weights", lambda self: None)
+    with pytest.raises(WeightsMismatchError, match=r"lm_head\.weight differs"):
+        sync(engine, model)
+
+
+def test_a_policy_that_vllm_builds_otherwise_is_refused(start):
+    """vLLM's Qwen2 does not read `head_dim`, and its loaders cut weights to what it has room for."""
+    model, _ = new_policy("qwen2_tied", head_dim=64)
+    with pytest.raises(WeightsMismatchError, match=r"qkv_proj.weight differs from what was sent"):
+        start(model)
+
+
+def test_another_policy_starts_another_vllm(start):
+    first, _ = new_policy("qwen3")
+    second, _ = new_policy("llama", num_hidden_layers=1)
+    engine = start(first)
+    engine.bind(second)
+    with pytest.raises(RuntimeError, match="has no weights"):
+        sample(engine, [[1]])
+    sync(engine, second)
+    assert_greedy(engine, second, PROMPTS)
+
+
+def test_buckets_cut_layers_apart(start, monkeypatch):
+    """One weight to a bucket: layers that are made of several wait for the last."""
+    model, _ = new_policy("qwen2_tied")
+    engine = start(model)
+    monkeypatch.setattr(engine, "_bucket_bytes", 1)
+    renew(model, 1)
+    sync(engine, model)
+    assert_greedy(engine, model, PROMPTS)
