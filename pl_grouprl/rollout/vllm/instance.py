@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.rollout.vllm.arguments import common_arguments
 from pl_grouprl.rollout.vllm.model_folder import write_model_folder
 from pl_grouprl.rollout.vllm.process import EngineProcess
 from pl_grouprl.rollout.vllm.ranks import (
@@ -38,6 +39,10 @@ _DECIDED_HERE = {
     "worker_extension_cls": "the transfer of weights",
     "weight_transfer_config": "the transfer of weights",
     "enable_sleep_mode": "sleep_level",
+    "enable_prefix_caching": "the group, whose rollouts share their prompt",
+    "generation_config": "the sampling of the module",
+    "runner": "the policy",
+    "disable_log_stats": "the trainer, which logs",
     "kv_cache_memory_bytes": "kv_cache_gib",
     "distributed_executor_backend": "tensor_parallel_size",
     "tensor_parallel_size": "tensor_parallel_size",
@@ -89,6 +94,8 @@ class VLLMInstance:
             return
         ranks = engine_arguments(self._tensor_parallel_size)
         device = next(model.parameters()).device
+        if device.type != "cuda" and torch.cuda.is_available():  # weights that are offloaded
+            device = torch.device("cuda", torch.cuda.current_device())
         process = EngineProcess(device, engine_environment(device))
         with tempfile.TemporaryDirectory() as folder:
             write_model_folder(model, Path(folder))
@@ -97,7 +104,6 @@ class VLLMInstance:
         self._group = engine_group(self._tensor_parallel_size)
 
     def _build(self, folder: str, dtype: torch.dtype, ranks: dict[str, Any]) -> LLMEngine:
-        from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -109,16 +115,10 @@ class VLLMInstance:
             options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or 1) * 2**30)
         arguments = EngineArgs(
             model=folder,
-            runner="generate",
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
             load_format="dummy",
-            skip_tokenizer_init=True,
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
             enable_sleep_mode=self._sleep_level > 0,
-            weight_transfer_config=WeightTransferConfig(backend="pl_grouprl"),
-            worker_extension_cls="pl_grouprl.rollout.vllm.worker.WeightReceiver",
-            disable_log_stats=True,
+            **common_arguments(),
             **ranks,
             **options,
         )
@@ -182,19 +182,22 @@ class VLLMInstance:
         stop: StopStrings,
     ) -> list[list[Rollout]]:
         asked: dict[str, Completion] = {}
-        for place, (prompt, own) in enumerate(requests):
-            for number, seed in enumerate(own):
-                name = f"{place}.{number}"
-                asked[name] = Completion(stop)
-                parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
-                self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if asked[output.request_id].add(output.outputs[0]):
-                    self._engine.abort_request([output.request_id])
+        try:
+            for place, (prompt, seeds) in enumerate(requests):
+                for number, seed in enumerate(seeds):
+                    asked[f"{place}.{number}"] = Completion(stop)
+                    parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
+                    self._engine.add_request(f"{place}.{number}", {"prompt_token_ids": list(prompt)}, parameters)
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if asked[output.request_id].add(output.outputs[0]):
+                        self._engine.abort_request([output.request_id])
+        except BaseException:
+            self._engine.abort_request(list(asked))
+            raise
         return [
-            [asked[f"{place}.{number}"].rollout() for number in range(len(own))]
-            for place, (_, own) in enumerate(requests)
+            [asked[f"{place}.{number}"].rollout() for number in range(len(seeds))]
+            for place, (_, seeds) in enumerate(requests)
         ]
 
     def sleep(self) -> bool:

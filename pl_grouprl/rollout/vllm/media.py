@@ -65,7 +65,8 @@ def media_engine_args(model: Any) -> dict[str, Any]:
             f"vLLM cannot import its model {_ARCHITECTURES[family]}: {error}. Install what is missing (vLLM's models "
             f"that read images need torchvision), or {_ELSEWHERE}."
         ) from error
-    return {"hf_overrides": {"architectures": [architecture]}, "mm_processor_cache_gb": 0}
+    tied = {"tie_word_embeddings": bool(model.config.tie_word_embeddings)}  # vLLM asks the config of the text alone
+    return {"hf_overrides": {"architectures": [architecture], "text_config": tied}, "mm_processor_cache_gb": 0}
 
 
 def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModalInput | TokensInput:
