@@ -15,7 +15,7 @@ from pl_grouprl.types import SamplingConfig
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
-from helpers.vllm_vision import import_vllm_models, tiny_model  # noqa: E402
+from helpers.vllm_vision import fresh_logprobs, import_vllm_models, tiny_model  # noqa: E402
 
 from pl_grouprl.rollout.stopping import StopStrings  # noqa: E402
 from pl_grouprl.rollout.vllm.media import engine_prompt, image_items, media_engine_args  # noqa: E402
@@ -99,18 +99,6 @@ def start(tmp_path, monkeypatch):
     for engine in engines:
         engine.close()
     gc.collect()
-
-
-def fresh_logprobs(model, prompt, media, rollout):
-    """Of one forward over prompt and completion, without the tokens that are never sampled."""
-    inputs = dict(media)
-    for name, value in media.items():
-        if name.endswith("token_type_ids"):
-            inputs[name] = torch.cat([value, torch.zeros(len(rollout.token_ids), dtype=value.dtype)])[None]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + rollout.token_ids]), **inputs).logits[0, len(prompt) - 1 : -1]
-    logits[:, list(placeholder_ids(model).values())] = -torch.inf
-    return logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
 
 
 def assert_equal_forwards(model, prompts, media, groups):
