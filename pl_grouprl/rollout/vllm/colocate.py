@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
 from pl_grouprl.rollout.engine import AdapterWeights
+from pl_grouprl.rollout.media import check_media
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype, sampler_dtype
 from pl_grouprl.rollout.weights.buckets import buckets
@@ -159,11 +160,14 @@ class VLLMRolloutEngine:
         """
         policy = self.policy
         policy.check(prompts, sampling, num_generations, self.max_model_len)
+        if media is not None:
+            check_media(policy.model, prompts, media)
         if self.version is None:
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
         stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        groups = self._vllm.sample(prompts, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
+        media = media or [{}] * len(prompts)
+        groups = self._vllm.sample(prompts, media, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
         policy.decode(rollout for group in groups for rollout in group)
         if self._vllm.sleep():
             self.version = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.arguments import common_arguments
+from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.model_folder import write_model_folder
 from pl_grouprl.rollout.vllm.process import EngineProcess
 from pl_grouprl.rollout.vllm.ranks import (
@@ -23,7 +24,7 @@ from pl_grouprl.rollout.vllm.ranks import (
     share_requests,
 )
 from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
-from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.types import Media, Rollout, SamplingConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -47,6 +48,8 @@ _DECIDED_HERE = {
     "distributed_executor_backend": "tensor_parallel_size",
     "tensor_parallel_size": "tensor_parallel_size",
     "data_parallel_size": "the ranks of the Trainer",
+    "hf_overrides": "the policy's config",
+    "mm_processor_cache_gb": "the trainer, which processes images itself",
     "pipeline_parallel_size": "tensor_parallel_size alone",
 }
 """Arguments of vLLM that are refused, and what decides about them."""
@@ -86,6 +89,7 @@ class VLLMInstance:
         self._asleep = False
         self._engine: Any = None
         self._process: Any = None
+        self._model: Any = None
         self._group: Any = None
 
     def start(self, model: Any, dtype: torch.dtype) -> None:
@@ -99,8 +103,9 @@ class VLLMInstance:
         process = EngineProcess(device, engine_environment(device))
         with tempfile.TemporaryDirectory() as folder:
             write_model_folder(model, Path(folder))
-            self._engine = process.start(lambda: self._build(folder, dtype, ranks))
+            self._engine = process.start(lambda: self._build(folder, dtype, {**ranks, **media_engine_args(model)}))
         self._process = process
+        self._model = model
         self._group = engine_group(self._tensor_parallel_size)
 
     def _build(self, folder: str, dtype: torch.dtype, ranks: dict[str, Any]) -> LLMEngine:
@@ -158,6 +163,7 @@ class VLLMInstance:
     def sample(
         self,
         prompts: Sequence[Sequence[int]],
+        media: Sequence[Media],
         seeds: Sequence[Sequence[int]],
         sampling: SamplingConfig,
         *,
@@ -166,7 +172,7 @@ class VLLMInstance:
         stop: StopStrings,
     ) -> list[list[Rollout]]:
         """Sample a sequence for each seed of each prompt; ranks with one engine sample all of theirs together."""
-        requests, own = share_requests([list(pair) for pair in zip(prompts, seeds, strict=True)], self._group)
+        requests, own = share_requests([list(own) for own in zip(prompts, media, seeds, strict=True)], self._group)
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up()
@@ -183,11 +189,12 @@ class VLLMInstance:
     ) -> list[list[Rollout]]:
         asked: dict[str, Completion] = {}
         try:
-            for place, (prompt, seeds) in enumerate(requests):
+            for place, (prompt, media, seeds) in enumerate(requests):
+                given = engine_prompt(self._model, prompt, media)
                 for number, seed in enumerate(seeds):
                     asked[f"{place}.{number}"] = Completion(stop)
                     parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
-                    self._engine.add_request(f"{place}.{number}", {"prompt_token_ids": list(prompt)}, parameters)
+                    self._engine.add_request(f"{place}.{number}", given, parameters)
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if asked[output.request_id].add(output.outputs[0]):
@@ -197,7 +204,7 @@ class VLLMInstance:
             raise
         return [
             [asked[f"{place}.{number}"].rollout() for number in range(len(seeds))]
-            for place, (_, seeds) in enumerate(requests)
+            for place, (_, _, seeds) in enumerate(requests)
         ]
 
     def sleep(self) -> bool:
@@ -211,7 +218,7 @@ class VLLMInstance:
     def close(self) -> None:
         """End vLLM."""
         if self._engine is not None:
-            engine, self._engine = self._engine, None
+            engine, self._engine, self._model = self._engine, None, None
             self._process.stop(engine)
         self._asleep = False
 
