@@ -12,6 +12,9 @@ from pl_grouprl.types import FinishReason, Rollout, SamplingConfig
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+_TEMPERATURES = (0.01, 2.0)
+"""The least and the greatest that vLLM samples at; it would raise lower ones without a word."""
+
 _NEVER = -100.0
 """Added to the logits of tokens that are never sampled: the least that vLLM takes, a probability of e^-100."""
 
@@ -28,7 +31,16 @@ def sampling_params(
         end_ids: Tokens that end the sequence.
         never: Tokens that are not sampled.
         seed: Of the sequence's random stream, in [0, 2^63).
+
+    Raises:
+        ValueError: If vLLM does not sample at the temperature.
     """
+    least, greatest = _TEMPERATURES
+    if sampling.temperature != 0 and not least <= sampling.temperature <= greatest:
+        raise ValueError(
+            f"SamplingConfig.temperature is {sampling.temperature}, at which vLLM does not sample; let it be 0 "
+            f"(greedy) or from {least} to {greatest}, or sample with HFRolloutEngine."
+        )
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -61,6 +61,18 @@ def test_logprobs_of_other_families_equal_a_fresh_forward(subject):
 
 
 @on("qwen3")
+def test_long_prompts_with_the_same_beginning(subject):
+    """Longer than a block of a prefix cache; asked for twice."""
+    beginning = [(7 * place) % 24 for place in range(150)]
+    prompts = [beginning, [*beginning, 1, 2, 3], [*beginning, *beginning[:70]], beginning[:-1]]
+    for seed in (0, 1):
+        for prompt, group in zip(prompts, subject.sample(prompts, 3, seed=seed, max_new_tokens=8), strict=True):
+            for rollout in group:
+                expected = reference_logprobs(subject.model, prompt, rollout, SamplingConfig())
+                torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@on("qwen3")
 def test_first_tokens_follow_the_model(subject):
     count = 4000
     (group,) = subject.sample([[5, 6]], count, seed=8, max_new_tokens=1, temperature=2.0, top_k=6)
