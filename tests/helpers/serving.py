@@ -36,6 +36,7 @@ class Server:
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker shares the process of the engine: sooner there
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",

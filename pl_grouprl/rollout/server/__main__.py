@@ -18,6 +18,7 @@ DECIDED_HERE = (
     "logprobs_mode",
     "quantization",
     "runner",
+    "runner",
     "skip_tokenizer_init",
     "weight_transfer_config",
     "worker_extension_cls",

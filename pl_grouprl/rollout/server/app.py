@@ -6,7 +6,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -39,11 +38,21 @@ class _Prompt(_Strict):
     seeds: list[Annotated[int, Field(ge=0, lt=2**63)]]
 
 
+class _Sampling(_Strict):
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: list[str]
+    stop_token_ids: list[Token]
+
+
 class _Generate(_Strict):
     version: int
     update: Id
     requests: list[_Prompt]
-    sampling: dict[str, Any]
+    sampling: _Sampling
     end_ids: list[Token] = []
     never: list[Token] = []
 
@@ -195,17 +204,13 @@ async def _read(request: Request, model: type[Model]) -> Model:
         raise RefusalError(422, f"the body is not what is expected: {'; '.join(faults)}"[:1000]) from None
 
 
-def _sampling(options: dict[str, Any]) -> SamplingConfig:
-    known = {field.name for field in fields(SamplingConfig)}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise RefusalError(422, f"sampling holds {unknown[0][:50]!r}; it may hold {', '.join(sorted(known))}.")
+def _sampling(asked: _Sampling) -> SamplingConfig:
+    options = asked.model_dump()
     for name in ("stop", "stop_token_ids"):
-        if name in options:
-            options[name] = tuple(options[name]) if isinstance(options[name], list) else None
+        options[name] = tuple(options[name])
     try:
         return SamplingConfig(**options)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise RefusalError(422, f"sampling is refused: {error}"[:1000]) from None
 
 

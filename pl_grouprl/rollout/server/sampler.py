@@ -156,7 +156,8 @@ class Sampler:
 
         from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
 
-        params = sampling_params(sampling, seed=seed, **options)
+        never = [token for token in options["never"] if token < self.engine.model_config.get_vocab_size()]
+        params = sampling_params(sampling, seed=seed, end_ids=options["end_ids"], never=never)
         completion = Completion(self._stop(sampling))
         stream = self.engine.generate(tokens_input(prompt), params, secrets.token_hex(8))
         async with aclosing(stream):  # which stops it where a stop string was found
@@ -174,7 +175,11 @@ class Sampler:
         if sampling.stop and self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.engine.model_config.tokenizer)
+            model = self.engine.model_config
+            self._tokenizer = AutoTokenizer.from_pretrained(model.tokenizer)
+            if 2 * len(self._tokenizer) < model.get_vocab_size():  # transformers makes an empty one out of nothing
+                self._tokenizer = None
+                raise ValueError(f"stop strings need a tokenizer, and the server's model ({model.tokenizer}) has none.")
         return StopStrings(self._tokenizer, sampling.stop)
 
     # Weights

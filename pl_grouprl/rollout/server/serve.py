@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -42,7 +45,9 @@ async def _serve(options: argparse.Namespace) -> int:
             server_header=False,
             timeout_graceful_shutdown=_GRACE,
         )
-        server = uvicorn.Server(config)
+        server = _Server(config)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, _end, server)
         watch = asyncio.create_task(_end_with(engine, server))
         await server.serve()
         watch.cancel()
@@ -51,11 +56,24 @@ async def _serve(options: argparse.Namespace) -> int:
         engine.shutdown()
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to the program: uvicorn would raise them again before vLLM has ended."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def _end(server: uvicorn.Server) -> None:
+    server.should_exit = True
+
+
 async def _end_with(engine: Any, server: uvicorn.Server) -> None:
     """A server whose engine is dead is of no use: whoever has started it may start it again."""
     while not engine.errored:
         await asyncio.sleep(1)
-    server.should_exit = True
+    _end(server)
 
 
 def engine_arguments(options: argparse.Namespace) -> Any:

@@ -102,6 +102,15 @@ def test_killed_in_the_middle_of_an_update(policy, server):
     assert_samples_like(policy, engine)
 
 
+def test_shapes_that_do_not_fit_are_refused(policy, server):
+    engine = make_engine(policy, server)
+    wrong = [(n, w[:, :3] if n == "lm_head.weight" else w) for n, w in weights(policy)]
+    with pytest.raises(RuntimeError, match="answers 422: the engine refuses: "):
+        engine.update_weights(wrong, version=1)
+    with pytest.raises(RuntimeError, match="no weights"):
+        engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)
+
+
 def test_a_dead_engine_ends_its_server(policy, server):
     import psutil
 
