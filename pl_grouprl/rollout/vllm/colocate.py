@@ -13,6 +13,7 @@ from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
 from pl_grouprl.rollout.engine import AdapterWeights
 from pl_grouprl.rollout.media import check_media
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
+from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype, sampler_dtype
 from pl_grouprl.rollout.weights.buckets import buckets
 from pl_grouprl.rollout.weights.casting import cast
@@ -49,7 +50,7 @@ class VLLMRolloutEngine:
             memory; 2 both, and the weights come anew before the next rollout. On GPUs.
         bucket_mib: Weights are sent in buckets of so many MiB.
         adapter: `merged` gives vLLM the weights with the adapter merged in; `separate` the base once, then the adapter
-            alone (LoRA without DoRA).
+            alone: LoRA without DoRA on linear layers of the decoder, on GPUs in 16 bits. vLLM then computes with both.
         seed: Of what vLLM draws outside of sequences; nothing that reaches a rollout.
         engine_kwargs: Further arguments of vLLM's `EngineArgs`.
 
@@ -86,12 +87,18 @@ class VLLMRolloutEngine:
                 "adapter": (adapter, adapter in ("merged", "separate"), "'merged' or 'separate'"),
             }
         )
+        if adapter == "separate" and sleep_level == 2:
+            raise ValueError(
+                "sleep_level is 2, which gives the base back that adapter='separate' sends once; set it to 1, or "
+                "adapter to 'merged'."
+            )
         self.adapter = adapter
         self.version: int | None = None
         self.max_model_len = max_model_len
         self.dtype: SamplerDtype = dtype
         self._bucket_bytes = bucket_mib << 20
         self._policy: BoundPolicy | None = None
+        self._sent: dict[str, int] = {}
         self._vllm = VLLMInstance(
             {
                 "gpu_memory_utilization": gpu_memory_utilization,
@@ -126,20 +133,46 @@ class VLLMRolloutEngine:
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
     ) -> dict[str, float]:
-        """Give vLLM new weights, and see that it has them; see `SyncedRolloutEngine.update_weights`."""
+        """Give vLLM new weights, and see that it has them; see `SyncedRolloutEngine.update_weights`.
+
+        Raises:
+            ValueError: If vLLM does not serve such an adapter, or has no base for it.
+            WeightsMismatchError: If the weights that vLLM computes with are not those.
+        """
         started = time.perf_counter()
         self.version = None
-        dtype = getattr(torch, sampler_dtype(self.policy.model, self.dtype))
-        self._vllm.start(self.policy.model, dtype)
+        model, lora = self.policy.model, self._lora_arguments(adapter)
+        dtype = getattr(torch, sampler_dtype(model, self.dtype))
+        self._vllm.start(model, dtype, lora)
         sent: dict[str, int] = {}
+        added: dict[str, int] = {}
         size = 0
         with self._vllm.updating():
             for bucket in buckets(cast(weights, dtype, sent), self._bucket_bytes):
                 size += sum(weight.nbytes for _, weight in bucket)
                 self._vllm.load(bucket)
-        check_weights(sent, self._vllm.checksums(list(sent)))
+        self._sent = sent or self._sent
+        if adapter is not None:
+            if not self._sent:
+                raise ValueError(f"weights are empty, but {type(self).__name__} has no base yet; send it first.")
+            own = adapter_file(adapter, dtype, added)
+            size += sum(weight.nbytes for weight in own.values())
+            self._vllm.load_adapter(adapter.config, own)
+        check_weights({**self._sent, **added}, self._vllm.checksums(list(self._sent), list(added)))
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
+
+    def _lora_arguments(self, adapter: AdapterWeights | None) -> dict[str, Any]:
+        """What vLLM is started with for an adapter; one that it does not serve is refused."""
+        if (adapter is not None) != (self.adapter == "separate"):
+            raise ValueError(
+                f"adapter is {'not ' if adapter is None else ''}given, but {type(self).__name__}.adapter is "
+                f"{self.adapter!r}; set it to {'merged' if adapter is None else 'separate'!r}."
+            )
+        if adapter is None:
+            return {}
+        check_adapter(self.policy.model, adapter.config)
+        return lora_arguments(self.policy.model, adapter.config)
 
     def generate(
         self,
@@ -175,5 +208,5 @@ class VLLMRolloutEngine:
 
     def close(self) -> None:
         """End vLLM; the next `update_weights` starts it again."""
-        self.version = None
+        self.version, self._sent = None, {}
         self._vllm.close()

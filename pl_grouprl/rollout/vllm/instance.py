@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.arguments import common_arguments
+from pl_grouprl.rollout.vllm.lora import adapter_folder
 from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.model_folder import write_model_folder
 from pl_grouprl.rollout.vllm.process import EngineProcess
@@ -51,6 +52,14 @@ _DECIDED_HERE = {
     "hf_overrides": "the policy's config",
     "mm_processor_cache_gb": "the trainer, which processes images itself",
     "pipeline_parallel_size": "tensor_parallel_size alone",
+    **dict.fromkeys(
+        [
+            *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules"),
+            *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora"),
+            *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+        ],
+        "the engine's own adapter",
+    ),
 }
 """Arguments of vLLM that are refused, and what decides about them."""
 
@@ -87,13 +96,22 @@ class VLLMInstance:
         self._tensor_parallel_size = tensor_parallel_size
         self._sleep_level = sleep_level
         self._asleep = False
+        self._loading = False
+        self._adapter: Any = None
+        self._adapters = 0
         self._engine: Any = None
         self._process: Any = None
         self._model: Any = None
         self._group: Any = None
 
-    def start(self, model: Any, dtype: torch.dtype) -> None:
-        """Start vLLM with a policy's config, with weights of no meaning. Does nothing where it runs."""
+    def start(self, model: Any, dtype: torch.dtype, lora: dict[str, Any]) -> None:
+        """Start vLLM with a policy's config, with weights of no meaning. Does nothing where it runs.
+
+        Args:
+            model: The policy.
+            dtype: Of vLLM's weights.
+            lora: Further arguments for an adapter beside them.
+        """
         if self._engine is not None:
             return
         ranks = engine_arguments(self._tensor_parallel_size)
@@ -103,7 +121,9 @@ class VLLMInstance:
         process = EngineProcess(device, engine_environment(device))
         with tempfile.TemporaryDirectory() as folder:
             write_model_folder(model, Path(folder))
-            self._engine = process.start(lambda: self._build(folder, dtype, {**ranks, **media_engine_args(model)}))
+            self._engine = process.start(
+                lambda: self._build(folder, dtype, {**ranks, **lora, **media_engine_args(model)})
+            )
         self._process = process
         self._model = model
         self._group = engine_group(self._tensor_parallel_size)
@@ -116,6 +136,11 @@ class VLLMInstance:
         on_cpu, options = current_platform.is_cpu(), dict(self._options)
         if self._sleep_level and on_cpu:
             raise ValueError(f"sleep_level is {self._sleep_level}, but vLLM cannot sleep on CPUs; set it to 0.")
+        if "enable_lora" in ranks and dtype == torch.float32 and not on_cpu:
+            raise ValueError(
+                "dtype is float32, in which vLLM applies no separate adapter on GPUs; set it to 'bfloat16' or "
+                "'float16', or adapter to 'merged'."
+            )
         if self._kv_cache_gib is not None or on_cpu:
             options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or 1) * 2**30)
         arguments = EngineArgs(
@@ -131,15 +156,15 @@ class VLLMInstance:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Between the first and the last bucket; whatever was cached of the old weights is forgotten behind it."""
+        """Around all that is loaded; whatever was cached of the old weights is forgotten behind it."""
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up(["weights"])
-        self._call("abandon_weights")
-        self._call("start_weight_update")
+        self._loading = False
         yield
-        self._call("finish_weight_update")
-        self._call("settle_weights")
+        if self._loading:
+            self._call("finish_weight_update")
+            self._call("settle_weights")
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up(["kv_cache"])
@@ -153,11 +178,41 @@ class VLLMInstance:
 
     def load(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Load some weights."""
+        if not self._loading:
+            self._call("abandon_weights")
+            self._call("start_weight_update")
+            self._loading = True
         self._call("update_weights", update_info={"weights": bucket})
 
-    def checksums(self, names: list[str]) -> list[Any]:
-        """What each rank of this engine computes with; see `compare.check_weights`."""
+    def load_adapter(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        """Put another adapter in the place of the one before; its name and number are new, since vLLM caches by them.
+
+        Args:
+            config: What its `adapter_config.json` holds.
+            weights: What its `adapter_model.safetensors` holds.
+        """
+        self._adapters += 1
+        with self._process.inside(), adapter_folder(config, weights) as folder:
+            from vllm.lora.request import LoRARequest
+
+            before, self._adapter = self._adapter, None
+            if before is not None:
+                self._engine.remove_lora(before.lora_int_id)
+            adapter = LoRARequest(f"policy-{self._adapters}", self._adapters, folder)
+            if not self._engine.add_lora(adapter):
+                raise RuntimeError(f"vLLM has not loaded the adapter {adapter.lora_name}.")
+            self._adapter = adapter
+
+    def checksums(self, names: list[str], adapter_names: list[str]) -> list[Any]:
+        """What each rank of this engine computes with; see `compare.check_weights`.
+
+        Args:
+            names: Of all weights that were sent.
+            adapter_names: Of the adapter's that were sent beside them.
+        """
         (own,) = self._call("weight_checksums", names=names)
+        if self._adapter is not None:
+            own += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
         return gather_from(self._group, [list(weight) for weight in own])
 
     def sample(
@@ -194,7 +249,7 @@ class VLLMInstance:
                 for number, seed in enumerate(seeds):
                     asked[f"{place}.{number}"] = Completion(stop)
                     parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
-                    self._engine.add_request(f"{place}.{number}", given, parameters)
+                    self._engine.add_request(f"{place}.{number}", given, parameters, lora_request=self._adapter)
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if asked[output.request_id].add(output.outputs[0]):
@@ -220,7 +275,7 @@ class VLLMInstance:
         if self._engine is not None:
             engine, self._engine, self._model = self._engine, None, None
             self._process.stop(engine)
-        self._asleep = False
+        self._asleep, self._adapter = False, None
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         with self._process.inside():

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from pl_grouprl.rollout.vllm.applied import applied_checksums
+from pl_grouprl.rollout.vllm.lora_layers import adapter_checksums, without_lora
 
 if TYPE_CHECKING:
     from pl_grouprl.rollout.weights.compare import LoadedWeight
@@ -60,7 +61,8 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
     def start_weight_update(self) -> None:
         """Get the layers ready to be loaded anew."""
-        initialize_layerwise_reload(self.model)
+        with without_lora(self.model):
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a bucket; a layer takes its weights once all of them are there."""
@@ -74,11 +76,13 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         if update_info.path is not None:
             weights = list(load_file(update_info.path, device=str(self.device)).items())
         assert weights is not None
-        self.model.load_weights(iter(weights))
+        with without_lora(self.model):
+            self.model.load_weights(iter(weights))
 
     def finish_weight_update(self) -> None:
         """Put the layers back to work."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        with without_lora(self.model):
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing to close."""
@@ -99,10 +103,11 @@ class WeightReceiver:
     def settle_weights(self) -> None:
         """Make an update take effect everywhere: in heads that are tied to embeddings, and in what was cached."""
         model = self.model_runner.get_model()
-        for head, embedding in _tied_heads(model, self._tied):
-            head.weight = embedding.weight
-            # On CPUs the head computes with a packed copy of its weight.
-            head.quant_method.process_weights_after_loading(head)
+        with without_lora(model):
+            for head, embedding in _tied_heads(model, self._tied):
+                head.weight = embedding.weight
+                # On CPUs the head computes with a packed copy of its weight.
+                head.quant_method.process_weights_after_loading(head)
         for name in ("reset_encoder_cache", "reset_mm_cache"):  # images that the old weights have encoded
             getattr(self.model_runner, name, lambda: None)()
 
@@ -117,7 +122,13 @@ class WeightReceiver:
         Args:
             names: Of all weights that were sent.
         """
-        return list(applied_checksums(self.model_runner.get_model(), names, self.model_config.dtype, tied=self._tied))
+        model = self.model_runner.get_model()
+        with without_lora(model):
+            return list(applied_checksums(model, names, self.model_config.dtype, tied=self._tied))
+
+    def adapter_checksums(self, number: int, names: list[str]) -> list[LoadedWeight]:
+        """Checksums of the LoRA adapter that this worker computes with; see `lora_layers.adapter_checksums`."""
+        return list(adapter_checksums(self.model_runner.get_model(), number, names))
 
     @property
     def _tied(self) -> bool:
