@@ -144,20 +144,23 @@ KINDS = {
 }
 """Every kind of weight in two policies."""
 
-each_kind = pytest.mark.parametrize(
-    ("running", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds], indirect=["running"]
-)
+each_kind = pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in KINDS for kind in KINDS[name]])
 
 
 @pytest.fixture(scope="module")
-def running(request):
-    policy, options = POLICIES[request.param]
-    model, _ = new_policy(policy, **options)
-    engine = new_engine("vllm")
-    engine.bind(model)
-    sync(engine, model)
-    yield engine, model
-    engine.close()
+def running():
+    """An engine with its policy for each of `KINDS`, by name."""
+    pairs = {}
+    for name in KINDS:
+        policy, options = POLICIES[name]
+        model, _ = new_policy(policy, **options)
+        engine = new_engine("vllm")
+        engine.bind(model)
+        sync(engine, model)
+        pairs[name] = engine, model
+    yield pairs
+    for engine, _ in pairs.values():
+        engine.close()
 
 
 def last_name(model, kind):
@@ -166,15 +169,15 @@ def last_name(model, kind):
 
 
 @each_kind
-def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, kind):
+def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, name, kind):
     """The last entry of one weight arrives as the number next to it."""
-    engine, model = running
+    engine, model = running[name]
     changed, load = last_name(model, kind), engine._vllm.load
 
     def load_otherwise(bucket):
-        bucket = [(name, weight.clone()) for name, weight in bucket]
-        for name, weight in bucket:
-            if name == changed:
+        bucket = [(own, weight.clone()) for own, weight in bucket]
+        for own, weight in bucket:
+            if own == changed:
                 last = weight.view(-1)[-1:]
                 last.copy_(torch.nextafter(last, torch.tensor([9.0])))
         load(bucket)
@@ -191,9 +194,9 @@ def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, kind):
 
 
 @each_kind
-def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch, kind):
+def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch, name, kind):
     """What vLLM computes with then is the old weight, or none."""
-    engine, model = running
+    engine, model = running[name]
     changed, load = last_name(model, kind), engine._vllm.load
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     renew(model, 3)
@@ -208,9 +211,8 @@ def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch, kind):
     assert_greedy(engine, model, PROMPTS[:1], 4)
 
 
-@pytest.mark.parametrize("running", ["qwen3 tied"], indirect=True)
 def test_a_stream_that_breaks_off_can_be_followed_by_another(running):
-    engine, model = running
+    engine, model = running["qwen3 tied"]
 
     def broken():
         for place, item in enumerate(checkpoint_weights(model, model.named_parameters())):
