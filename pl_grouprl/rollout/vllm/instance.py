@@ -119,16 +119,15 @@ class VLLMInstance:
         if device.type != "cuda" and torch.cuda.is_available():  # weights that are offloaded
             device = torch.device("cuda", torch.cuda.current_device())
         process = EngineProcess(device, engine_environment(device))
+        further = {**ranks, **lora, **media_engine_args(model)}
         with tempfile.TemporaryDirectory() as folder:
             write_model_folder(model, Path(folder))
-            self._engine = process.start(
-                lambda: self._build(folder, dtype, {**ranks, **lora, **media_engine_args(model)})
-            )
+            self._engine = process.start(lambda: self._build(folder, dtype, further))
         self._process = process
         self._model = model
         self._group = engine_group(self._tensor_parallel_size)
 
-    def _build(self, folder: str, dtype: torch.dtype, ranks: dict[str, Any]) -> LLMEngine:
+    def _build(self, folder: str, dtype: torch.dtype, further: dict[str, Any]) -> LLMEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -136,7 +135,7 @@ class VLLMInstance:
         on_cpu, options = current_platform.is_cpu(), dict(self._options)
         if self._sleep_level and on_cpu:
             raise ValueError(f"sleep_level is {self._sleep_level}, but vLLM cannot sleep on CPUs; set it to 0.")
-        if "enable_lora" in ranks and dtype == torch.float32 and not on_cpu:
+        if "enable_lora" in further and dtype == torch.float32 and not on_cpu:
             raise ValueError(
                 "dtype is float32, in which vLLM applies no separate adapter on GPUs; set it to 'bfloat16' or "
                 "'float16', or adapter to 'merged'."
@@ -149,7 +148,7 @@ class VLLMInstance:
             load_format="dummy",
             enable_sleep_mode=self._sleep_level > 0,
             **common_arguments(),
-            **ranks,
+            **further,
             **options,
         )
         return LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)

@@ -53,15 +53,14 @@ def check_adapter(model: Any, config: Mapping[str, Any]) -> None:
     for name, value in config.items():
         if value and name not in _SERVED and (name, value) != ("bias", "none"):
             raise ValueError(f"the policy's adapter has {name}={value!r}, which vLLM's LoRA does not have{_INSTEAD}.")
-    if _rank(config) > _RANKS[-1]:
-        raise ValueError(
-            f"the policy's adapter has rank {_rank(config)}, and vLLM serves at most {_RANKS[-1]}{_INSTEAD}."
-        )
+    if (rank := _rank(config)) > _RANKS[-1]:
+        raise ValueError(f"the policy's adapter has rank {rank}, and vLLM serves at most {_RANKS[-1]}{_INSTEAD}.")
     base = base_of(model)
     inside = set(find_decoder(base).modules())
     for name, layer in _named_layers(base).items():
-        kind = type(layer.get_base_layer()).__name__
-        if layer not in inside or not isinstance(layer.get_base_layer(), nn.Linear) and kind != "Conv1D":
+        base_layer = layer.get_base_layer()
+        kind = type(base_layer).__name__
+        if layer not in inside or not (isinstance(base_layer, nn.Linear) or kind == "Conv1D"):
             raise ValueError(
                 f"the policy has an adapter on {name}, a {kind}, and vLLM's are for linear layers of the decoder"
                 f"{_INSTEAD}, or leave that layer out (target_modules)."
@@ -122,8 +121,13 @@ def adapter_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> 
 
 
 def _named_layers(base: Any) -> dict[str, Any]:
+    """Layers with the active adapter."""
     layers = set(adapter_layers(base))
-    return {name: module for name, module in base.named_modules() if module in layers}
+    return {
+        name: module
+        for name, module in base.named_modules()
+        if module in layers and any(active in getattr(module, "r", ()) for active in module.active_adapters)
+    }
 
 
 def _rank(config: Mapping[str, Any]) -> int:
@@ -133,14 +137,16 @@ def _rank(config: Mapping[str, Any]) -> int:
 
 def _scaling_of(config: Mapping[str, Any], name: str) -> float:
     """What the output of a layer is multiplied by, by the name of a weight in it."""
+    layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+    rank = _in_layer(layer, config["rank_pattern"], config["r"])
+    return _scaling(config, rank, _in_layer(layer, config["alpha_pattern"], config["lora_alpha"]))
+
+
+def _in_layer(layer: str, patterns: Mapping[str, Any] | None, usual: Any) -> Any:
     from peft.utils.other import get_pattern_key
 
-    layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
-    rank, alpha = (
-        (patterns or {}).get(get_pattern_key((patterns or {}).keys(), layer), usual)
-        for patterns, usual in ((config["rank_pattern"], config["r"]), (config["alpha_pattern"], config["lora_alpha"]))
-    )
-    return _scaling(config, rank, alpha)
+    patterns = patterns or {}
+    return patterns.get(get_pattern_key(list(patterns), layer), usual)
 
 
 def _scaling(config: Mapping[str, Any], rank: int, alpha: float) -> float:

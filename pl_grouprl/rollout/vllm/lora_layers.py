@@ -74,7 +74,7 @@ def adapter_checksums(model: Any, number: int, names: Sequence[str]) -> Iterator
 
 
 def _loaded(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, is_further: bool) -> LoadedWeight:
-    """What this worker counts of one weight; of column-parallel layers it has some rows of B, of others columns of A."""
+    """What this worker counts of one weight: it may have some of the rows of B, or of the columns of A."""
     shared = getattr(base, "tp_size", 1) > 1
     first = 0
     if is_a:

@@ -1,0 +1,373 @@
+"""A LoRA adapter by itself in a running vLLM, on a base that was sent once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.engines import new_engine, new_policy
+from helpers.rollouts import PROMPTS, assert_same, greedily, ids, reference_logprobs
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.models import LoRAAdapter
+from pl_grouprl.models.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
+from pl_grouprl.rollout.engine import AdapterWeights, WeightsMismatchError
+from pl_grouprl.types import SamplingConfig
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+peft = pytest.importorskip("peft")
+
+LONG = [(7 * place + 1) % 24 for place in range(200)]
+"""Beyond the 128 tokens of a block, so that it goes into the prefix cache."""
+
+POLICIES = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2 tied": ("qwen2_tied", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@pytest.fixture
+def start():
+    """Engines with a policy's base and adapter."""
+    engines = []
+
+    def start(model, **options):
+        engines.append(new_engine("vllm", **{"adapter": "separate", "kv_cache_gib": 0.1, **options}))
+        engines[-1].bind(model)
+        sync(engines[-1], model, base=True)
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def adapted(policy="qwen3", dtype=None, **options):
+    """A policy with an adapter that is not zero."""
+    name, overrides = POLICIES[policy]
+    base, _ = new_policy(name, **overrides)
+    if dtype is not None:
+        base.to(dtype)
+    config = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", **options}
+    model = peft.get_peft_model(base, peft.LoraConfig(**config)).eval()
+    renew(model, 0)
+    return model
+
+
+@torch.no_grad()
+def renew(model, seed):
+    """Give a policy another adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def weights_of(model):
+    return AdapterWeights(adapter_config(model), adapter_weights(model, model.named_parameters()))
+
+
+def sync(engine, model, base=False):
+    weights = base_weights(model, model.named_parameters()) if base else iter(())
+    return engine.update_weights(weights, version=(engine.version or 0) + 1, adapter=weights_of(model))
+
+
+def sample(engine, prompts=PROMPTS, **options):
+    return engine.generate(prompts, SamplingConfig(**{"max_new_tokens": 8, **options}), num_generations=1, seed=0)
+
+
+def assert_greedy(engine, model, prompts=PROMPTS, count=8):
+    groups = sample(engine, prompts, max_new_tokens=count, temperature=0.0)
+    assert ids(groups) == [[greedily(model, prompt, count)] for prompt in prompts]
+    return ids(groups)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_new_adapters_are_sampled_from(start, policy):
+    model = adapted(policy)
+    engine = start(model)
+    prompts = [*PROMPTS, LONG]
+    seen = [assert_greedy(engine, model, prompts)]
+    for seed in (1, 2):
+        renew(model, seed)
+        assert ids(sample(engine, prompts, temperature=0.0)) == seen[-1]  # until the engine is given it
+        figures = sync(engine, model)
+        assert figures["bytes"] == sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+        seen.append(assert_greedy(engine, model, prompts))
+        assert all(new != before for new, before in zip(seen[-1], seen[-2], strict=True))
+    assert engine.version == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["v_proj", "down_proj"]},
+        {"r": 3, "use_rslora": True},
+        {"rank_pattern": {"q_proj": 20, r"layers\.1\.mlp\.up_proj": 2}, "alpha_pattern": {"k_proj": 5, "o_proj": 40}},
+        {"layers_to_transform": [1], "layers_pattern": "layers", "target_modules": ["q_proj", "gate_proj"]},
+        {"init_lora_weights": "pissa"},
+    ],
+)
+def test_adapters_of_other_forms(start, options):
+    model = adapted(**options)
+    engine = start(model)
+    before = assert_greedy(engine, model)
+    renew(model, 1)
+    sync(engine, model)
+    assert assert_greedy(engine, model) != before
+
+
+def test_another_base_can_follow(start):
+    model = adapted()
+    engine = start(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name and parameter.ndim > 1:
+                parameter.copy_(parameter.flip(0))
+    renew(model, 1)
+    sync(engine, model, base=True)
+    assert_greedy(engine, model)
+    renew(model, 2)
+    sync(engine, model)
+    assert_greedy(engine, model)
+
+
+def test_merged_and_separate_agree(start):
+    model = adapted("llama")
+    merged = new_engine("vllm", kv_cache_gib=0.1)
+    merged.bind(model)
+    try:
+        merged.update_weights(checkpoint_weights(model, model.named_parameters()), version=1)
+        expected = sample(merged, max_new_tokens=16)
+    finally:
+        merged.close()
+    assert_same(sample(start(model), max_new_tokens=16), expected, atol=1e-4)
+
+
+def test_bfloat16(start):
+    """The adapter is trained in float32 and sampled with in bfloat16; vLLM's own rounding is what remains."""
+    model = adapted(dtype=torch.bfloat16, lora_alpha=11)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    engine = start(model)
+    model.float()
+    for prompt, (rollout,) in zip(PROMPTS, sample(engine, max_new_tokens=16), strict=True):
+        expected = reference_logprobs(model, prompt, rollout, SamplingConfig())
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=0.1, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def running():
+    model = adapted("qwen2 tied")
+    engine = new_engine("vllm", adapter="separate", kv_cache_gib=0.1)
+    engine.bind(model)
+    sync(engine, model, base=True)
+    yield engine, model
+    engine.close()
+
+
+def assert_well_again(engine, model):
+    assert engine.version is None
+    with pytest.raises(RuntimeError, match="has no weights; call update_weights before generate"):
+        sample(engine)
+    sync(engine, model)
+    assert_greedy(engine, model, PROMPTS[:1], 4)
+
+
+@pytest.mark.parametrize("layer", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, layer, part):
+    """The last entry of one weight arrives as the number next to it."""
+    engine, model = running
+    load, changed = engine._vllm.load_adapter, f"layers.1.{'mlp' if layer[0] in 'gud' else 'self_attn'}.{layer}.{part}"
+
+    def load_otherwise(config, weights):
+        (name,) = (name for name in weights if changed in name)
+        other = weights[name].clone()
+        last = other.view(-1)[-1:]
+        last.copy_(torch.nextafter(last, torch.tensor([9.0])))
+        load(config, {**weights, name: other})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "load_adapter", load_otherwise)
+        with pytest.raises(WeightsMismatchError, match=rf"1 differ: \S*{changed} differs from what was sent as"):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch):
+    engine, model = running
+    load = engine._vllm.load_adapter
+
+    def load_less(config, weights):
+        load(config, {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj" not in name})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "load_adapter", load_less)
+        with pytest.raises(WeightsMismatchError, match=r"2 differ: \S*layers.0.mlp.up_proj.lora_A differs"):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_another_scale_is_seen(running, monkeypatch):
+    engine, model = running
+    load = engine._vllm.load_adapter
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "load_adapter", lambda config, own: load({**config, "lora_alpha": 17}, own))
+        with pytest.raises(WeightsMismatchError, match="14 differ: "):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_an_adapter_that_is_not_in_the_layers_is_seen(running, monkeypatch):
+    engine, model = running
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm._engine, "add_lora", lambda request: True)
+        with pytest.raises(WeightsMismatchError, match="was sent, but no parameter is made of it"):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_a_base_that_changes_is_seen(running):
+    engine, model = running
+    norm = engine._vllm._engine.model_executor.driver_worker.worker.model_runner.get_model().model.norm.weight
+    kept = norm.clone()
+    with torch.no_grad():
+        norm[0] += 1
+    with pytest.raises(WeightsMismatchError, match=r"1 differ: model.norm.weight differs from what was sent"):
+        sync(engine, model)
+    with torch.no_grad():
+        norm.copy_(kept)
+    assert_well_again(engine, model)
+
+
+def test_what_an_older_adapter_has_left_is_seen(start, monkeypatch):
+    """In a part of a layer that this adapter has not."""
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    engine = start(model)
+    load = engine._vllm.load_adapter
+
+    def load_and_leave(config, weights):
+        load(config, weights)
+        worker = engine._vllm._engine.model_executor.driver_worker.worker
+        layer = worker.model_runner.get_model().lora_manager.modules["model.layers.1.self_attn.qkv_proj"]
+        layer.lora_b_stacked[1][0, 0, 0, 0] = 1.0
+
+    monkeypatch.setattr(engine._vllm, "load_adapter", load_and_leave)
+    with pytest.raises(WeightsMismatchError, match=r"1 differ: model.layers.1.self_attn.k_proj.lora_B was not sent"):
+        sync(engine, model)
+
+
+def never():
+    """A stream that nothing may be read of."""
+    pytest.fail("weights were read")
+    yield
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "has use_dora=True, which vLLM's LoRA does not have"),
+        ({"modules_to_save": ["lm_head"]}, r"has modules_to_save=\['lm_head'\], which"),
+        ({"lora_bias": True}, "has lora_bias=True, which"),
+        ({"bias": "lora_only"}, "has bias='lora_only', which"),
+        ({"trainable_token_indices": [1, 2]}, r"has trainable_token_indices=\[1, 2\], which"),
+        ({"r": 600}, "has rank 600, and vLLM serves at most 512"),
+        ({"rank_pattern": {"q_proj": 600}}, "has rank 600, and vLLM serves at most 512"),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            "on model.embed_tokens, a Embedding, and vLLM's are for linear",
+        ),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "on lm_head, a Linear, and vLLM's are for linear layers of the dec",
+        ),
+    ],
+)
+def test_adapters_that_vllm_would_apply_otherwise_are_refused(options, message):
+    model = adapted(**options)
+    engine = new_engine("vllm", adapter="separate")
+    engine.bind(model)
+    with pytest.raises(ValueError, match=rf"{message}.*; pass adapter='merged' to the rollout engine"):
+        engine.update_weights(never(), version=1, adapter=AdapterWeights(adapter_config(model), never()))
+    assert engine._vllm._engine is None
+
+
+def test_other_adapters_and_scales_are_refused():
+    model = adapted()
+    engine = new_engine("vllm", adapter="separate")
+    engine.bind(model)
+    config = adapter_config(model)
+    with pytest.raises(ValueError, match="has peft_type='LOHA', and vLLM serves LoRA; pass adapter='merged'"):
+        engine.update_weights(never(), version=1, adapter=AdapterWeights({**config, "peft_type": "LOHA"}, never()))
+    model.base_model.model.model.layers[0].mlp.up_proj.scale_layer(0.5)
+    with pytest.raises(ValueError, match=r"on model.layers.0.mlp.up_proj is scaled by 1.0, but its config says 2.0"):
+        engine.update_weights(never(), version=1, adapter=AdapterWeights(config, never()))
+
+
+def test_what_was_not_asked_for_is_refused(start):
+    model = adapted()
+    with pytest.raises(ValueError, match="sleep_level is 2, which gives the base back that adapter='separate' sends"):
+        new_engine("vllm", adapter="separate", sleep_level=2)
+    with pytest.raises(ValueError, match="engine_kwargs has 'max_loras', about which the engine's own adapter decides"):
+        new_engine("vllm", engine_kwargs={"max_loras": 2})
+    for how, given in (("merged", weights_of(model)), ("separate", None)):
+        engine = new_engine("vllm", adapter=how)
+        engine.bind(model)
+        said = "given" if given else "not given"
+        with pytest.raises(ValueError, match=f"adapter is {said}, but VLLMRolloutEngine.adapter is '{how}'; set it to"):
+            engine.update_weights(never(), version=1, adapter=given)
+    engine = start(model)
+    engine.close()
+    with pytest.raises(ValueError, match="weights are empty, but VLLMRolloutEngine has no base yet; send it first"):
+        sync(engine, model)
+
+
+class Adapted:
+    """A policy of small size with an adapter."""
+
+    def load(self):
+        return LoRAAdapter(r=8, alpha=32).add_to(new_policy("digits")[0])
+
+    def load_tokenizer(self):
+        return new_policy("digits")[1]
+
+
+class Metrics(Callback):
+    """Of every step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_grpo(tmp_path):
+    """Each step's rollouts are of the adapter that is trained in it."""
+    seed_everything(1, verbose=False)
+    task = MostFrequentDigit(prompt_length=8, train_size=16, val_size=4)
+    module = GRPO(
+        Adapted(),
+        lambda completions, **columns: [sum(c.isalpha() for c in text) for text in completions],
+        engine=new_engine("vllm", adapter="separate", kv_cache_gib=0.1),
+        num_generations=4,
+        sampling=SamplingConfig(max_new_tokens=8),
+        optimizer=OptimizerConfig(learning_rate=0.02),
+        importance_sampling="token_truncate",
+        verify=False,
+    )
+    metrics = Metrics()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(max_steps=4, callbacks=[metrics], default_root_dir=tmp_path, **options)
+    trainer.fit(module, PromptDataModule(task, batch_size=4))
+    own = sum(p.nbytes for p in module.policy.parameters() if p.requires_grad)
+    everything = sum(p.nbytes for p in module.policy.parameters())
+    assert [step["sync/bytes"] for step in metrics.steps] == [everything, own, own, own]
+    for step in metrics.steps:
+        assert step["sampling/sampling_logp_difference/max"] < 1e-3
