@@ -122,7 +122,10 @@ class _Applied:
             yield 0, self._counted(self.weight.to(self.dtype))
             return
         module = self.module
-        width = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size_per_partition
+        if isinstance(module, ParallelLMHead):
+            width = module.embedding_dim
+        else:
+            width = getattr(module, "input_size_per_partition", module.input_size)
         for first in range(0, width, _UNIT_VECTORS):
             count = min(_UNIT_VECTORS, width - first)
             vectors = torch.zeros(count, width, dtype=self.weight.dtype, device=self.weight.device)

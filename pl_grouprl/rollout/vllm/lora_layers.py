@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -84,5 +85,5 @@ def _loaded(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, i
         shared = shared and isinstance(base, ColumnParallelLinear)
         if isinstance(base, QKVParallelLinear) and base.tp_rank % base.num_kv_head_replicas:
             # An earlier worker has counted these keys and values.
-            held = held[:0] if is_further else held[: base.num_heads * base.head_size]
+            held = torch.zeros_like(held) if is_further else held[: base.num_heads * base.head_size]
     return LoadedWeight(label, parts, checksum(held, first), "sum" if shared else "copy")

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.engines import new_engine, new_policy
 from helpers.rollouts import PROMPTS, assert_same, greedily, ids, reference_logprobs
+from helpers.tiny_vision import tiny_image, tiny_processor, vision_group
 from lightning.pytorch import Callback, Trainer, seed_everything
+from safetensors.torch import load_file
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.models.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 from pl_grouprl.rollout.engine import AdapterWeights, WeightsMismatchError
+from pl_grouprl.rollout.vllm.lora import adapter_folder
 from pl_grouprl.types import SamplingConfig
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 peft = pytest.importorskip("peft")
+
+from helpers.vllm_vision import fresh_logprobs, import_vllm_models  # noqa: E402
+from helpers.vllm_vision import tiny_model as tiny_vision  # noqa: E402
 
 LONG = [(7 * place + 1) % 24 for place in range(200)]
 """Beyond the 128 tokens of a block, so that it goes into the prefix cache."""
@@ -326,6 +337,45 @@ def test_what_was_not_asked_for_is_refused(start):
     engine.close()
     with pytest.raises(ValueError, match="weights are empty, but VLLMRolloutEngine has no base yet; send it first"):
         sync(engine, model)
+
+
+def test_ranks_that_share_an_engine(tmp_path):
+    """Each has some rows or columns of the adapter."""
+    command = [sys.executable, Path(__file__).with_name("lora_ranks.py"), tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_prompts_with_images(start, family):
+    """The language model has an adapter; the tower beside it cannot."""
+    import_vllm_models()
+    policy, processor = tiny_vision(family), tiny_processor(family)
+    model = LoRAAdapter(r=8, alpha=16).add_to(policy).eval()
+    renew(model, 0)
+    engine = start(model, max_model_len=256, max_num_seqs=8)
+    groups = [vision_group(processor, "cat?", [tiny_image(0)], []), vision_group(processor, "text", [], [])]
+    prompts, media = [group.prompt_ids for group in groups], [group.media for group in groups]
+    for seed in (1, 2):
+        renew(model, seed)
+        sync(engine, model)
+        sampled = engine.generate(prompts, SamplingConfig(max_new_tokens=8), num_generations=2, seed=3, media=media)
+        for prompt, own, rollouts in zip(prompts, media, sampled, strict=True):
+            for rollout in rollouts:
+                expected = fresh_logprobs(model, prompt, own, rollout)
+                torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-3, rtol=0)
+    tower = peft.get_peft_model(tiny_vision(family), peft.LoraConfig(target_modules=r".*visual.*\.qkv"))
+    engine.bind(tower)
+    with pytest.raises(ValueError, match=r"on model\.visual\.blocks\.0\.attn\.qkv, a Linear, and vLLM's are"):
+        sync(engine, tower, base=True)
+
+
+def test_the_folder_is_private_and_goes():
+    with adapter_folder({"r": 1, "init_lora_weights": "pissa"}, {"weight": torch.ones(2)}) as folder:
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+        assert json.loads(Path(folder, "adapter_config.json").read_text()) == {"r": 1, "init_lora_weights": True}
+        assert torch.equal(load_file(Path(folder, "adapter_model.safetensors"))["weight"], torch.ones(2))
+    assert not Path(folder).exists()
 
 
 class Adapted:
