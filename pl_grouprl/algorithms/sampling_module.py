@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from pl_grouprl.algorithms.evaluation import evaluation_metrics
 from pl_grouprl.algorithms.metrics import Record, summarize
 from pl_grouprl.algorithms.policy_module import PolicyModule, evaluating
+from pl_grouprl.algorithms.sampler_check import SamplerCheck
 from pl_grouprl.algorithms.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
@@ -111,6 +112,7 @@ class SamplingModule(PolicyModule):
         self.seed = seed
         self._workers: RewardWorkers | None = None
         self._weight_sync = WeightSync()
+        self._sampler_check = SamplerCheck()
         self._evaluated: list[RolloutGroup] = []
         self._records: list[Record] = []
 
@@ -121,6 +123,7 @@ class SamplingModule(PolicyModule):
         for split in _SPLITS_OF_STAGE.get(stage, ()):
             check_columns(prompts.get(split, ()), self.rewards, split)
         self._weight_sync.forget()  # a former run's sampler may be gone
+        self._sampler_check.forget()
         self._end_workers()  # of a run that an exception has ended
         if self.reward_workers:
             self._workers = RewardWorkers(prepare_rewards(self.rewards), self.reward_workers, self.reward_timeout)
@@ -169,7 +172,9 @@ class SamplingModule(PolicyModule):
         """
         if isinstance(self.engine, SyncedRolloutEngine):
             run = partial(self._generate, prompts, sampling, num_generations, seed)
-            return self._weight_sync.sample(self, self.engine, run)
+            groups = self._weight_sync.sample(self, self.engine, run)
+            self._sampler_check.look(self, groups, sampling)
+            return groups
         with self.support.whole_weights(self.policy):
             return self._generate(prompts, sampling, num_generations, seed) if prompts else []
 

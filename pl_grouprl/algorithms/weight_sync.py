@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 from pl_grouprl.rollout.engine import AdapterWeights, RolloutEngine, SamplerLostError, SyncedRolloutEngine
+from pl_grouprl.rollout.weights.checksum import add, checksum
+from pl_grouprl.strategies.weights import local_weights
 from pl_grouprl.utilities.distributed import gather_plain
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ MAX_LOSSES = 3
 class WeightSync:
     """Gives a sampler the policy's weights before it samples, where they have changed since it got them last.
 
-    They have changed if the optimizer has made a step, or a parameter was written to. Nothing is assumed of the sampler
-    at the start of a run. All ranks take part in everything, and what one of them raises ends it on all.
+    They have changed if a bit of them has, on any rank, whoever wrote it. Nothing is assumed of the sampler at the
+    start of a run. All ranks take part in everything, and what one of them raises ends it on all.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class WeightSync:
 
     def forget(self) -> None:
         """Assume nothing of the sampler: it is given all weights before it samples again."""
-        self._given: tuple[int, int] | None = None
+        self._given: int | None = None
         self._given_base: int | None = None
 
     def take_metrics(self) -> dict[str, float]:
@@ -87,8 +89,8 @@ class WeightSync:
     def _update(self, module: SamplingModule, engine: SyncedRolloutEngine) -> None:
         """Give the sampler weights, unless it has the present ones of every rank."""
         policy, known = module.policy, engine.version == self._version
-        current = known and self._given == (module.global_step, _writes(policy.parameters()))
-        has_base = known and self._given_base == _writes(_frozen(policy))
+        present, base = fingerprint(policy), fingerprint(policy, frozen_only=True)
+        current, has_base = known and self._given == present, known and self._given_base == base
         told = gather_plain([current, has_base, max(self._version, engine.version or 0)], module.device)
         if all(rank_is_current for rank_is_current, _, _ in told):
             return
@@ -98,9 +100,7 @@ class WeightSync:
             start = time.perf_counter()
             figures = together(lambda: self._send(module, engine, with_base), module.device)
             self._add({**figures, "count": 1.0, "seconds": time.perf_counter() - start})
-        # Now, since gathering may have written to parameters.
-        self._given = module.global_step, _writes(policy.parameters())
-        self._given_base = _writes(_frozen(policy))
+        self._given, self._given_base = present, base
 
     def _send(self, module: SamplingModule, engine: SyncedRolloutEngine, with_base: bool) -> dict[str, float]:
         policy, separate = module.policy, engine.adapter == "separate"
@@ -184,6 +184,19 @@ def check_adapter(engine: RolloutEngine, policy: nn.Module) -> None:
         )
 
 
+def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> int:
+    """Checksum of what this rank has of a model's weights: another one where a bit of them is another.
+
+    Args:
+        model: Its weights may be shards.
+        frozen_only: Leave out what is trained.
+    """
+    weights = local_weights(model)
+    return add(
+        *(checksum(weight, place) for place, weight in enumerate(weights) if not (frozen_only and weight.requires_grad))
+    )
+
+
 class CloseEngine(pl.Callback):
     """Lets go of the module's sampler after an exception, where Lightning calls no `teardown`."""
 
@@ -195,12 +208,3 @@ class CloseEngine(pl.Callback):
                 engine.close()
         except Exception as error:
             rank_zero_warn(f"{type(engine).__name__}.close failed after an exception: {error}")
-
-
-def _frozen(policy: nn.Module) -> Iterator[Tensor]:
-    return (parameter for parameter in policy.parameters() if not parameter.requires_grad)
-
-
-def _writes(parameters: Iterable[Tensor]) -> int:
-    """How often parameters were written to."""
-    return sum(parameter._version for parameter in parameters)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 """Parts of names that FSDP1, torch.compile and PyTorch's activation checkpointing put in."""
@@ -43,6 +44,15 @@ def named_places(model: nn.Module) -> dict[str, Weight]:
 def weights_of(model: nn.Module) -> list[Weight]:
     """Each parameter and persistent buffer once, those of a module together, parameters as `named_parameters` has."""
     return [weight for name, weight in named_places(model).items() if weight.name == name]
+
+
+def local_weights(model: nn.Module) -> Iterator[Tensor]:
+    """What this rank itself holds of each weight: the whole, or its shard of it. Trained ones require a gradient."""
+    for weight in weights_of(model):
+        own = getattr(weight.owner, weight.attribute)
+        shard = getattr(own, "ds_tensor", own)  # of ZeRO-3
+        local = shard.to_local() if isinstance(shard, DTensor) else shard
+        yield local.detach().requires_grad_(own.requires_grad)
 
 
 @contextlib.contextmanager

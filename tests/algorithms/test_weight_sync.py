@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 from helpers.copied_engine import CopiedPolicyEngine
@@ -9,10 +12,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
+from pl_grouprl.algorithms.sampler_check import mean_difference
 from pl_grouprl.algorithms.weight_sync import read_to_the_end, together
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.engine import SamplerLostError, SyncedRolloutEngine, WeightsMismatchError
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 FAST = OptimizerConfig(learning_rate=1.0, eps=1.0)
 """So large steps that rollouts of older weights are other rollouts."""
@@ -108,7 +113,8 @@ def test_older_weights_would_give_another_trajectory(fit):
         ({"num_mini_batches": 2}, {"max_steps": 4, "val_check_interval": 1}, [0, 1, 2, 3, 4]),
         # Two rollouts to an optimizer step.
         ({}, {"max_steps": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}, [0, 1]),
-        ({"dynamic_sampling": True, "rewards": lambda completions, **columns: [0.0] * len(completions)}, {}, [0, 1, 2]),
+        # Equal rewards move nothing.
+        ({"dynamic_sampling": True, "rewards": lambda completions, **columns: [0.0] * len(completions)}, {}, [0]),
     ],
     ids=["mini-batches", "iterations", "validation", "much validation", "accumulation", "dynamic sampling"],
 )
@@ -149,16 +155,87 @@ def test_its_time_is_a_part_of_the_step(fit, cls):
         assert sum(parts) == pytest.approx(step["time/step"])
 
 
-def test_a_weight_that_is_written_to_is_given_again(fit):
-    engine = CopiedPolicyEngine()
-
+@pytest.mark.parametrize("by", ["the weight", "its data", "another storage", "a buffer"])
+def test_a_weight_that_is_written_to_is_given_again(fit, by):
     class Writes(Callback):
-        def on_validation_end(self, trainer, module):
-            with torch.no_grad():
-                module.policy.lm_head.weight[0, 0] += 0  # whatever is written
+        def on_validation_start(self, trainer, module):
+            if by == "a buffer" and not hasattr(module.policy.model, "extra"):
+                module.policy.model.register_buffer("extra", torch.zeros(2))
 
+        def on_validation_end(self, trainer, module):
+            weight = module.policy.lm_head.weight
+            with torch.no_grad():
+                if by == "the weight":
+                    weight[0, 0] += 1e-3
+                elif by == "its data":
+                    weight.data[0, 0] += 1e-3
+                elif by == "another storage":
+                    weight.data = weight.data + 1e-3
+                else:
+                    module.policy.model.extra += 1
+
+    class NoExtra(CopiedPolicyEngine):
+        def update_weights(self, weights, **options):
+            return super().update_weights((own for own in weights if "extra" not in own[0]), **options)
+
+    engine = NoExtra()
     fit(engine, callbacks=[Writes()], trainer={"max_steps": 2, "num_sanity_val_steps": 1}, val=True)
     assert len(engine.updates) == 3  # before the first step, again since validation had one; after it
+
+
+def test_averaged_weights_are_validated_and_not_trained_on(fit):
+    """Weights that a callback puts in for validation, as averages of earlier ones are, and takes out again."""
+
+    class Swaps(Callback):
+        def on_validation_start(self, trainer, module):
+            self.kept = [parameter.data.clone() for parameter in module.policy.parameters()]
+            for parameter in module.policy.parameters():
+                parameter.data.mul_(0.5)
+
+        def on_validation_end(self, trainer, module):
+            for parameter, kept in zip(module.policy.parameters(), self.kept, strict=True):
+                parameter.data.copy_(kept)
+
+    options = {"trainer": {"max_steps": 4, "val_check_interval": 1}, "num_mini_batches": 2, "val": True}
+    _, expected, weights = fit(HFRolloutEngine(), callbacks=[Swaps()], **options)
+    _, rollouts, own = fit(CopiedPolicyEngine(), callbacks=[Swaps()], **options)
+    assert rollouts.tokens == expected.tokens
+    assert same(own, weights)
+
+
+def test_a_sampler_that_computes_something_else_with_the_weights_stops_the_run(fit, tiny_policy):
+    class Decided:
+        """The tiny policy with large logits."""
+
+        def load(self):
+            policy = tiny_policy().load()
+            with torch.no_grad():
+                policy.lm_head.weight.mul_(100)
+            return policy
+
+        def load_tokenizer(self):
+            return tiny_policy().load_tokenizer()
+
+    class ReadsTheConfigOtherwise(CopiedPolicyEngine):
+        def bind(self, model, tokenizer=None):
+            super().bind(model, tokenizer)
+            self._config = copy.deepcopy(self._config)
+            self._config.rms_norm_eps = 10.0
+
+    with pytest.raises(WeightsMismatchError, match=r"log-probabilities differ from the policy's by .* nats on average"):
+        fit(ReadsTheConfigOtherwise(), policy=Decided(), trainer={"max_steps": 1})
+    fit(CopiedPolicyEngine(), policy=Decided(), trainer={"max_steps": 1})
+
+
+def test_what_top_p_explains_is_no_difference():
+    group = RolloutGroup([1], [Rollout([2, 3], [-0.5, -1.0]), Rollout([4], [-2.0])])
+    expected = [torch.tensor([-0.6, -1.0]), torch.tensor([-2.5])]
+    assert mean_difference(expected, group, SamplingConfig()) == pytest.approx((0.1 + 0.5) / 3)
+    # 1 / top_p = e^0.3: of 0.5 nats, 0.2 remain
+    assert mean_difference(expected, group, SamplingConfig(top_p=math.exp(-0.3))) == pytest.approx(0.2 / 3)
+    likelier = [torch.tensor([-0.4, -1.0]), torch.tensor([-2.0])]  # filters make no token less likely
+    assert mean_difference(likelier, group, SamplingConfig(top_p=math.exp(-0.3))) == pytest.approx(0.1 / 3)
+    assert mean_difference(expected, group, SamplingConfig(temperature=0.0, top_p=0.5)) == pytest.approx(0.6 / 3)
 
 
 def test_a_sampler_known_to_have_other_weights_is_given_them_again(fit):
