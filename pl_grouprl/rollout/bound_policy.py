@@ -42,8 +42,10 @@ class BoundPolicy:
         check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
 
     def end_ids(self, sampling: SamplingConfig) -> list[int]:
-        """Tokens that end a completion."""
-        return end_token_ids(self.model, self.tokenizer, sampling)
+        """Tokens that end a completion, of those that the model has."""
+        size = vocabulary(self.model)
+        ids = end_token_ids(self.model, self.tokenizer, sampling)
+        return [token for token in ids if size is None or token < size]
 
     def stop(self, sampling: SamplingConfig) -> StopStrings:
         """Strings that end a completion."""
@@ -69,6 +71,13 @@ def sequence_seeds(
 
     Returns:
         P lists of G seeds in [0, 2^63).
+
+    Raises:
+        ValueError: If there is not one place for each prompt.
     """
+    if prompt_indices is not None and len(prompt_indices) != num_prompts:
+        raise ValueError(
+            f"prompt_indices has {len(prompt_indices)} entries for {num_prompts} prompts; pass one for each."
+        )
     places = range(num_prompts) if prompt_indices is None else prompt_indices
     return [[derive_seed(seed, int(place), number) for number in range(num_generations)] for place in places]

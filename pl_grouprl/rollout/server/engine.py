@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from pl_grouprl.rollout.server.client import RefusedError, ServerClient
 from pl_grouprl.rollout.server.fleet import Fleet, share
 from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
+from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.rollout.weights.casting import cast
 from pl_grouprl.rollout.weights.compare import check_weights
 from pl_grouprl.types import Media, Rollout, SamplingConfig
@@ -72,6 +73,7 @@ class VLLMServerRolloutEngine:
                 "urls": (urls, len(urls) > 0 and len(set(urls)) == len(urls), "at least one url, each once"),
                 "timeout": (timeout, timeout > 0, "larger than 0"),
                 "transfer": (transfer, transfer in ("http", "nccl"), "'http' or 'nccl'"),
+                "dtype": (dtype, dtype in get_args(SamplerDtype), f"one of {', '.join(get_args(SamplerDtype))}"),
                 "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
                 "adapter": (adapter, adapter == "merged", "'merged': servers take an adapter in no other way"),
                 "max_concurrent_requests": (max_concurrent_requests, max_concurrent_requests >= 1, "at least 1"),
@@ -184,6 +186,7 @@ class VLLMServerRolloutEngine:
         """
         policy = self.policy
         policy.check(prompts, sampling, num_generations)
+        check_temperature(sampling)
         if media is not None and any(media):
             raise ValueError(f"{type(self).__name__} serves text alone, and a prompt has images or videos.")
         if self.version is None:

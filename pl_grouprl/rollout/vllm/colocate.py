@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -81,6 +81,9 @@ class VLLMRolloutEngine:
                 "tensor_parallel_size": (tensor_parallel_size, tensor_parallel_size >= 1, "at least 1"),
                 "gpu_memory_utilization": (gpu_memory_utilization, 0 < gpu_memory_utilization <= 1, "in (0, 1]"),
                 "kv_cache_gib": (kv_cache_gib, kv_cache_gib is None or kv_cache_gib > 0, "larger than 0, or None"),
+                "max_model_len": (max_model_len, max_model_len is None or max_model_len >= 2, "at least 2, or None"),
+                "dtype": (dtype, dtype in get_args(SamplerDtype), f"one of {', '.join(get_args(SamplerDtype))}"),
+                "seed": (seed, 0 <= seed < 2**32, "in [0, 2^32)"),
                 "max_num_seqs": (max_num_seqs, max_num_seqs >= 1, "at least 1"),
                 "sleep_level": (sleep_level, sleep_level in (0, 1, 2), "0, 1 or 2"),
                 "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),

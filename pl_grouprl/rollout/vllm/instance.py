@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.arguments import common_arguments
 from pl_grouprl.rollout.vllm.lora import adapter_folder
 from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
-from pl_grouprl.rollout.vllm.model_folder import write_model_folder
+from pl_grouprl.rollout.vllm.model_folder import check_native, write_model_folder
 from pl_grouprl.rollout.vllm.process import EngineProcess
 from pl_grouprl.rollout.vllm.ranks import (
     engine_arguments,
@@ -37,10 +38,12 @@ _DECIDED_HERE = {
     "tokenizer": "the policy's tokenizer, which stays in the trainer",
     "skip_tokenizer_init": "the policy's tokenizer, which stays in the trainer",
     "logprobs_mode": "the loss, which needs the log-probabilities of the distribution sampled from",
+    "model_impl": "the trainer, whose own models vLLM's other way would change",
     "quantization": "the comparison of weights, which has none",
     "worker_extension_cls": "the transfer of weights",
     "weight_transfer_config": "the transfer of weights",
     "enable_sleep_mode": "sleep_level",
+    "enable_chunked_prefill": "the device",
     "enable_prefix_caching": "the group, whose rollouts share their prompt",
     "generation_config": "the sampling of the module",
     "runner": "the policy",
@@ -62,6 +65,10 @@ _DECIDED_HERE = {
     ),
 }
 """Arguments of vLLM that are refused, and what decides about them."""
+
+
+_RUNNING: WeakSet[VLLMInstance] = WeakSet()
+"""One at most: its process groups are those of the process."""
 
 
 class VLLMInstance:
@@ -114,17 +121,23 @@ class VLLMInstance:
         """
         if self._engine is not None:
             return
+        if _RUNNING:
+            raise RuntimeError(
+                "another vLLM runs in this process, and there can be one; close() its engine first, or use "
+                "VLLMServerRolloutEngine."
+            )
         ranks = engine_arguments(self._tensor_parallel_size)
         device = next(model.parameters()).device
         if device.type != "cuda" and torch.cuda.is_available():  # weights that are offloaded
             device = torch.device("cuda", torch.cuda.current_device())
+        self._model = model
         process = EngineProcess(device, engine_environment(device))
         further = {**ranks, **lora, **media_engine_args(model)}
         with tempfile.TemporaryDirectory() as folder:
             write_model_folder(model, Path(folder))
             self._engine = process.start(lambda: self._build(folder, dtype, further))
         self._process = process
-        self._model = model
+        _RUNNING.add(self)
         self._group = engine_group(self._tensor_parallel_size)
 
     def _build(self, folder: str, dtype: torch.dtype, further: dict[str, Any]) -> LLMEngine:
@@ -132,6 +145,7 @@ class VLLMInstance:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        check_native(self._model)
         on_cpu, options = current_platform.is_cpu(), dict(self._options)
         if self._sleep_level and on_cpu:
             raise ValueError(f"sleep_level is {self._sleep_level}, but vLLM cannot sleep on CPUs; set it to 0.")
@@ -273,6 +287,7 @@ class VLLMInstance:
         """End vLLM."""
         if self._engine is not None:
             engine, self._engine, self._model = self._engine, None, None
+            _RUNNING.discard(self)
             self._process.stop(engine)
         self._asleep, self._adapter = False, None
 

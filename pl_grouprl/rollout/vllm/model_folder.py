@@ -32,6 +32,23 @@ def write_model_folder(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
+def check_native(model: Any) -> None:
+    """Refuse a model that vLLM would run by its Transformers backend, which changes the classes of the trainer's own.
+
+    Raises:
+        ValueError: With what to use instead.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    name = _class_name(base_of(model))
+    registered = ModelRegistry.models.get(name)
+    if registered is None or ".transformers" in getattr(registered, "module_name", ""):
+        raise ValueError(
+            f"vLLM has no implementation of its own of {name}, and running it by transformers would change the "
+            "trainer's classes; sample with VLLMServerRolloutEngine, in another process, or with HFRolloutEngine."
+        )
+
+
 def _class_name(model: Any) -> str:
     """Name of a model's class, which sharding strategies put one of their own in front of."""
     return next(kind.__name__ for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))

@@ -35,12 +35,7 @@ def sampling_params(
     Raises:
         ValueError: If vLLM does not sample at the temperature.
     """
-    least, greatest = _TEMPERATURES
-    if sampling.temperature != 0 and not least <= sampling.temperature <= greatest:
-        raise ValueError(
-            f"SamplingConfig.temperature is {sampling.temperature}, at which vLLM does not sample; let it be 0 "
-            f"(greedy) or from {least} to {greatest}, or sample with HFRolloutEngine."
-        )
+    check_temperature(sampling)
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -58,6 +53,20 @@ def sampling_params(
         logit_bias=dict.fromkeys(never, _NEVER) or None,
         output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def check_temperature(sampling: SamplingConfig) -> None:
+    """Refuse a temperature at which vLLM does not sample.
+
+    Raises:
+        ValueError: With those at which it does.
+    """
+    least, greatest = _TEMPERATURES
+    if sampling.temperature != 0 and not least <= sampling.temperature <= greatest:
+        raise ValueError(
+            f"SamplingConfig.temperature is {sampling.temperature}, at which vLLM does not sample; let it be 0 "
+            f"(greedy) or from {least} to {greatest}, or sample with HFRolloutEngine."
+        )
 
 
 class Completion:

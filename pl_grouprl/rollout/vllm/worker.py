@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from pl_grouprl.rollout.vllm.applied import applied_checksums
 from pl_grouprl.rollout.vllm.lora_layers import adapter_checksums, without_lora
@@ -112,9 +113,13 @@ class WeightReceiver:
             getattr(self.model_runner, name, lambda: None)()
 
     def abandon_weights(self) -> None:
-        """End an update whose trainer is gone, so that another can begin. What was loaded stays."""
-        if self._weight_update_active:
-            self.finish_weight_update()  # type: ignore[attr-defined]
+        """Give up an update that has begun or failed, so that another can begin. What was loaded stays."""
+        for layer in self.model_runner.get_model().modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # or the weights that have come for it would be taken for those of the next update
+                _place_kernel_tensors(layer, info)
+                info.reset()
+        self._weight_update_active = False
 
     def weight_checksums(self, names: list[str]) -> list[LoadedWeight]:
         """Checksums of the weights that this worker computes with.
