@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,18 @@ def end_token_ids(model: Any, tokenizer: Any, sampling: SamplingConfig) -> list[
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return sorted(found)
+
+
+def tokenizer_fingerprint(tokenizer: Any, vocab_size: int) -> str:
+    """Stand for what a tokenizer decodes tokens to: two programs that look for stop strings must see the same text.
+
+    Args:
+        tokenizer: Decodes tokens.
+        vocab_size: Of the model. About 2000 tokens are looked at, the last 100 among them.
+    """
+    ids = sorted({*range(0, vocab_size, max(1, vocab_size // 2000)), *range(max(0, vocab_size - 100), vocab_size)})
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    return hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
 
 
 class StopStrings:

@@ -53,6 +53,7 @@ class _Generate(_Strict):
     update: Id
     requests: list[_Prompt]
     sampling: _Sampling
+    tokenizer: Id | None = None
     end_ids: list[Token] = []
     never: list[Token] = []
 
@@ -117,7 +118,7 @@ def make_app(sampler: Sampler, *, token: str | None, max_bucket_bytes: int) -> A
         body = await _read(request, _Generate)
         sampling = _sampling(body.sampling)
         asked = [Asked(own.prompt, own.seeds) for own in body.requests]
-        sampler.check(body.version, body.update, asked, sampling)
+        sampler.check(body.version, body.update, asked, sampling, body.tokenizer)
         rollouts = sampler.rollouts(body.version, body.update, asked, sampling, end_ids=body.end_ids, never=body.never)
         return StreamingResponse(_lines(rollouts), media_type="application/x-ndjson")
 

@@ -17,6 +17,7 @@ from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, WeightsM
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
 from pl_grouprl.rollout.server.fleet import Fleet, share
 from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
+from pl_grouprl.rollout.stopping import tokenizer_fingerprint
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
 from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.rollout.weights.casting import cast
@@ -89,10 +90,13 @@ class VLLMServerRolloutEngine:
         self._clients = [ServerClient(url, token=token, timeout=timeout) for url in urls]
         self._updates: list[str] = []
         self._policy: BoundPolicy | None = None
+        self._tokenizer: str | None = None
         self._fleet: Fleet | None = None
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Name the policy; its config is read, its weights come by `update_weights`. See `RolloutEngine.bind`."""
+        if self._policy is None or self._policy.tokenizer is not tokenizer:
+            self._tokenizer = None
         self._policy = BoundPolicy(model, tokenizer)
 
     @property
@@ -193,6 +197,7 @@ class VLLMServerRolloutEngine:
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
         policy.stop(sampling)  # refuses stop strings without a tokenizer
         common = {
+            "tokenizer": self._fingerprint() if sampling.stop else None,
             "version": self.version,
             "sampling": asdict(sampling),
             "end_ids": policy.end_ids(sampling),
@@ -212,6 +217,13 @@ class VLLMServerRolloutEngine:
             groups = share(ask, len(asked), len(self._clients), self.max_concurrent_requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups
+
+    def _fingerprint(self) -> str:
+        """What the servers' tokenizer must be for stop strings to be found."""
+        if self._tokenizer is None:
+            size = self.policy.model.config.get_text_config(decoder=True).vocab_size
+            self._tokenizer = tokenizer_fingerprint(self.policy.tokenizer, size)
+        return self._tokenizer
 
     def _present_update(self, client: ServerClient) -> str:
         """What rank 0 has sent, as the server knows it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pl_grouprl.rollout.engine import check_request
 from pl_grouprl.rollout.server.wire import HEARTBEAT
-from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.rollout.stopping import StopStrings, tokenizer_fingerprint
 from pl_grouprl.types import SamplingConfig
 
 
@@ -55,6 +55,7 @@ class Sampler:
         self.update: str | None = None
         self.updating = False
         self._tokenizer: Any = None
+        self._fingerprint: str | None = None
         self._buckets = 0
         self._changing = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
@@ -85,7 +86,9 @@ class Sampler:
 
     # Rollouts
 
-    def check(self, version: int, update: str, asked: Sequence[Asked], sampling: SamplingConfig) -> None:
+    def check(
+        self, version: int, update: str, asked: Sequence[Asked], sampling: SamplingConfig, tokenizer: str | None
+    ) -> None:
         """Refuse a request that cannot be served.
 
         Args:
@@ -93,9 +96,11 @@ class Sampler:
             update: The update that brought them.
             asked: The prompts.
             sampling: How to sample.
+            tokenizer: Fingerprint of the policy's; needed with stop strings.
 
         Raises:
-            RefusalError: With 409 if these are not the weights, 422 if a prompt is none of the model's.
+            RefusalError: With 409 if these are not the weights, 422 if a prompt is none of the model's, or stop strings
+                are to be looked for in another text.
         """
         self._check_version(version, update)
         model = self.engine.model_config
@@ -103,7 +108,8 @@ class Sampler:
         try:
             prompts = [own.prompt for own in asked]
             check_request(prompts, sampling, 1, limits=limits, vocab_size=model.get_vocab_size())
-            self._stop(sampling)
+            if sampling.stop:
+                self._check_tokenizer(sampling, tokenizer)
         except (OSError, ValueError) as error:
             raise RefusalError(422, str(error)[:1000]) from None
 
@@ -175,12 +181,18 @@ class Sampler:
         if sampling.stop and self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            model = self.engine.model_config
-            self._tokenizer = AutoTokenizer.from_pretrained(model.tokenizer)
-            if 2 * len(self._tokenizer) < model.get_vocab_size():  # transformers makes an empty one out of nothing
-                self._tokenizer = None
-                raise ValueError(f"stop strings need a tokenizer, and the server's model ({model.tokenizer}) has none.")
+            self._tokenizer = AutoTokenizer.from_pretrained(self.engine.model_config.tokenizer)
         return StopStrings(self._tokenizer, sampling.stop)
+
+    def _check_tokenizer(self, sampling: SamplingConfig, expected: str | None) -> None:
+        stop, model = self._stop(sampling), self.engine.model_config
+        if self._fingerprint is None:
+            self._fingerprint = tokenizer_fingerprint(stop.tokenizer, model.get_vocab_size())
+        if self._fingerprint != expected:
+            raise ValueError(
+                f"stop strings need the policy's tokenizer, and that of the server's model ({model.tokenizer}) decodes "
+                "to other text; start the server with a --model that has the policy's."
+            )
 
     # Weights
 

@@ -343,7 +343,7 @@ def test_the_token_is_in_no_list_of_processes(servers):
             422,
             r"sampling\.stop_token_ids: Input should be a valid array",
         ),
-        ("/generate", {"sampling": {"stop": ["a"]}}, 422, "stop strings need a tokenizer"),
+        ("/generate", {"sampling": {"stop": ["a"]}}, 422, "tokenizer"),
         ("/generate", {"never": ["x"]}, 422, r"never\.0"),
         ("/generate", {"version": 99}, 409, "version 99 of update"),
         ("/generate", {"update": "x"}, 409, "of update x"),

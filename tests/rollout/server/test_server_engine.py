@@ -105,6 +105,7 @@ def test_what_is_asked_for(policy, servers):
     assert asked.pop("update") == server.state["update"]
     assert asked == {
         "version": 3,
+        "tokenizer": None,  # no stop strings
         "requests": [{"prompt": [1, 2, 3], "seeds": [derive_seed(9, 0, 0), derive_seed(9, 0, 1)]}],
         "sampling": {
             **{"max_new_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
