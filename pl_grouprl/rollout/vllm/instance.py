@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ _DECIDED_HERE = {
     "data_parallel_size": "the ranks of the Trainer",
     "hf_overrides": "the policy's config",
     "mm_processor_cache_gb": "the trainer, which processes images itself",
+    "speculative_config": "the loss, whose log-probabilities tokens of a draft do not have",
     "pipeline_parallel_size": "tensor_parallel_size alone",
     **dict.fromkeys(
         [
@@ -153,6 +155,11 @@ class VLLMInstance:
             raise ValueError(
                 "dtype is float32, in which vLLM applies no separate adapter on GPUs; set it to 'bfloat16' or "
                 "'float16', or adapter to 'merged'."
+            )
+        if on_cpu and self._kv_cache_gib is not None and "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+            raise ValueError(
+                f"kv_cache_gib is {self._kv_cache_gib}, but the environment has VLLM_CPU_KVCACHE_SPACE, which vLLM "
+                "obeys instead; unset it."
             )
         if self._kv_cache_gib is not None or on_cpu:
             options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or 1) * 2**30)
