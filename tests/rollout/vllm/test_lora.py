@@ -172,91 +172,6 @@ def test_bfloat16(start):
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=0.1, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def running():
-    model = adapted("qwen2 tied")
-    engine = new_engine("vllm", adapter="separate", kv_cache_gib=0.1)
-    engine.bind(model)
-    sync(engine, model, base=True)
-    yield engine, model
-    engine.close()
-
-
-def assert_well_again(engine, model):
-    assert engine.version is None
-    with pytest.raises(RuntimeError, match="has no weights; call update_weights before generate"):
-        sample(engine)
-    sync(engine, model)
-    assert_greedy(engine, model, PROMPTS[:1], 4)
-
-
-@pytest.mark.parametrize("layer", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
-def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, layer, part):
-    """The last entry of one weight arrives as the number next to it."""
-    engine, model = running
-    load, changed = engine._vllm.load_adapter, f"layers.1.{'mlp' if layer[0] in 'gud' else 'self_attn'}.{layer}.{part}"
-
-    def load_otherwise(config, weights):
-        (name,) = (name for name in weights if changed in name)
-        other = weights[name].clone()
-        last = other.view(-1)[-1:]
-        last.copy_(torch.nextafter(last, torch.tensor([9.0])))
-        load(config, {**weights, name: other})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._vllm, "load_adapter", load_otherwise)
-        with pytest.raises(WeightsMismatchError, match=rf"1 differ: \S*{changed} differs from what was sent as"):
-            sync(engine, model)
-    assert_well_again(engine, model)
-
-
-def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch):
-    engine, model = running
-    load = engine._vllm.load_adapter
-
-    def load_less(config, weights):
-        load(config, {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj" not in name})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._vllm, "load_adapter", load_less)
-        with pytest.raises(WeightsMismatchError, match=r"2 differ: \S*layers.0.mlp.up_proj.lora_A differs"):
-            sync(engine, model)
-    assert_well_again(engine, model)
-
-
-def test_another_scale_is_seen(running, monkeypatch):
-    engine, model = running
-    load = engine._vllm.load_adapter
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._vllm, "load_adapter", lambda config, own: load({**config, "lora_alpha": 17}, own))
-        with pytest.raises(WeightsMismatchError, match="14 differ: "):
-            sync(engine, model)
-    assert_well_again(engine, model)
-
-
-def test_an_adapter_that_is_not_in_the_layers_is_seen(running, monkeypatch):
-    engine, model = running
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._vllm._engine, "add_lora", lambda request: True)
-        with pytest.raises(WeightsMismatchError, match="was sent, but no parameter is made of it"):
-            sync(engine, model)
-    assert_well_again(engine, model)
-
-
-def test_a_base_that_changes_is_seen(running):
-    engine, model = running
-    norm = engine._vllm._engine.model_executor.driver_worker.worker.model_runner.get_model().model.norm.weight
-    kept = norm.clone()
-    with torch.no_grad():
-        norm[0] += 1
-    with pytest.raises(WeightsMismatchError, match=r"1 differ: model.norm.weight differs from what was sent"):
-        sync(engine, model)
-    with torch.no_grad():
-        norm.copy_(kept)
-    assert_well_again(engine, model)
-
-
 def test_what_an_older_adapter_has_left_is_seen(start, monkeypatch):
     """In a part of a layer that this adapter has not."""
     model = adapted(target_modules=["q_proj", "v_proj"])
@@ -421,3 +336,89 @@ def test_grpo(tmp_path):
     assert [step["sync/bytes"] for step in metrics.steps] == [everything, own, own, own]
     for step in metrics.steps:
         assert step["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+@pytest.fixture(scope="module")
+def running():
+    """An engine that stays; a process has one at a time, so nothing that starts another may follow."""
+    model = adapted("qwen2 tied")
+    engine = new_engine("vllm", adapter="separate", kv_cache_gib=0.1)
+    engine.bind(model)
+    sync(engine, model, base=True)
+    yield engine, model
+    engine.close()
+
+
+def assert_well_again(engine, model):
+    assert engine.version is None
+    with pytest.raises(RuntimeError, match="has no weights; call update_weights before generate"):
+        sample(engine)
+    sync(engine, model)
+    assert_greedy(engine, model, PROMPTS[:1], 4)
+
+
+@pytest.mark.parametrize("layer", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, layer, part):
+    """The last entry of one weight arrives as the number next to it."""
+    engine, model = running
+    load, changed = engine._vllm.load_adapter, f"layers.1.{'mlp' if layer[0] in 'gud' else 'self_attn'}.{layer}.{part}"
+
+    def load_otherwise(config, weights):
+        (name,) = (name for name in weights if changed in name)
+        other = weights[name].clone()
+        last = other.view(-1)[-1:]
+        last.copy_(torch.nextafter(last, torch.tensor([9.0])))
+        load(config, {**weights, name: other})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "load_adapter", load_otherwise)
+        with pytest.raises(WeightsMismatchError, match=rf"1 differ: \S*{changed} differs from what was sent as"):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch):
+    engine, model = running
+    load = engine._vllm.load_adapter
+
+    def load_less(config, weights):
+        load(config, {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj" not in name})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "load_adapter", load_less)
+        with pytest.raises(WeightsMismatchError, match=r"2 differ: \S*layers.0.mlp.up_proj.lora_A differs"):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_another_scale_is_seen(running, monkeypatch):
+    engine, model = running
+    load = engine._vllm.load_adapter
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "load_adapter", lambda config, own: load({**config, "lora_alpha": 17}, own))
+        with pytest.raises(WeightsMismatchError, match="14 differ: "):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_an_adapter_that_is_not_in_the_layers_is_seen(running, monkeypatch):
+    engine, model = running
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm._engine, "add_lora", lambda request: True)
+        with pytest.raises(WeightsMismatchError, match="was sent, but no parameter is made of it"):
+            sync(engine, model)
+    assert_well_again(engine, model)
+
+
+def test_a_base_that_changes_is_seen(running):
+    engine, model = running
+    norm = engine._vllm._engine.model_executor.driver_worker.worker.model_runner.get_model().model.norm.weight
+    kept = norm.clone()
+    with torch.no_grad():
+        norm[0] += 1
+    with pytest.raises(WeightsMismatchError, match=r"1 differ: model.norm.weight differs from what was sent"):
+        sync(engine, model)
+    with torch.no_grad():
+        norm.copy_(kept)
+    assert_well_again(engine, model)
