@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pl_grouprl.algorithms.weight_sync import together
 from pl_grouprl.models.score import rollout_logprobs
-from pl_grouprl.rollout.engine import WeightsMismatchError
+from pl_grouprl.rollout.engine import SyncedRolloutEngine, WeightsMismatchError
 from pl_grouprl.types import RolloutGroup, SamplingConfig
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms.sampling_module import SamplingModule
+    from pl_grouprl.algorithms.policy_module import PolicyModule
 
 ALLOWED = 0.2
 """Mean difference of log-probabilities, in nats, that rounding may explain: bfloat16 gives some hundredths."""
@@ -42,11 +42,18 @@ class SamplerCheck:
         """Look again: another run may have another sampler."""
         self._done = False
 
-    def look(self, module: SamplingModule, groups: Sequence[RolloutGroup], sampling: SamplingConfig) -> None:
+    def look(
+        self,
+        module: PolicyModule,
+        engine: SyncedRolloutEngine,
+        groups: Sequence[RolloutGroup],
+        sampling: SamplingConfig,
+    ) -> None:
         """Compare, unless that has been done. All ranks call it.
 
         Args:
             module: Has the policy.
+            engine: Has sampled.
             groups: What was just sampled from its present weights on this rank.
             sampling: How.
 
@@ -57,9 +64,15 @@ class SamplerCheck:
         if self._done or sampling.top_k or sampling.min_p:
             return
         with module.support.whole_weights(module.policy):
-            self._done = together(lambda: self._compare(module, groups, sampling), module.device)
+            self._done = together(lambda: self._compare(module, engine, groups, sampling), module.device)
 
-    def _compare(self, module: SamplingModule, groups: Sequence[RolloutGroup], sampling: SamplingConfig) -> bool:
+    def _compare(
+        self,
+        module: PolicyModule,
+        engine: SyncedRolloutEngine,
+        groups: Sequence[RolloutGroup],
+        sampling: SamplingConfig,
+    ) -> bool:
         if module.global_rank:
             return True
         chosen = _longest(groups)
@@ -70,7 +83,7 @@ class SamplerCheck:
                 module.policy, [chosen], sharing="repeated", temperature=sampling.temperature or 1.0
             )
         difference = mean_difference(expected, chosen, sampling)
-        name = type(module.engine).__name__
+        name = type(engine).__name__
         if not difference <= ALLOWED:
             raise WeightsMismatchError(
                 f"{name} has the weights of {type(module.policy).__name__}, but its log-probabilities differ from the "

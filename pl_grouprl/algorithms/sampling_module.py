@@ -111,7 +111,7 @@ class SamplingModule(PolicyModule):
         self.max_failed_share = max_failed_share
         self.seed = seed
         self._workers: RewardWorkers | None = None
-        self._weight_sync = WeightSync()
+        self._weight_sync = WeightSync(self._timed)
         self._sampler_check = SamplerCheck()
         self._evaluated: list[RolloutGroup] = []
         self._records: list[Record] = []
@@ -173,7 +173,7 @@ class SamplingModule(PolicyModule):
         if isinstance(self.engine, SyncedRolloutEngine):
             run = partial(self._generate, prompts, sampling, num_generations, seed)
             groups = self._weight_sync.sample(self, self.engine, run)
-            self._sampler_check.look(self, groups, sampling)
+            self._sampler_check.look(self, self.engine, groups, sampling)
             return groups
         with self.support.whole_weights(self.policy):
             return self._generate(prompts, sampling, num_generations, seed) if prompts else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,10 +22,11 @@ from pl_grouprl.strategies.weights import local_weights
 from pl_grouprl.utilities.distributed import gather_plain
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms.sampling_module import SamplingModule
+    from pl_grouprl.algorithms.policy_module import PolicyModule
 
 T = TypeVar("T")
 Named = tuple[str, Tensor]
+Timed = Callable[[str], AbstractContextManager[None]]
 
 MAX_LOSSES = 3
 """A sampler that is lost so often in a row is given up."""
@@ -36,9 +37,13 @@ class WeightSync:
 
     They have changed if a bit of them has, on any rank, whoever wrote it. Nothing is assumed of the sampler at the
     start of a run. All ranks take part in everything, and what one of them raises ends it on all.
+
+    Args:
+        timed: Charges what runs inside to the part `weight_sync` of the step's time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timed: Timed) -> None:
+        self._timed = timed
         self._version = 0
         self._metrics: dict[str, float] = {"count": 0.0, "seconds": 0.0, "restarts": 0.0}
         self.forget()
@@ -58,7 +63,7 @@ class WeightSync:
         taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         return {f"sync/{name}": value for name, value in taken.items()}
 
-    def sample(self, module: SamplingModule, engine: SyncedRolloutEngine, run: Callable[[], T]) -> T:
+    def sample(self, module: PolicyModule, engine: SyncedRolloutEngine, run: Callable[[], T]) -> T:
         """Let all ranks sample from the weights that the policy has now.
 
         Args:
@@ -86,7 +91,7 @@ class WeightSync:
             "See in its own log why it ends."
         ) from lost
 
-    def _update(self, module: SamplingModule, engine: SyncedRolloutEngine) -> None:
+    def _update(self, module: PolicyModule, engine: SyncedRolloutEngine) -> None:
         """Give the sampler weights, unless it has the present ones of every rank."""
         policy, known = module.policy, engine.version == self._version
         present, base = fingerprint(policy), fingerprint(policy, frozen_only=True)
@@ -96,13 +101,13 @@ class WeightSync:
             return
         with_base = not all(rank_has_base for _, rank_has_base, _ in told)
         self._version = 1 + max(version for _, _, version in told)
-        with module._timed("weight_sync"):
+        with self._timed("weight_sync"):
             start = time.perf_counter()
             figures = together(lambda: self._send(module, engine, with_base), module.device)
             self._add({**figures, "count": 1.0, "seconds": time.perf_counter() - start})
         self._given, self._given_base = present, base
 
-    def _send(self, module: SamplingModule, engine: SyncedRolloutEngine, with_base: bool) -> dict[str, float]:
+    def _send(self, module: PolicyModule, engine: SyncedRolloutEngine, with_base: bool) -> dict[str, float]:
         policy, separate = module.policy, engine.adapter == "separate"
         passes = [module.support.named_weights(policy) for _ in range(1 + (separate and with_base))]
         # Lightning validates in inference mode, whose tensors could not be written to later.
