@@ -7,14 +7,15 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import SplitResult, urlencode, urlsplit
 
 from pl_grouprl.rollout.server.wire import HEARTBEAT
 
 T = TypeVar("T")
 
 _SILENCE = 12 * HEARTBEAT
-"""So long may a rollout be without a sign of life before its connection counts as broken."""
+_LEAST_SILENCE = 3 * HEARTBEAT
+"""So long may a rollout be without a sign of life before its connection counts as broken: `timeout`, within these."""
 
 _BROKEN = 5
 """A rollout whose connection breaks so often is given up."""
@@ -48,8 +49,9 @@ class ServerClient:
     Args:
         url: `http://host:port`, or `https://...` where something in front of the server speaks TLS.
         token: What the server was started with.
-        timeout: Seconds that a server may be away, and that a request other than for rollouts may take. Rollouts may
-            take any time: the server sends signs of life meanwhile.
+        timeout: Seconds that a server may be away or silent, and that a request other than for rollouts may take.
+            Rollouts may take any time: the server sends signs of life meanwhile, and is silent after 15 seconds at the
+            earliest.
 
     Raises:
         ValueError: If the url or the token is none.
@@ -57,7 +59,7 @@ class ServerClient:
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        if not _is_server(parts):
             raise ValueError(f"urls holds {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
             raise ValueError("token holds characters that no header can carry; use printable ASCII without blanks.")
@@ -136,6 +138,7 @@ class ServerClient:
         away: float | None = None
         wait = _FIRST_WAIT
         while True:
+            began = time.monotonic()
             try:
                 return attempt()
             except RefusedError as error:
@@ -143,12 +146,11 @@ class ServerClient:
                     raise
                 reason: Exception = error
             except _Broken as error:  # it has answered
-                reason, away, wait = error, None, _FIRST_WAIT
+                reason, away, wait = error, time.monotonic(), _FIRST_WAIT
             except (OSError, http.client.HTTPException) as error:
                 reason = error
-            now = time.monotonic()
-            away = now if away is None else away
-            if now + wait > away + self.timeout:
+            away = began if away is None else away
+            if time.monotonic() + wait > away + self.timeout:
                 raise RuntimeError(
                     f"the sampling server at {self.url} was waited for {self.timeout:g} seconds and did not come back "
                     f"({type(reason).__name__}: {reason}). Start it (python -m pl_grouprl.rollout.server --model ... "
@@ -167,7 +169,7 @@ class ServerClient:
             connection.close()
 
     def _stream(self, path: str, body: bytes, counts: list[int], version: int) -> list[list[dict[str, Any]]]:
-        connection = self._connect(min(self.timeout, _SILENCE))
+        connection = self._connect(max(_LEAST_SILENCE, min(self.timeout, _SILENCE)))
         try:
             response = self._ask(connection, "POST", path, body, "application/json")
             try:
@@ -219,6 +221,19 @@ class ServerClient:
     @property
     def _port(self) -> int:
         return self._parts.port or (443 if self._parts.scheme == "https" else 80)
+
+
+def _is_server(parts: SplitResult) -> bool:
+    try:
+        has_port = parts.port != 0
+    except ValueError:
+        return False
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and has_port
+        and not ("@" in parts.netloc or parts.query or parts.fragment)
+    )
 
 
 def _read(response: http.client.HTTPResponse) -> dict[str, Any]:

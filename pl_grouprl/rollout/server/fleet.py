@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,8 +53,11 @@ def share(ask: Callable[[int, int], T], tasks: int, servers: int, at_once: int) 
 
     at_once = min(at_once, -(-tasks // servers))
     with ThreadPoolExecutor(max(1, servers * at_once), thread_name_prefix="sampling-server") as pool:
-        for server in [server for _ in range(at_once) for server in range(servers)]:
-            pool.submit(work, server)
+        try:
+            wait([pool.submit(work, server) for _ in range(at_once) for server in range(servers)])
+        except BaseException:  # Ctrl-C
+            waiting.clear()
+            raise
     if failed:
         raise failed[0]
     return [found[task] for task in range(tasks)]

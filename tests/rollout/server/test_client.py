@@ -123,8 +123,32 @@ def test_a_server_that_says_nothing_is_not_waited_for_longer():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(RuntimeError, match=r"was waited for 0\.5 seconds and did not come back .*[tT]ime"):
-            ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.5).info()
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"was waited for 2 seconds and did not come back .*[tT]ime"):
+            ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=2).info()
+        assert 1.9 < time.monotonic() - start < 3.5
+
+
+def test_rollouts_may_take_longer_than_the_timeout(monkeypatch):
+    monkeypatch.setattr(client_module, "_LEAST_SILENCE", 2.0)  # instead of three signs of life
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            for line in (lines({"version": 3}), b"\n", WHOLE):
+                self.wfile.write(line)
+                time.sleep(0.6)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        found = ServerClient(f"http://127.0.0.1:{server.server_port}", timeout=0.3).generate(REQUEST)
+        server.shutdown()
+    assert found[0][0]["token_ids"] == ROLLOUT["token_ids"]
 
 
 def test_rollouts_that_always_break_off_end():
@@ -180,11 +204,22 @@ def test_answers_that_are_none_of_a_sampling_server():
         ServerClient(url, timeout=3).info()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://user:word@host:1", "http://h?a=b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:8000", "ftp://host", "http://", "http://user:word@host:1", "http://:word@h:1", "http://h?a=b"),
+        *("http://h#a", "http://h:0", "http://h:99999", "http://h:abc"),
+    ],
+)
 def test_a_url_must_be_one(url):
     with pytest.raises(ValueError, match=r"it must be like http://127\.0\.0\.1:8000") as error:
         ServerClient(url)
     assert "word" not in str(error.value)
+
+
+def test_an_address_of_ipv6():
+    with pytest.raises(RuntimeError, match=r"at http://\[::1\]:9 was waited for .*--host ::1 --port 9"):
+        ServerClient("http://[::1]:9", timeout=0.1).info()
 
 
 def test_a_token_must_fit_into_a_header():
