@@ -112,12 +112,11 @@ class ServerClient:
 
     def connect(self, *, unique_id: str, rank_offset: int, world_size: int) -> None:
         """Let the server's workers join a group of processes (NCCL); returns when they have joined."""
-        told = {"unique_id": unique_id, "rank_offset": rank_offset, "world_size": world_size}
-        self._once("POST", "/weights/connect", json.dumps(told).encode())
+        self._meet("/weights/connect", {"unique_id": unique_id, "rank_offset": rank_offset, "world_size": world_size})
 
     def announce(self, update: str, index: int, described: Mapping[str, Any]) -> None:
-        """Let the server's workers receive a bucket that is broadcast to them. Not tried again: it would not come."""
-        self._once("POST", "/weights/broadcast", json.dumps({"update": update, "index": index, **described}).encode())
+        """Let the server's workers receive a bucket that is broadcast to them."""
+        self._meet("/weights/broadcast", {"update": update, "index": index, **described})
 
     def end_weights(self, update: str, version: int, names: list[str]) -> list[list[list[Any]]]:
         """Let the weights take effect. Returns what each worker has, for `check_weights`."""
@@ -127,6 +126,18 @@ class ServerClient:
     def abort_weights(self, update: str) -> None:
         """Drop an update if it is the server's present one. Asked once: whoever aborts has other troubles."""
         self._once("POST", "/weights/abort", json.dumps({"update": update}).encode(), timeout=min(self.timeout, 10.0))
+
+    def _meet(self, path: str, told: Mapping[str, Any]) -> None:
+        """Let the workers take part in something. Asked once: the others would not come again."""
+        try:
+            self._once("POST", path, json.dumps(told).encode())
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"the workers of the sampling server at {self.url} have waited {self.timeout:g} seconds for NCCL, "
+                "which they do without end if another process has died meanwhile. End the server and start it again."
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise RefusedError(self.url, 409, {"error": f"it has gone ({error}).", "version": None}) from error
 
     def _call(
         self, method: str, path: str, body: bytes | None = None, kind: str = "application/json"

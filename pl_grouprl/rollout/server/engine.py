@@ -128,9 +128,9 @@ class VLLMServerRolloutEngine:
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        fleet = self._ready()
         sent: dict[str, int] = {}
         with self._understood():
+            fleet = self._ready()
             fleet.begin()
             try:
                 size = fleet.send(cast(weights, fleet.dtype, sent), self._bucket_bytes)
@@ -139,6 +139,8 @@ class VLLMServerRolloutEngine:
                         check_weights(sent, workers)
             except BaseException:
                 fleet.abort()
+                if self.transfer == "nccl":  # workers that still wait for something are in that group
+                    self._leave()
                 raise
         self._updates = fleet.updates
         return size
@@ -149,8 +151,7 @@ class VLLMServerRolloutEngine:
         for client, info in zip(self._clients, infos, strict=True):
             self._check_server(client.url, info, infos[0]["model"])
         if self._fleet is None or not self._fleet.is_same(infos):
-            if self._fleet is not None:
-                self._fleet.close()
+            self._leave()
             self._fleet = Fleet(self._clients, infos, self.transfer)
         return self._fleet
 
@@ -250,6 +251,9 @@ class VLLMServerRolloutEngine:
     def close(self) -> None:
         """Let go of the servers, which go on; the next `update_weights` finds them again."""
         self.version, self._updates = None, []
+        self._leave()
+
+    def _leave(self) -> None:
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None

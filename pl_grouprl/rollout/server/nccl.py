@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
@@ -100,6 +101,7 @@ class Broadcaster:
             for one, before in zip(join, _sums(workers), strict=True)
         ]
         _raise_early(joining)
+        self._ending = threading.Lock()
         self._group = uid_init_process_group(identity, 0, world_size, torch.cuda.current_device())
         for future in joining:
             future.result()
@@ -127,25 +129,29 @@ class Broadcaster:
         for future in told:
             future.add_done_callback(self._abort_if_failed)
         torch.cuda.current_stream().synchronize()  # the broadcast has streams of its own
-        packed_nccl_broadcast_producer(
-            iterator=iter(bucket),
-            group=self._group,
-            src=0,
-            post_iter_func=_value,
-            buffer_size_bytes=_PACK_BYTES,
-            num_buffers=_PACKS,
-        )
-        for future in told:
-            future.result()
+        try:
+            packed_nccl_broadcast_producer(
+                iterator=iter(bucket),
+                group=self._group,
+                src=0,
+                post_iter_func=_value,
+                buffer_size_bytes=_PACK_BYTES,
+                num_buffers=_PACKS,
+            )
+        except RuntimeError:
+            _raise_early(told)  # why the group was left
+            raise
+        _raise_early(told, None)  # servers beside one that fails may never come back
 
     def close(self) -> None:
-        """Leave the group."""
-        self._group.destroy()
+        """Leave the group, also while something is broadcast. Calling it again is harmless."""
+        with self._ending:
+            self._group.destroy()
 
     def _abort_if_failed(self, told: Future[Any]) -> None:
         """NCCL would wait without end for a server that does not come."""
         if told.exception() is not None:
-            self._group.destroy()
+            self.close()
 
 
 def _value(item: tuple[str, Tensor]) -> Tensor:
@@ -156,7 +162,12 @@ def _sums(counts: Sequence[int]) -> list[int]:
     return [sum(counts[:index]) for index in range(len(counts))]
 
 
-def _raise_early(calls: Sequence[Future[Any]], seconds: float = 1.0) -> None:
-    """Raise what a server refuses at once: it would not come to the meeting, and NCCL waits without end."""
+def _raise_early(calls: Sequence[Future[Any]], seconds: float | None = 1.0) -> None:
+    """Raise what a server refuses at once: it would not come to the meeting, and NCCL waits without end.
+
+    Args:
+        calls: Of all servers.
+        seconds: To wait for a failure; None waits for all calls.
+    """
     for future in wait(calls, timeout=seconds, return_when=FIRST_EXCEPTION).done:
         future.result()

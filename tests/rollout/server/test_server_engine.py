@@ -322,6 +322,60 @@ def test_nccl_needs_a_gpu(policy, servers):
         make_engine(policy, server, transfer="nccl").update_weights(weights(policy), version=1)
 
 
+class Broadcaster:
+    """Tells the servers of each bucket, and sends none of it."""
+
+    made = 0
+
+    def __init__(self, workers, join, pool):
+        type(self).made += 1
+        for rank, one in enumerate(join):
+            one(unique_id="id", rank_offset=1 + rank, world_size=1 + sum(workers))
+
+    def send(self, bucket, announce, pool):
+        self.last = [name for name, _ in bucket]
+        for one in announce:
+            one({"names": self.last, "dtypes": [], "shapes": []})
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("place", ["/weights/broadcast", "/weights/connect"])
+def test_nccl_with_a_server_that_goes_or_says_nothing(policy, servers, monkeypatch, place):
+    from pl_grouprl.rollout.server import fleet as fleet_module
+    from pl_grouprl.rollout.server import nccl
+
+    monkeypatch.setattr(nccl, "check_device", lambda: None)
+    monkeypatch.setattr(nccl, "Broadcaster", Broadcaster)
+    monkeypatch.setattr(fleet_module, "_on_gpu", lambda stream: stream)
+    server = servers()
+    server.info["transfer"] = "nccl"
+    server._weights_connect = server._weights_broadcast = lambda handler, body: (200, {})
+
+    def go(path):
+        if path.startswith(place):
+            server.before = lambda path: None
+            raise ConnectionAbortedError  # the connection ends without an answer
+
+    def hang(path):
+        if path.startswith(place):
+            server.before = lambda path: None
+            time.sleep(2)
+
+    engine = make_engine(policy, server, transfer="nccl")
+    server.before = go
+    before = Broadcaster.made
+    with pytest.raises(SamplerLostError, match="it has gone"):
+        engine.update_weights(weights(policy), version=1)
+    assert engine._fleet is None  # nothing is broadcast in a group that was left
+    engine._clients[0].timeout = 1
+    server.before = hang
+    with pytest.raises(RuntimeError, match=r"have waited 1 seconds for NCCL, .* End the server and start it again"):
+        engine.update_weights(weights(policy), version=2)
+    assert Broadcaster.made == before + 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
