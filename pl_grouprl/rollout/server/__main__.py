@@ -12,18 +12,19 @@ from pl_grouprl.rollout.server.guard import check_host
 from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
 
 DECIDED_HERE = (
+    "data_parallel_size",  # start several servers instead
     "disable_log_stats",
     "enable_prefix_caching",
     "generation_config",
     "logprobs_mode",
     "quantization",
     "runner",
-    "runner",
     "skip_tokenizer_init",
+    "speculative_config",  # its drafts have no log-probabilities
     "weight_transfer_config",
     "worker_extension_cls",
 )
-"""Arguments of vLLM that the server sets itself: rollouts and the comparison of weights depend on them."""
+"""Arguments of vLLM that the server decides about: rollouts and the comparison of weights depend on them."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -95,7 +96,9 @@ def _check(options: argparse.Namespace) -> None:
     known = {name for name in vars(options) if name != "option"} | set(DECIDED_HERE)
     for name, _ in options.option:
         if name in known:
-            raise ValueError(f"--option sets {name}, which has an option of its own or is set by the server; drop it.")
+            raise ValueError(
+                f"--option sets {name}, which has an option of its own or is decided by the server; drop it."
+            )
 
 
 def _option(text: str) -> tuple[str, object]:

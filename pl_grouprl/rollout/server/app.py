@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -12,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from pl_grouprl.rollout.server.guard import TokenGuard
 from pl_grouprl.rollout.server.sampler import Asked, RefusalError, Sampler
@@ -21,6 +24,9 @@ MAX_JSON = 256 << 20
 """Bytes of a JSON body."""
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
+_PREFIX = f"pl-grouprl-{secrets.token_hex(8)}-"
+"""Of the folders that buckets lie in, of this process alone."""
+
 _SPARE = 64 << 20
 """Bytes that are left free there."""
 
@@ -151,7 +157,7 @@ def _add_buckets(app: FastAPI, sampler: Sampler, max_bytes: int) -> None:
         if not index.isdecimal() or not update:
             raise RefusalError(422, "the address needs ?update=ID&index=NUMBER.")
         size = _length(request, "application/octet-stream", max_bytes)
-        with tempfile.TemporaryDirectory(prefix="pl-grouprl-", dir=_folder(size)) as folder:  # for this user alone
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_folder(size)) as folder:  # for this user alone
             path = Path(folder) / "bucket.safetensors"
             await _store(request, path, size)
             _check_safetensors(path)
@@ -222,12 +228,26 @@ def _folder(size: int) -> Path | None:
     return None
 
 
+def leftovers() -> list[str]:
+    """Patterns of the folders that are left where this process is killed."""
+    return [str(parent / f"{_PREFIX}*") for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir()))]
+
+
 async def _store(request: Request, path: Path, size: int) -> None:
-    with path.open("wb") as file:
-        async for piece in request.stream():
-            file.write(piece)
-        if file.tell() != size:
-            raise RefusalError(400, f"the body has {file.tell()} bytes, its Content-Length says {size}.")
+    try:
+        with path.open("wb") as file:
+            async for piece in request.stream():
+                file.write(piece)
+            if file.tell() != size:
+                raise RefusalError(400, f"the body has {file.tell()} bytes, its Content-Length says {size}.")
+    except ClientDisconnect:
+        raise RefusalError(400, "the body broke off.") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RefusalError(
+            507, f"{path.parent.parent} has no room for {size} bytes; make some, or lower bucket_mib."
+        ) from error
 
 
 def _check_safetensors(path: Path) -> None:

@@ -7,6 +7,7 @@ import ipaddress
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 _OPEN = ("/health",)
 """Paths that need no token."""
@@ -20,7 +21,8 @@ class TokenGuard:
 
     Args:
         app: The application.
-        token: The token, compared in constant time; None lets everything through.
+        token: The token, compared in constant time. None lets everything through that asks for this machine by one of
+            its own names: a page in a browser cannot, even if its name is made to lead here.
     """
 
     def __init__(self, app: Application, token: str | None) -> None:
@@ -28,22 +30,26 @@ class TokenGuard:
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answer 401, or let the application answer."""
-        if scope["type"] != "http" or self._expected is None or scope["path"] in _OPEN or self._may(scope):
+        """Answer 401 or 403, or let the application answer."""
+        if scope["type"] != "http" or scope["path"] in _OPEN or self._may(scope):
             await self.app(scope, receive, send)
             return
-        body = json.dumps({"error": "the token is missing or wrong; pass token=, or set PL_GROUPRL_TOKEN."}).encode()
+        status, error = 401, "the token is missing or wrong; pass token=, or set PL_GROUPRL_TOKEN."
+        if self._expected is None:
+            status, error = 403, "the server has no token, so it must be asked as 127.0.0.1 or localhost; set a token."
+        body = json.dumps({"error": error}).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"www-authenticate", b"Bearer"),
             (b"connection", b"close"),  # what it sends is not read
         ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     def _may(self, scope: Scope) -> bool:
-        assert self._expected is not None
+        if self._expected is None:
+            return all(_is_loopback(_hostname(value)) for name, value in scope["headers"] if name == b"host")
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
@@ -59,6 +65,13 @@ def check_host(host: str, token: str | None) -> None:
             f"--host is {host}, where other machines can reach the server, and there is no token; pass --token or set "
             "PL_GROUPRL_TOKEN, or leave --host at 127.0.0.1."
         )
+
+
+def _hostname(header: bytes) -> str:
+    try:
+        return urlsplit(f"//{header.decode('latin-1')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

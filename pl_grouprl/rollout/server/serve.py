@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from pl_grouprl.rollout.server.app import make_app
+from pl_grouprl.rollout.server.app import leftovers, make_app
 from pl_grouprl.rollout.server.orphans import start_guard
 from pl_grouprl.rollout.server.sampler import Sampler
 
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit code: 0, or 1 if the engine has died.
     """
-    start_guard()
+    start_guard(leftovers())
     return asyncio.run(_serve(options))
 
 
@@ -95,6 +95,10 @@ def engine_arguments(options: argparse.Namespace) -> Any:
         "max_num_seqs": options.max_num_seqs,
         **dict(options.option),
     }
+    common = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
+    twice = common.keys() & asked.keys()
+    if twice:
+        raise ValueError(f"--option sets {min(twice)}, which the server decides on this device; drop it.")
     try:
         return AsyncEngineArgs(
             model=options.model,
@@ -103,7 +107,7 @@ def engine_arguments(options: argparse.Namespace) -> Any:
             enforce_eager=options.enforce_eager,
             seed=options.seed,
             load_format=options.load_format,
-            **common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl"),
+            **common,
             **{name: value for name, value in asked.items() if value is not None},
         )
     except TypeError as error:

@@ -49,6 +49,8 @@ def test_other_machines_need_a_token(capsys, host):
         (["--option", "logprobs_mode=raw_logprobs"], "--option sets logprobs_mode, which has an option of its own"),
         (["--option", "quantization=fp8"], "--option sets quantization"),
         (["--option", "max_num_seqs=3"], "--option sets max_num_seqs"),
+        (["--option", "data_parallel_size=2"], "--option sets data_parallel_size"),
+        (["--option", 'speculative_config={"method": "ngram"}'], "--option sets speculative_config"),
         (["--option", "nonsense"], "'nonsense' is not like max_num_batched_tokens=8192"),
         (["--token", "a b\n"], "--token holds characters that no header can carry"),
         (["--token", ""], "--token holds characters that no header can carry"),
