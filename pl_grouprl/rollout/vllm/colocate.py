@@ -12,9 +12,11 @@ from torch import Tensor
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
 from pl_grouprl.rollout.engine import AdapterWeights
 from pl_grouprl.rollout.media import check_media
+from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype, sampler_dtype
+from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.rollout.weights.buckets import buckets
 from pl_grouprl.rollout.weights.casting import cast
 from pl_grouprl.rollout.weights.compare import check_weights
@@ -195,15 +197,19 @@ class VLLMRolloutEngine:
             FloatingPointError: If the model's logits are not finite.
         """
         policy = self.policy
-        policy.check(prompts, sampling, num_generations, self.max_model_len)
-        if media is not None:
-            check_media(policy.model, prompts, media)
         if self.version is None:
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
-        stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
-        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        media = media or [{}] * len(prompts)
-        groups = self._vllm.sample(prompts, media, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
+        given: Sequence[Media] = [{}] * len(prompts) if media is None else media
+
+        def plan() -> tuple[list[list[int]], StopStrings]:
+            policy.check(prompts, sampling, num_generations, self.max_model_len)
+            check_media(policy.model, prompts, given)
+            check_temperature(sampling)
+            return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
+
+        seeds, stop = self._vllm.agree(plan)
+        end_ids = policy.end_ids(sampling)
+        groups = self._vllm.sample(prompts, given, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
         policy.decode(rollout for group in groups for rollout in group)
         if self._vllm.sleep():
             self.version = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -20,6 +20,7 @@ from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.model_folder import check_native, write_model_folder
 from pl_grouprl.rollout.vllm.process import EngineProcess
 from pl_grouprl.rollout.vllm.ranks import (
+    agree,
     engine_arguments,
     engine_environment,
     engine_group,
@@ -31,6 +32,8 @@ from pl_grouprl.types import Media, Rollout, SamplingConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
+
+T = TypeVar("T")
 
 _DECIDED_HERE = {
     "model": "the policy",
@@ -234,6 +237,10 @@ class VLLMInstance:
         if self._adapter is not None:
             own += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
         return gather_from(self._group, [list(weight) for weight in own])
+
+    def agree(self, run: Callable[[], T]) -> T:
+        """Run something that a rank may refuse, before ranks with one engine sample together; see `ranks.agree`."""
+        return agree(self._group, run)
 
     def sample(
         self,

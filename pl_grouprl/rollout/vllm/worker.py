@@ -61,7 +61,16 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         """Nothing to connect."""
 
     def start_weight_update(self) -> None:
-        """Get the layers ready to be loaded anew."""
+        """Get the layers ready to be loaded anew.
+
+        Raises:
+            ValueError: If there are experts on a CPU, whose packed weights a reload of vLLM 0.32 leaves as they are.
+        """
+        if self.device.type == "cpu" and any(hasattr(layer, "moe_config") for layer in self.model.modules()):
+            raise ValueError(
+                f"{type(self.model).__name__} is a mixture of experts, whose weights vLLM cannot renew on CPUs; sample "
+                "with HFRolloutEngine, or on a GPU."
+            )
         with without_lora(self.model):
             initialize_layerwise_reload(self.model)
 

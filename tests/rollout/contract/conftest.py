@@ -4,7 +4,7 @@ import pytest
 from helpers.engines import open_subject
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # one vLLM in a process: it ends before other tests begin
 def subject(request, tmp_path_factory):
     with open_subject(request.param, tmp_path_factory.mktemp(request.param)) as opened:
         yield opened
