@@ -104,7 +104,7 @@ def check(mixer: nn.Module, forest: Forest, dtype: torch.dtype = torch.float32) 
     expected = with_gradients(each_sequence_alone, mixer, forest, dtype)
     actual = with_gradients(packed, mixer, forest, dtype)
     for name, value in expected.items():
-        assert relative_error(actual[name], value) < 5e-5, name
+        assert relative_error(actual[name], value) < 1e-4, name  # processors round differently: 6e-5 on some
 
 
 # Root, inner segments and leaves of no token, of one, of fewer than the kernel and of more than a chunk; a lone root.
