@@ -16,8 +16,9 @@ from pl_grouprl.cli import main
 from pl_grouprl.data import MostFrequentDigit
 from pl_grouprl.models import LoRAAdapter, PretrainedPolicy, WarmStartedPolicy
 from pl_grouprl.rewards import LeadingCorrectCharacters
-from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 
+ENGINES = HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 DOCS = Path(pl_grouprl.__file__).resolve().parents[1] / "docs"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -59,7 +60,7 @@ OPTIONS = {
     "model.init_args.optimizer": parameters(OptimizerConfig),
     "model.init_args.policy.init_args": parameters(PretrainedPolicy),
     "model.init_args.policy.init_args.adapter": parameters(LoRAAdapter),
-    "model.init_args.engine.init_args": parameters(HFRolloutEngine) - {"model", "tokenizer"},
+    "model.init_args.engine.init_args": parameters(*ENGINES) - {"model", "tokenizer"},
     "data.init_args": parameters(PromptDataModule),
     "trainer": parameters(Trainer),
 }
