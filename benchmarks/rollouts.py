@@ -29,13 +29,19 @@ from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine  # noqa: E402
 from pl_grouprl.types import SamplingConfig  # noqa: E402
 from pl_grouprl.utilities import optional  # noqa: E402
 
-VOCAB = 32_000
+METHODS = ("generate", "repeat cache", "hf", "vllm")
+
+_SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 32_000}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "small": _SMALL | {"num_hidden_layers": 4},
+    "48m": _SMALL | {"num_hidden_layers": 8, "vocab_size": 44_544},
+    "0.6b": {
+        **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+        **{"head_dim": 128, "vocab_size": 32_000},
+    },
 }
-"""Of Qwen3; `0.6b` is Qwen3-0.6B with a smaller vocabulary."""
+"""Of Qwen3, embeddings tied, one key/value head for two heads. `0.6b` is Qwen3-0.6B with a smaller vocabulary."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--threads", type=int, help="of PyTorch and vLLM")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall or processor time (default: wall)")
-    parser.add_argument("--only", nargs="+", choices=("generate", "hf", "vllm"), help="leave the others out")
+    parser.add_argument("--only", nargs="+", choices=METHODS, help="leave the others out")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     options = parser.parse_args(arguments)
     if options.threads:
@@ -82,8 +88,6 @@ def make_model(shape: str, dtype: torch.dtype) -> Any:
     config = AutoConfig.for_model(
         "qwen3",
         **SHAPES[shape],
-        vocab_size=VOCAB,
-        head_dim=64 if shape == "small" else 128,
         num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
@@ -103,9 +107,10 @@ def make_methods(model: Any, options: argparse.Namespace) -> tuple[dict[str, Cal
     hf = HFRolloutEngine(model)
     methods: dict[str, Callable[[], Any]] = {
         "generate": on_new_prompts(options, lambda prompts: generate(model, prompts, options)),
+        "repeat cache": on_new_prompts(options, lambda prompts: repeat_cache(model, prompts, options)),
         "hf": on_new_prompts(options, lambda prompts: hf.generate(prompts, sampling, **asked)),
     }
-    wanted = options.only or ["generate", "hf", *(["vllm"] if optional.VLLM_AVAILABLE else [])]
+    wanted = options.only or [name for name in METHODS if name != "vllm" or optional.VLLM_AVAILABLE]
     if "vllm" in wanted:
         length = options.prompt_length + options.new_tokens
         vllm = VLLMRolloutEngine(max_model_len=length, enforce_eager=options.device == "cpu")
@@ -120,10 +125,10 @@ def make_methods(model: Any, options: argparse.Namespace) -> tuple[dict[str, Cal
 
 def on_new_prompts(options: argparse.Namespace, run: Callable[[list[list[int]]], Any]) -> Callable[[], Any]:
     """Call something with other random prompts each time; the n-th ones are the same for all methods."""
-    rng = random.Random(0)
+    rng, vocab_size = random.Random(0), SHAPES[options.shape]["vocab_size"]
 
     def tokens() -> list[int]:
-        return [rng.randrange(1, VOCAB) for _ in range(options.prompt_length)]
+        return [rng.randrange(1, vocab_size) for _ in range(options.prompt_length)]
 
     return lambda: run([tokens() for _ in range(options.prompts)])
 
@@ -133,8 +138,26 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], options: argparse.Nam
     """What a trainer without an engine of its own does: every rollout has its own copy of the prompt."""
     repeated = [list(prompt) for prompt in prompts for _ in range(options.generations)]
     inputs = torch.tensor(repeated, device=options.device)
+    return _generate(model, inputs, options)
+
+
+@torch.no_grad()
+def repeat_cache(model: Any, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Any:
+    """What transformers lets one write by hand: encode the prompts once, copy their cache for every rollout.
+
+    The last token of the prompts is left to `generate`, which wants at least one that the cache does not hold.
+    """
+    from transformers import DynamicCache
+
+    inputs, cache = torch.tensor(prompts, device=options.device), DynamicCache(config=model.config)
+    model(inputs[:, :-1], past_key_values=cache, logits_to_keep=1)
+    cache.batch_repeat_interleave(options.generations)
+    return _generate(model, inputs.repeat_interleave(options.generations, dim=0), options, past_key_values=cache)
+
+
+def _generate(model: Any, inputs: torch.Tensor, options: argparse.Namespace, **kwargs: Any) -> Any:
     length = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
-    return model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, **length)
+    return model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, **length, **kwargs)
 
 
 def rows(timings: dict[str, Timing], rollouts: int, new_tokens: int) -> list[dict[str, Any]]:
@@ -162,11 +185,11 @@ def show(report: dict[str, Any]) -> None:
         f"{options['prompts']} prompts of {options['prompt_length']} tokens, {options['generations']} rollouts of "
         f"{options['new_tokens']} tokens each; {options['rounds']} rounds"
     )
-    print(f"{'':10} {'seconds':>9} {'rollouts/s':>11} {'tokens/s':>10} {'speedup':>8}  (range)")
+    print(f"{'':12} {'seconds':>9} {'rollouts/s':>11} {'tokens/s':>10} {'speedup':>8}  (range)")
     for row in report["rows"]:
         spread = f"{row['speedup']:8.2f}  ({row['smallest']:.2f}-{row['largest']:.2f})" if "speedup" in row else ""
         figures = f"{row['seconds']:9.2f} {row['rollouts_per_second']:11.2f} {row['tokens_per_second']:10.0f}"
-        print(f"{row['method']:10} {figures} {spread}")
+        print(f"{row['method']:12} {figures} {spread}")
     if report["weight_sync"]:
         sync = report["weight_sync"]
         print(f"weights to vLLM: {sync['bytes'] / 2**20:.0f} MiB in {sync['seconds']:.2f} s, checksums included")
