@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from pl_grouprl.attention.backends.backend import Backend
 from pl_grouprl.attention.backends.cascade_plan import CascadePlan, Index, longest_block, plan_cascade
 from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenKernel
+from pl_grouprl.attention.backends.merge import merge, take
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -88,18 +89,18 @@ def cascade_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output, shape [S, H, V], and the log-sum-exp of all scores, sinks included, shape [H, S]."""
     own = plan.own
-    out, lse = kernel.forward(query, _take(key, own.keys), _take(value, own.keys), own.call, scale)
-    if plan.others or sinks_H is not None:
-        out = out.to(lse.dtype)  # partial outputs are merged in float32
+    out, lse = kernel.forward(query, take(key, own.keys), take(value, own.keys), own.call, scale)
+    if plan.parts_of_query > 2:  # what is merged more than once is rounded once, at the end
+        out = out.to(lse.dtype)
     for step in plan.others:
         part, part_lse = kernel.forward(
-            _take(query, step.queries), _take(key, step.keys), _take(value, step.keys), step.call, scale
+            take(query, step.queries), take(key, step.keys), take(value, step.keys), step.call, scale
         )
-        _merge(out, lse, part, part_lse, step.queries)
+        merge(out, lse, part, part_lse, step.queries)
     if sinks_H is not None:  # one more key for everybody, with a value of zero
-        with_sink = torch.logaddexp(lse, sinks_H.to(lse.dtype)[:, None])
-        out = out * (lse - with_sink).exp().t()[..., None]
-        lse = with_sink
+        sinks_H1 = sinks_H.to(lse.dtype)[:, None]
+        torch.mul(out, torch.sigmoid(lse - sinks_H1).t()[..., None], out=out)
+        lse = torch.logaddexp(lse, sinks_H1)
     return out.to(query.dtype), lse
 
 
@@ -116,68 +117,51 @@ def cascade_backward(
     kernel: VarlenKernel,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and sinks, given that of the output and what the forward pass returned."""
-    grad, parts = grad.contiguous(), _Gradients(query, key, value)
+    grad = grad.contiguous()
+    sums = [_Sum(query, plan.parts_of_query), _Sum(key, plan.parts_of_key), _Sum(value, plan.parts_of_key)]
     for step in (plan.own, *plan.others):
         asked, asking = step.keys, step.queries
-        parts.add(
-            asking,
-            asked,
-            kernel.backward(
-                _take(grad, asking), _take(query, asking), _take(key, asked), _take(value, asked),
-                _take(out, asking), _take(lse.t(), asking).t(), step.call, scale,
-            ),
+        parts = kernel.backward(
+            take(grad, asking), take(query, asking), take(key, asked), take(value, asked),
+            take(out, asking), take(lse.t(), asking).t(), step.call, scale,
         )  # fmt: skip
+        for total, index, part in zip(sums, (asking, asked, asked), parts, strict=True):
+            total.add(index, part)
     grad_sinks = None
     if sinks_H is not None:
         # A key with a value of zero: the gradient of its score is -p * sum(grad * out).
         shares_HT = (sinks_H.to(lse.dtype)[:, None] - lse).exp()
         inner_HT = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1).t()
         grad_sinks = -(shares_HT * inner_HT).sum(dim=-1).to(sinks_H.dtype)
-    grad_query, grad_key, grad_value = parts.total()
+    grad_query, grad_key, grad_value = (total.total() for total in sums)
     return grad_query, grad_key, grad_value, grad_sinks
 
 
-class _Gradients:
-    """Adds up partial gradients of query, key and value."""
+class _Sum:
+    """Adds up partial gradients of a packed tensor, in float32 where a token has so many that rounding would add up.
 
-    def __init__(self, *tensors: Tensor) -> None:
-        self._tensors = tensors
-        self._totals: list[Tensor | None] = [None] * len(tensors)
+    Two numbers added in place are rounded once, as they would be at the end of a sum in float32.
+    """
 
-    def add(self, queries: Index, keys: Index, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        for number, (index, part) in enumerate(zip((queries, keys, keys), parts, strict=True)):
-            total, tensor = self._totals[number], self._tensors[number]
-            if total is None and isinstance(index, slice) and part.shape[0] == tensor.shape[0]:
-                self._totals[number] = part
-                continue
-            if total is None or total.dtype != torch.promote_types(tensor.dtype, torch.float32):
-                wide = torch.promote_types(tensor.dtype, torch.float32)  # rounded once, at the end
-                total = torch.zeros_like(tensor, dtype=wide) if total is None else total.to(wide)
-                self._totals[number] = total
-            if isinstance(index, slice):
-                total[index] += part
-            else:
-                total.index_add_(0, index, part.to(total.dtype))
+    def __init__(self, tensor: Tensor, most_parts: int) -> None:
+        self._tensor = tensor
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        self._dtype = wide if most_parts > 2 else tensor.dtype
+        self._total: Tensor | None = None
 
-    def total(self) -> list[Tensor]:
-        return [
-            torch.zeros_like(tensor) if total is None else total.to(tensor.dtype)
-            for total, tensor in zip(self._totals, self._tensors, strict=True)
-        ]
+    def add(self, index: Index, part: Tensor) -> None:
+        if self._total is None and isinstance(index, slice) and part.shape[0] == self._tensor.shape[0]:
+            self._total = part.to(self._dtype)
+            return
+        if self._total is None:
+            self._total = torch.zeros_like(self._tensor, dtype=self._dtype)
+        if isinstance(index, slice):
+            self._total[index].add_(part)
+        else:
+            self._total.index_add_(0, index, part.to(self._dtype))
 
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
-    """Fold a partial softmax over more keys into `out` [S, H, V] and `lse` [H, S] at the tokens `where`."""
-    old_lse = _take(lse.t(), where).t()
-    new_lse = torch.logaddexp(old_lse, part_lse)
-    old_weight = (old_lse - new_lse).exp_().t()[..., None]
-    part_weight = (part_lse - new_lse).exp_().t()[..., None]
-    out[where] = _take(out, where) * old_weight + part * part_weight
-    lse[:, where] = new_lse
-
-
-def _take(packed: Tensor, index: Index) -> Tensor:
-    return packed[index] if isinstance(index, slice) else packed.index_select(0, index)
+    def total(self) -> Tensor:
+        return torch.zeros_like(self._tensor) if self._total is None else self._total.to(self._tensor.dtype)
 
 
 def has_fast_kernel(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> bool:
@@ -215,7 +199,9 @@ def prepare(
         kernel = CUDAKernel() if query.is_cuda else CPUKernel()
     # The fused kernel for CPU takes it for granted that the numbers of a head lie side by side.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    return (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)), plan, kernel
+    # Squeezed, not indexed: the gradient of an index is a copy into a tensor of zeros.
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    return (query, key, value), plan, kernel
 
 
 def _same_head_size(*tensors: Tensor, multiple_of: int) -> list[Tensor]:

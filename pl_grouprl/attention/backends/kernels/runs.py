@@ -61,14 +61,14 @@ class Runs:
     def put(self, batch: Tensor, packed: Tensor) -> None:
         """The inverse of `take`, into `packed`."""
         if self.tokens is None:
-            packed[self.index] = batch[0].transpose(0, 1).to(packed.dtype)
+            packed[self.index].copy_(batch[0].transpose(0, 1))
         else:
             packed.index_copy_(0, self.tokens, self._flat(batch).to(packed.dtype))
 
     def add(self, batch: Tensor, packed: Tensor) -> None:
         """As `put`, but adds to what `packed` holds."""
         if self.tokens is None:
-            packed[self.index] += batch[0].transpose(0, 1)
+            packed[self.index].add_(batch[0].transpose(0, 1))
         else:
             packed.index_add_(0, self.tokens, self._flat(batch).to(packed.dtype))
 

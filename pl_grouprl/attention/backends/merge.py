@@ -1,0 +1,43 @@
+"""Partial attention outputs become one by their log-sum-exp, in place and in one pass over what is merged.
+
+Legend: S packed tokens that are run, N of them that are merged, H query heads, E head size of values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.attention.backends.cascade_plan import Index
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
+    """Fold a partial softmax over more keys into another (Cascade Inference, FlashInfer, 2024), in place.
+
+    Args:
+        out: Output over the keys so far, shape [S, H, E].
+        lse: Log-sum-exp of the scores so far, shape [H, S], float32 or wider.
+        part: Output over the further keys, shape [N, H, E].
+        part_lse: Log-sum-exp of their scores, shape [H, N].
+        where: The tokens that are merged, each once.
+    """
+    lse_SH, part_lse_NH = lse.t(), part_lse.t()
+    old, old_lse_NH = take(out, where), take(lse_SH, where)
+    _merge_in_place(old, old_lse_NH, part, part_lse_NH)
+    if not isinstance(where, slice):  # those were copies
+        out.index_copy_(0, where, old)
+        lse_SH.index_copy_(0, where, old_lse_NH)
+
+
+def _merge_in_place(out: Tensor, lse_NH: Tensor, part: Tensor, part_lse_NH: Tensor) -> None:
+    share = torch.sigmoid(part_lse_NH - lse_NH)[..., None]
+    if out.dtype == part.dtype == share.dtype:
+        out.lerp_(part, share)
+    else:  # what is merged is rounded once
+        out.copy_(torch.lerp(out.to(share.dtype), part.to(share.dtype), share))
+    torch.logaddexp(lse_NH, part_lse_NH, out=lse_NH)
+
+
+def take(packed: Tensor, index: Index) -> Tensor:
+    """Tokens of a packed tensor: a view for a slice, else a copy."""
+    return packed[index] if isinstance(index, slice) else packed.index_select(0, index)
