@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -11,13 +11,17 @@ class StepClock:
     """Charges every moment of a step to one part: the innermost that is running, or `other` where none is.
 
     A part that is entered inside another stops the outer one meanwhile, so no time counts twice, and the parts add up
-    to the step whatever calls whatever. The clock is monotonic. It belongs to the main thread.
+    to the step whatever calls whatever. It belongs to the main thread.
 
     Time counts when it is charged, which `enter`, `leave` and `mark` do. What passes after the last of them is in no
     part: a step that ends with a `mark` leaves out what callbacks do behind it.
+
+    Args:
+        now: Gives the time in seconds; monotonic.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._seconds: dict[str, float] = {}
         self.start()
 
@@ -25,7 +29,7 @@ class StepClock:
         """Begin a step. Parts of earlier steps are known still, with 0 seconds."""
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._running = ["other"]
-        self._charged_until = time.perf_counter()
+        self._charged_until = self._now()
 
     def enter(self, name: str) -> None:
         """Begin a part; `part` does so for a block of code."""
@@ -49,7 +53,7 @@ class StepClock:
 
     def mark(self) -> None:
         """Charge the time until now to the part that is running; it goes on running."""
-        now = time.perf_counter()
+        now = self._now()
         name = self._running[-1]
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._charged_until
         self._charged_until = now

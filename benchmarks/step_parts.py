@@ -1,0 +1,160 @@
+"""What a training step is made of, timed from outside: functions of the package are wrapped for the time of a fit.
+
+Parts of `MODEL_WORK` are what the arithmetic needs: sampling, decoder and head forward, backward, the optimizer. All
+others are what a trainer adds to it. Every moment counts for the innermost part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer import call as hooks
+
+from benchmarks.measure import CLOCKS
+from pl_grouprl.algorithms import collecting, group_ppo, mini_batch, passes, ppo
+from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.step_clock import StepClock
+from pl_grouprl.algorithms.step_terms import StepTerms
+
+MODEL_WORK = ("rollouts", "scoring", "values", "forward", "backward", "optimizer")
+
+TOKEN_GROUPS = "token groups"
+
+OVERHEAD = (
+    "rewards",
+    "packing",
+    "advantages",
+    TOKEN_GROUPS,
+    "loss",
+    "gradient norm",
+    "metrics",
+    "logging",
+    "callbacks",
+    "other",
+)
+"""`other` is Lightning's loop and what no other part names."""
+
+
+class StepParts(Callback):
+    """Times the parts of every training step; put it first among the callbacks.
+
+    A step goes from one `on_train_batch_start` to the next, so that all that is done between two steps belongs to one.
+
+    Args:
+        clock: One of `measure.CLOCKS`.
+        device: `cuda` waits for the device at the borders of parts, so that each has the time of its own kernels.
+
+    Attributes:
+        steps: For each step the seconds of each part.
+    """
+
+    def __init__(self, clock: str, device: str = "cpu") -> None:
+        self.steps: list[dict[str, float]] = []
+
+        def now() -> float:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return CLOCKS[clock]()
+
+        self._clock = StepClock(now)
+        self._before: dict[str, float] = {}
+        self._patches = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wrap what is timed."""
+        for owner, name, part in timed_functions(trainer, pl_module):
+            self._patch(owner, name, self._timed(getattr(owner, name), part))
+        (optimizer,) = trainer.optimizers
+        self._patch(optimizer, "step", self._timed_step(optimizer.step))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """End a step and begin the next."""
+        self._end_step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the last step, and restore what was wrapped."""
+        self._end_step()
+        self._patches.close()
+
+    def _end_step(self) -> None:
+        self._clock.mark()
+        total = self._clock.seconds
+        if self._before:
+            self.steps.append({part: total[part] - self._before.get(part, 0.0) for part in total})
+        self._before = total
+
+    def _patch(self, owner: Any, name: str, wrapped: Any) -> None:
+        self._patches.enter_context(mock.patch.object(owner, name, wrapped))
+
+    def _timed(self, function: Callable[..., Any], part: str | tuple[str, str]) -> Callable[..., Any]:
+        """The function, charged to a part; of two to the first one with gradient, to the second one without."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self._clock.part(part if isinstance(part, str) else part[not torch.is_grad_enabled()]):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def _timed_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """An optimizer's step; the closure, in which Lightning runs forward and backward, is no part of it."""
+        timed = self._timed(step, "optimizer")
+
+        @functools.wraps(step)
+        def with_closure(closure: Callable[[], Any] | None = None) -> Any:
+            return timed(None if closure is None else self._timed(closure, "other"))
+
+        return with_closure
+
+
+def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str | tuple[str, str]]]:
+    """What is wrapped: its owner, its name, and the part it is charged to, as `StepParts` takes it."""
+    functions: list[tuple[Any, str, str | tuple[str, str]]] = [
+        (module.engine, "generate", "rollouts"),
+        (module, "score", ("forward", "scoring")),
+        (torch.Tensor, "backward", "backward"),
+        (module, "start_rewards", "rewards"),
+        (module, "_finish_rewards", "rewards"),
+        (passes, "lay_out", "packing"),
+        (mini_batch, "lay_out", "packing"),
+        (passes.Passes, "__init__", "packing"),
+        (passes.Passes, "_mini_batch", "packing"),
+        (RolloutBuffer, "__init__", "packing"),
+        (RolloutBuffer, "select", "packing"),
+        (RolloutBuffer, "in_order", "packing"),
+        (RolloutBuffer, "put", "packing"),
+        (module, "prepare", "advantages"),
+        (module, "policy_terms", "loss"),
+        (module, "divide", "loss"),
+        (module, "on_before_optimizer_step", "gradient norm"),
+        (module, "configure_gradient_clipping", "gradient norm"),
+        (collecting, "summarize", "metrics"),
+        (collecting, "rollout_metrics", "metrics"),
+        (collecting, "merge_reward_metrics", "metrics"),
+        (StepTerms, "add", "metrics"),
+        (StepTerms, "reduced", "metrics"),
+        (module, "log", "logging"),
+        (module, "log_dict", "logging"),
+        (trainer._logger_connector, "log_metrics", "logging"),
+        (trainer._logger_connector, "update_train_step_metrics", "logging"),
+        (hooks, "_call_callback_hooks", "callbacks"),
+    ]
+    if isinstance(module, ppo.PPO):
+        functions += [
+            (module.critic, "values", ("forward", "values")),
+            (ppo, "hidden_states", ("forward", "values")),
+            (ppo, "shorten", "packing"),
+            (module, "_value_loss", "loss"),
+        ]
+    if isinstance(module, group_ppo.GroupPPO):
+        functions += [
+            (group_ppo, "find_token_groups", TOKEN_GROUPS),
+            (group_ppo, "token_group_advantages", TOKEN_GROUPS),
+        ]
+    return functions
