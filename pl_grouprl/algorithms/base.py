@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.algorithms.collecting import CollectingModule
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
-from pl_grouprl.algorithms.passes import Passes, RowOptions
+from pl_grouprl.algorithms.passes import KeptRow, Passes, RowOptions
 from pl_grouprl.algorithms.policy_module import evaluating
 from pl_grouprl.algorithms.resume import compare_options, restore_rollouts
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
@@ -96,6 +96,7 @@ class RolloutModule(CollectingModule, ABC):
         self._cycle_seconds = 0.0
         self._cycle_is_whole = False
         self._sequence_group: Any = None
+        self._kept_row = KeptRow()
 
     # What a subclass fills in.
 
@@ -263,7 +264,7 @@ class RolloutModule(CollectingModule, ABC):
     ) -> list[tuple[tuple[int, ...], list[Tensor | None]]]:
         """What a function gives for each pass, with the rollouts that it is about. Fillers are run and left out."""
         found = []
-        for pass_ in Passes(buffer, range(len(buffer.groups)), self._row_options(1)):
+        for pass_ in Passes(buffer, range(len(buffer.groups)), self._row_options(1), self._kept_row):
             if isinstance(pass_, MiniBatch):
                 values = [None if value is None else value.cpu() for value in function(pass_.scoring)]
                 if pass_.rollout_numbers:
@@ -288,7 +289,7 @@ class RolloutModule(CollectingModule, ABC):
         # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
         torch.manual_seed(self._derive_seed("update", batch.rollout_number, batch.update_index))
         members = buffer.members(batch.update_index)
-        passes = Passes(buffer, members, self._row_options(self.sequence_parallel_size))
+        passes = Passes(buffer, members, self._row_options(self.sequence_parallel_size), self._kept_row)
         if passes.number > 1:
             self.total_denominators(self._denominators_of(buffer, members))
         terms = StepTerms()
@@ -304,6 +305,8 @@ class RolloutModule(CollectingModule, ABC):
             self._check_denominators(terms, buffer, members)
         metrics = terms.reduced(self.sum_over_ranks, lambda values: self.reduce_sums(values, "max"))
         buffer.updates_done = batch.update_index + 1
+        if buffer.updates_done == self.updates_per_rollout:
+            self._kept_row.clear()
         shown = {"reward": buffer.metrics["reward"], "prefix/token_ratio": metrics.pop("prefix/token_ratio")}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         hidden = {name: value for name, value in buffer.metrics.items() if name not in shown}

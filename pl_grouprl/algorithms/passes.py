@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from pl_grouprl.algorithms.distribution import from_state, to_state
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_group, filler_tokens, lay_out
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.schedule import agree, plan_schedule
+from pl_grouprl.algorithms.schedule import Part, agree, plan_schedule
 from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.packing import Sharing
+from pl_grouprl.packing import ScoringBatch, Sharing
+from pl_grouprl.packing.transfer import move_together
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 
@@ -41,6 +43,26 @@ class RowOptions:
     sequence_ranks: int = 1
 
 
+class KeptRow:
+    """The row that was laid out last: scoring and update of the same rollouts share it, with all that hangs on it."""
+
+    def __init__(self) -> None:
+        self._of: tuple[RolloutBuffer, Any] | None = None
+        self._scoring: ScoringBatch | None = None
+
+    def get(self, buffer: RolloutBuffer, key: Any, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
+        """The row of that buffer and key, laid out anew if the last one was another."""
+        same = self._of is not None and self._of[0] is buffer and self._of[1] == key
+        if self._scoring is None or not same:
+            self.clear()  # before there are two
+            self._of, self._scoring = (buffer, key), lay_out()
+        return self._scoring
+
+    def clear(self) -> None:
+        """Let go of it."""
+        self._of = self._scoring = None
+
+
 class Passes:
     """The passes over some groups of a buffer, as many and of the same kinds on every rank.
 
@@ -48,13 +70,17 @@ class Passes:
         buffer: This rank's rollouts.
         indices: Which of its groups take part.
         options: How they are laid out.
+        kept: Where the last row is kept for further passes.
 
     Raises:
         ValueError: If a rollout, or a prompt, is too long for the budget.
     """
 
-    def __init__(self, buffer: RolloutBuffer, indices: Sequence[int], options: RowOptions) -> None:
+    def __init__(
+        self, buffer: RolloutBuffer, indices: Sequence[int], options: RowOptions, kept: KeptRow | None = None
+    ) -> None:
         self._buffer, self._options = buffer, options
+        self._kept = KeptRow() if kept is None else kept
         ranks = options.sequence_ranks
         limit = None if options.max_tokens is None else options.max_tokens * ranks
         self._schedule = plan_schedule(buffer.groups, indices, options.sharing, limit)
@@ -69,15 +95,16 @@ class Passes:
     def __iter__(self) -> Iterator[MiniBatch | PrefixPass]:
         """Slices of a large group come first, then the pass through its prefix, which goes backward only."""
         rows, *slices = self._shape
-        own = [self._buffer.select(row) for row in self._schedule.rows]
         for number, count in enumerate(slices):
             for chosen in self._of_peers(self._slices(number, count)):
                 group = chosen[-1][0][0]
                 prefix = PrefixPass(group, self._options.device, self._options.sequence_group)
                 yield from (self._mini_batch(part, prefix) for part in chosen)
                 yield prefix
-        for row in [self._filler()] * (rows - len(own)) + own:  # real rows are last
-            yield from (self._mini_batch(chosen) for (chosen,) in self._of_peers([row]))
+        for parts in [()] * (rows - len(self._schedule.rows)) + [*self._schedule.rows]:  # real rows are last
+            row = self._buffer.select(parts) if parts else self._filler()
+            for (chosen,) in self._of_peers([row]):
+                yield self._mini_batch(chosen, parts=parts)
 
     def _slices(self, number: int, count: int) -> list[Chosen]:
         """The slices of a split group, with fillers in front."""
@@ -99,9 +126,13 @@ class Passes:
         for peer in gather_plain(states, self._options.device, group):
             yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
 
-    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MiniBatch:
+    def _mini_batch(
+        self, chosen: Chosen, prefix: PrefixPass | None = None, parts: tuple[Part, ...] = ()
+    ) -> MiniBatch:
+        """Lay a pass out. One of known parts of the buffer, which no peer has a share in, is kept."""
         groups, tokens, numbers = chosen
         options = self._options
-        scoring = lay_out(groups, options.sharing, options.device, prefix, options.sequence_group)
-        on_device = {name: own.to(options.device) for name, own in tokens.items()}
-        return MiniBatch(scoring, on_device, groups, numbers, 1 / options.sequence_ranks)
+        lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)
+        keeps = parts and options.sequence_group is None
+        scoring = self._kept.get(self._buffer, (parts, options), lay) if keeps else lay()
+        return MiniBatch(scoring, move_together(tokens, options.device), groups, numbers, 1 / options.sequence_ranks)

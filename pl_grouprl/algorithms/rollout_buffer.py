@@ -126,19 +126,24 @@ class RolloutBuffer:
             parts: Indices of groups, each with the indices of the rollouts that are taken.
 
         Returns:
-            The groups with these rollouts, their per-token quantities, and the place of each rollout in the buffer.
+            The groups with these rollouts (those of the buffer where all are taken), their per-token quantities, and
+            the place of each rollout in the buffer.
         """
         first_rollouts = list(accumulate((len(group.rollouts) for group in self.groups), initial=0))
         groups, numbers = [], []
         tokens: dict[str, list[Tensor]] = {name: [] for name in self.tokens}
         for index, chosen in parts:
             group = self.groups[index]
-            groups.append(replace(group, rollouts=[group.rollouts[number] for number in chosen]))
             numbers += [first_rollouts[index] + number for number in chosen]
-            lengths = [len(rollout.token_ids) for rollout in group.rollouts]
+            whole = list(chosen) == list(range(len(group.rollouts)))
+            groups.append(group if whole else replace(group, rollouts=[group.rollouts[number] for number in chosen]))
+            lengths = [] if whole else [len(rollout.token_ids) for rollout in group.rollouts]
             for name, values in self.tokens.items():
-                pieces = values[index].split(lengths)
-                tokens[name] += [pieces[number] for number in chosen]
+                if whole:
+                    tokens[name].append(values[index])
+                else:
+                    pieces = values[index].split(lengths)
+                    tokens[name] += [pieces[number] for number in chosen]
         return groups, {name: torch.cat(values) for name, values in tokens.items()}, tuple(numbers)
 
     def in_order(self, values: Sequence[Tensor], numbers: Sequence[int], *, per_token: bool) -> Tensor:
@@ -149,8 +154,11 @@ class RolloutBuffer:
             numbers: The place of each rollout in the buffer, through all parts; each rollout once.
             per_token: Whether there is a value per token, not per rollout.
         """
+        joined = torch.cat(list(values))
+        if list(numbers) == sorted(numbers):
+            return joined
         lengths = self.rollout_lengths[list(numbers)].tolist() if per_token else [1] * len(numbers)
-        pieces = torch.cat(list(values)).split(lengths)
+        pieces = joined.split(lengths)
         places = sorted(range(len(numbers)), key=lambda place: numbers[place])
         return torch.cat([pieces[place] for place in places])
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.packing.media import join_media
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.packing.transfer import move_together
+from pl_grouprl.types import Rollout, RolloutGroup
 
 Sharing = Literal["shared", "repeated"]
 """`shared` encodes each prompt once; `repeated` is the usual padded batch with the prompt in every row."""
@@ -115,63 +118,66 @@ def pack(
     )
     encode = _packed_row if sharing == "shared" else _padded_rows
     model_inputs, predict_index_N, final_index_B = encode(groups, layout)
-    model_inputs |= join_media(groups, sharing)
-    trained = [bit for r in rollouts for bit in (r.loss_mask if r.loss_mask is not None else [1] * len(r.token_ids))]
-    return ScoringBatch(
-        model_inputs={name: v.to(device) if isinstance(v, Tensor) else v for name, v in model_inputs.items()},
-        predict_index_N=predict_index_N.to(device),
-        targets_N=_int64([token for rollout in rollouts for token in rollout.token_ids]).to(device),
-        rollout_index_N=torch.arange(len(rollouts)).repeat_interleave(_int64(lengths)).to(device),
-        loss_mask_N=torch.tensor(trained, dtype=torch.bool, device=device),
-        final_index_B=final_index_B.to(device),
-        rollout_lengths=tuple(lengths),
-        layout=layout,
-        sharing=sharing,
+    moved = move_together(
+        {
+            "predict_index_N": predict_index_N,
+            "targets_N": _int64([rollout.token_ids for rollout in rollouts]),
+            "rollout_index_N": torch.arange(len(rollouts)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
+            "loss_mask_N": _loss_mask(rollouts),
+            "final_index_B": final_index_B,
+            **model_inputs,
+        },
+        device,
     )
+    model_inputs = {name: moved.pop(name) for name in model_inputs}
+    model_inputs |= {name: value.to(device) for name, value in join_media(groups, sharing).items()}
+    if sharing == "shared":
+        model_inputs["prefix_layout"] = layout
+    return ScoringBatch(model_inputs, **moved, rollout_lengths=tuple(lengths), layout=layout, sharing=sharing)
 
 
 def _packed_row(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
-    tokens: list[int] = []
-    for group in groups:
-        tokens += group.prompt_ids
-        for rollout in group.rollouts:
-            tokens += rollout.token_ids
-    predict: list[int] = []
-    final: list[int] = []
-    for segment in layout.segments:
-        if segment.parent is None:
-            continue
-        end_of_prompt = layout.segments[segment.parent].stop - 1
-        final.append(segment.stop - 1 if segment.length else end_of_prompt)
-        if segment.length:
-            # The last token of the prompt predicts the first of each rollout; the others are predicted in place.
-            predict += [end_of_prompt, *range(segment.start, segment.stop - 1)]
-    inputs = {
-        "input_ids": _int64(tokens)[None],
-        "position_ids": layout.position_ids[None],
-        "prefix_layout": layout,
-    }
-    return inputs, _int64(predict), _int64(final)
+    token_ids = [ids for group in groups for ids in (group.prompt_ids, *(own.token_ids for own in group.rollouts))]
+    rollouts = [segment for segment in layout.segments if segment.parent is not None]
+    ends_of_prompts = [layout.segments[segment.parent].stop - 1 for segment in rollouts]  # type: ignore[index]
+    # A token is predicted at the one before it; the first of a rollout at the end of the prompt.
+    is_rollout_T = layout.per_token([segment.parent is not None for segment in layout.segments])
+    predict_N = is_rollout_T.nonzero()[:, 0] - 1
+    firsts = accumulate((segment.length for segment in rollouts), initial=0)
+    begun = [(first, end) for first, end, own in zip(firsts, ends_of_prompts, rollouts, strict=False) if own.length]
+    if begun:
+        places, ends = torch.tensor(begun).unbind(1)
+        predict_N[places] = ends
+    final = [own.stop - 1 if own.length else end for own, end in zip(rollouts, ends_of_prompts, strict=True)]
+    inputs = {"input_ids": _int64(token_ids)[None], "position_ids": layout.position_ids[None]}
+    return inputs, predict_N, torch.tensor(final)
 
 
 def _padded_rows(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
     width = max(layout.repeated_lengths)
     input_ids_BL = torch.zeros(len(layout.repeated_lengths), width, dtype=torch.long)
     attention_mask_BL = torch.zeros_like(input_ids_BL)
-    predict: list[int] = []
+    predict: list[range] = []
     final: list[int] = []
     row = 0
     for group in groups:
         prefix_len = len(group.prompt_ids)
         for rollout in group.rollouts:
-            sequence = group.prompt_ids + rollout.token_ids
-            input_ids_BL[row, : len(sequence)] = _int64(sequence)
-            attention_mask_BL[row, : len(sequence)] = 1
-            predict += range(row * width + prefix_len - 1, row * width + len(sequence) - 1)
-            final.append(row * width + len(sequence) - 1)
+            length = prefix_len + len(rollout.token_ids)
+            input_ids_BL[row, :length] = _int64([group.prompt_ids, rollout.token_ids])
+            attention_mask_BL[row, :length] = 1
+            predict.append(range(row * width + prefix_len - 1, row * width + length - 1))
+            final.append(row * width + length - 1)
             row += 1
-    return {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}, _int64(predict), _int64(final)
+    return {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}, _int64(predict), torch.tensor(final)
 
 
-def _int64(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.long)
+def _loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
+    """Which response tokens are trained, bool, shape [N]."""
+    masks = [[True] * len(own.token_ids) if own.loss_mask is None else own.loss_mask for own in rollouts]
+    return _int64(masks).bool()
+
+
+def _int64(parts: Sequence[Sequence[int]]) -> Tensor:
+    """Join lists of integers. By way of NumPy, which reads lists three times as fast as `torch.tensor`."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64, sum(map(len, parts))))

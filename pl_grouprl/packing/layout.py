@@ -6,9 +6,8 @@ Legend: T packed tokens, S segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from torch import Tensor
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of consecutive tokens of a packed row.
 
     Attributes:
@@ -126,10 +124,7 @@ class SharedPrefixLayout:
     @cached_property
     def position_ids(self) -> Tensor:
         """Position of each token in its own sequence, shape [T], int64."""
-        return torch.cat(
-            [torch.arange(s.position, s.position + s.length) for s in self.segments]
-            or [torch.empty(0, dtype=torch.long)]
-        )
+        return torch.arange(self.num_tokens) + self.per_token([s.position - s.start for s in self.segments])
 
     def positions_on(self, device: torch.device) -> Tensor:
         """`position_ids` on a device."""
