@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache
+from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
 from pl_grouprl.rollout.prefill import NextTokenLogits, Prefix, left_padding_mask
 from pl_grouprl.rollout.sampling import sample_tokens, uniforms
+from pl_grouprl.rollout.shared_prompt import MIN_SAVED_TOKENS, find_shared_prompts
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Rollout, SamplingConfig
 
@@ -35,6 +36,7 @@ class DecodeBatch:
         end_ids: Tokens that end a sequence.
         stop: Strings that end a sequence.
         seed: Of the random streams.
+        min_saved_tokens: Copies of prompt tokens that sharing prompts must save, per prompt.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class DecodeBatch:
         end_ids: Sequence[int],
         stop: StopStrings,
         seed: int,
+        min_saved_tokens: float = MIN_SAVED_TOKENS,
     ) -> None:
         device = parts[0][0].logits_PV.device
         indexed = [(prefix, torch.tensor(rows, device=device)) for prefix, rows in parts]
@@ -55,12 +58,14 @@ class DecodeBatch:
         self.end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
         self.width = max(prefix.width for prefix, _ in parts)
         limit = self.width + sampling.max_new_tokens
-        self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit)
+        prompts = find_shared_prompts(parts, min_saved_tokens)
+        self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit, prompts)
         self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
         # What follows has one row per live sequence and is reordered when sequences leave.
         self.row_B = torch.arange(len(sequences), device=device)
         self.position_B = torch.tensor(positions, device=device)
-        self.prompt_mask_BS = left_padding_mask(lengths, self.width, device)
+        masked = needs_padding_mask(self.cache)
+        self.prompt_mask_BS = left_padding_mask(lengths, self.width, device) if masked else None
         self.uniforms_BT: Tensor | None = None
         self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
         # What has been drawn so far, one entry per step.

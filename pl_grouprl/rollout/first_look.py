@@ -52,7 +52,7 @@ def check_decoding(model: Any, sample: Sample) -> None:
 
     Args:
         model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.
-        sample: Samples one rollout per prompt, without end tokens.
+        sample: Samples one rollout per prompt or more, without end tokens.
 
     Raises:
         ValueError: If they differ by more than rounding.
@@ -64,7 +64,11 @@ def check_decoding(model: Any, sample: Sample) -> None:
     prompts = [Prompt(tokens[start : start + length]) for start, length in enumerate(LENGTHS)]
     with uncompiled():
         groups = sample(prompts, SAMPLING)
-        worst = max(_difference(model, p.token_ids, group[0]) for p, group in zip(prompts, groups, strict=True))
+        worst = max(
+            _difference(model, prompt.token_ids, rollout)
+            for prompt, group in zip(prompts, groups, strict=True)
+            for rollout in group
+        )
     if worst > _allowed(model):
         raise ValueError(
             f"HFRolloutEngine cannot sample from {type(model).__name__}: behind its cache a log-probability differs by "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -127,7 +128,9 @@ class HFRolloutEngine:
         asked = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
         stop = StopStrings(self.tokenizer, sampling.stop)
         end_ids = end_token_ids(self.model, self.tokenizer, sampling)
-        with _evaluating(self.model):
+        from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts  # imports transformers
+
+        with _evaluating(self.model), attending_to_shared_prompts(self.model):
             if min(limits.values(), default=LONGEST) >= LONGEST:
                 check_decoding(self.model, self._sample_freely)
             groups = self._generate(
@@ -139,7 +142,14 @@ class HFRolloutEngine:
         return groups
 
     def _sample_freely(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
-        return self._generate(prompts, sampling, 1, 0, end_ids=[], stop=StopStrings(None, ()))
+        """Two rollouts of each prompt: one behind a copy of it, one behind the prompt itself where layers share it."""
+        groups = [
+            self._generate(
+                prompts, sampling, 1, 0, end_ids=[], stop=StopStrings(None, ()), min_saved_tokens=min_saved_tokens
+            )
+            for min_saved_tokens in (math.inf, 0)
+        ]
+        return [copied + shared for copied, shared in zip(*groups, strict=True)]
 
     def _generate(
         self,
@@ -151,6 +161,7 @@ class HFRolloutEngine:
         end_ids: Sequence[int],
         stop: StopStrings,
         indices: Sequence[int] | None = None,
+        **sharing: float,
     ) -> list[list[Rollout]]:
         from pl_grouprl.rollout.decode import DecodeBatch  # imports transformers
         from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore
@@ -163,7 +174,7 @@ class HFRolloutEngine:
         for chunk, needed_later in self._chunks(distinct, sequences, store.padding):
             parts = store.select([key for key, _, _ in chunk], needed_later)
             names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
-            batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed)
+            batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed, **sharing)
             del parts  # the prompts' caches have been copied
             for (_, prompt, _), rollout in zip(chunk, batch.run(logits), strict=True):
                 groups[prompt].append(rollout)

@@ -1,11 +1,10 @@
-"""The cache of a decode batch: rows copied from prefilled prompts, room ahead, rows that can leave.
+"""The cache of a decode batch: prefilled prompts, shared or copied, room ahead, rows that can leave.
 
 Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head size.
 
-transformers' own dynamic layer concatenates at every step, which copies the whole cache once per token. Here a layer
-keeps a buffer with room to spare, writes new entries into it and hands out a view, so a step costs what it adds.
-A row that leaves is replaced by the last one: dropping k rows copies k rows at most, and is done whenever something
-finishes.
+Layers with full attention share the prompts where that is worth it (`shared_prompt`), and grow without copying
+(`growing`). A row that leaves is replaced by the last one: dropping k rows copies k rows at most, and is done whenever
+something finishes.
 
 Layers that stay small keep transformers' own class and are copied row by row: sliding windows and chunks, which hold
 the last positions only, and the states of convolutions and linear attention, which have no positions at all. Other
@@ -23,6 +22,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from pl_grouprl.rollout.growing import GrowingLayer
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts
+
 Part = tuple[Cache, Tensor]
 """A prefilled cache, right-aligned, and the rows of it to take; a row may be taken several times."""
 
@@ -39,100 +41,33 @@ _STATES = {
 """transformers' layers that are copied as they are, by what they hold. Names, as not every release has all of them."""
 
 
-class GrowingLayer(DynamicLayer):
-    """A dynamic cache layer over a preallocated buffer. `keys` and `values` are views of its filled part.
-
-    Args:
-        keys: Buffer of the keys, shape [B, K, capacity, H]; its first `length` positions are filled.
-        values: Buffer of the values, the head size may differ.
-        length: Number of positions that are filled.
-        limit: Positions that will ever be needed; the buffer never grows beyond.
-    """
-
-    MIN_GROWTH = 128
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor, length: int, limit: int) -> None:
-        super().__init__()
-        self.dtype, self.device = keys.dtype, keys.device
-        self.limit = limit
-        self.is_initialized = True
-        self._show(keys, values, len(keys), length)
-
-    @classmethod
-    def capacity(cls, length: int, limit: int) -> int:
-        """Positions to allocate when `length` are filled: half as many again, so that all copying stays linear."""
-        return max(length, min(limit, length + max(cls.MIN_GROWTH, length // 2)))
-
-    def _show(self, keys: Tensor, values: Tensor, rows: int, length: int) -> None:
-        self._buffers = keys, values
-        self.keys, self.values = keys[:rows, :, :length], values[:rows, :, :length]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append new entries and return everything cached.
-
-        Args:
-            key_states: New keys, shape [B, K, new positions, H].
-            value_states: New values.
-            args: Ignored; what some models pass along.
-            kwargs: Ignored, too.
-
-        Returns:
-            Keys and values, views of shape [B, K, S, H].
-        """
-        rows, length = self.keys.shape[0], self.keys.shape[2]
-        total = length + key_states.shape[2]
-        keys, values = self._buffers
-        if total > keys.shape[2]:
-            capacity = self.capacity(total, self.limit)
-            keys, values = (_resized(filled, capacity) for filled in (self.keys, self.values))
-        keys[:rows, :, length:total] = key_states
-        values[:rows, :, length:total] = value_states
-        self._show(keys, values, rows, total)
-        return self.keys, self.values
-
-    def move_rows(self, targets: Tensor, sources: Tensor, rows: int) -> None:
-        """Copy some rows over others, then keep the first `rows`."""
-        length = self.keys.shape[2]
-        for filled in (self.keys, self.values):
-            filled[targets] = filled[sources]
-        self._show(*self._buffers, rows, length)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows at `indices`, in that order; a row may be kept several times."""
-        length = self.keys.shape[2]
-        self._show(self.keys[indices], self.values[indices], len(indices), length)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, copies of a row side by side."""
-        self.batch_select_indices(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
-
-
-def _resized(filled: Tensor, capacity: int) -> Tensor:
-    buffer = filled.new_empty(*filled.shape[:2], capacity, filled.shape[3])
-    buffer[:, :, : filled.shape[2]] = filled
-    return buffer
-
-
-def gather_cache(parts: Sequence[Part], width: int, limit: int) -> Cache:
+def gather_cache(parts: Sequence[Part], width: int, limit: int, prompts: SharedPrompts | None = None) -> Cache:
     """Build the cache of a decode batch from prefilled prompts.
 
     Args:
         parts: Prefilled caches and the rows to take, in the order of the batch.
         width: Positions of the widest part; narrower ones are padded on the left with zeros, to be masked.
         limit: Positions that decoding will need at most.
+        prompts: The prompts, to be shared by the layers that can; None copies them for every row.
 
     Raises:
         ValueError: If a layer keeps what it has seen in another form than keys, values and states of fixed size, or
             keeps it outside of the cache.
     """
     first: list[Any] = parts[0][0].layers
-    layers = [
-        _gather_layer(index, [(cache.layers[index], rows) for cache, rows in parts], width, limit)
-        for index in range(len(first))
-    ]
+    layers: list[Any] = []
+    for index in range(len(first)):
+        held = [(cache.layers[index], rows) for cache, rows in parts]
+        if prompts is not None and all(isinstance(layer, PromptLayer) and layer.can_be_shared for layer, _ in held):
+            layers.append(ContinuedPromptsLayer([layer for layer, _ in held], prompts, width, limit))
+        else:
+            layers.append(_gather_layer(index, held, width, limit))
     return Cache(layers=layers)
+
+
+def needs_padding_mask(cache: Cache) -> bool:
+    """Whether padding is in the cache: not where all layers share prompts, which are kept without."""
+    return not all(isinstance(layer, ContinuedPromptsLayer) for layer in cache.layers)
 
 
 def has_states(cache: Cache) -> bool:
@@ -145,7 +80,7 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
     name = type(first).__name__
     if name == "DummyLayer":  # stores nothing: reads the cache of another layer, or needs none
         return first
-    if type(first) is DynamicLayer and first.is_initialized:
+    if type(first) in (DynamicLayer, PromptLayer) and first.is_initialized:
         capacity = GrowingLayer.capacity(width, limit)
         keys = _gather([(part.keys, rows) for part, rows in parts], width, capacity)
         values = _gather([(part.values, rows) for part, rows in parts], width, capacity)
@@ -171,8 +106,8 @@ def _holds_something(layer: Any) -> bool:
 
 
 def _why_not(layer: Any) -> str:
-    name = type(layer).__name__
-    if type(layer) is DynamicLayer or name in _KEYS | _STATES:
+    name = "DynamicLayer" if isinstance(layer, PromptLayer) else type(layer).__name__
+    if name in {"DynamicLayer"} | _KEYS | _STATES:
         return f"leaves its {name} empty, so that it keeps its state elsewhere"
     return f"caches its state as {name}"
 
@@ -231,4 +166,7 @@ def drop_rows(cache: Cache, finished_B: Tensor) -> Tensor:
             layer.move_rows(targets, sources, remaining)
         else:
             layer.reorder_cache(order)
+    shared = next((layer.prompts.rows for layer in layers if isinstance(layer, ContinuedPromptsLayer)), None)
+    if shared is not None:  # one for all layers
+        shared.keep(order.tolist())
     return order

@@ -144,9 +144,13 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
 
 def new_cache(model: Any) -> Cache:
     """An empty cache with the layers that the model needs."""
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    return DynamicCache(config=model.config)
+    from pl_grouprl.rollout.shared_prompt import PromptLayer
+
+    cache = DynamicCache(config=model.config)
+    cache.layers = [PromptLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:

@@ -1,0 +1,201 @@
+"""Attention of rollouts to a prompt that all of them share, and to what each has of its own.
+
+Legend: B rows of a decode batch, H query heads, K key/value heads, R = H / K, D head size, T tokens of all prompts,
+S positions of a row behind its prompt.
+
+The rows of a prompt ask it together, as one run of queries, so that its keys and values are read once; the two parts
+of a softmax are put together by their log-sum-exp, as in Cascade Inference (FlashInfer, 2024) and Hydragen
+(arXiv:2402.05099).
+
+Which layers can do that is not read off a list of models. While prompts are encoded, an attention function of ours
+stands before the model's own and sees whether a layer reads its cache plainly: the very tensors that the cache has
+handed out, under nothing but a causal mask. Only such layers share prompts later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pl_grouprl.attention.mask import MaskRule, read_mask_function
+from pl_grouprl.attention.support import find_decoder
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts, layer_of_keys
+
+_HARMLESS = {
+    *("scaling", "dropout", "s_aux", "position_ids", "cache_position", "position_embeddings", "use_cache"),
+    *("output_attentions", "output_hidden_states", "return_dict", "is_causal", "logits_to_keep", "past_key_values"),
+    "output_router_logits",
+}
+"""Keywords of attention functions that say nothing about which keys a query sees, or how a score is computed."""
+
+_MAX_CUDA_HEAD_SIZE = 256
+
+
+@contextmanager
+def attending_to_shared_prompts(model: Any) -> Iterator[None]:
+    """Let the layers of a decoder share prompts, those that can. Without effect on calls with other caches.
+
+    Args:
+        model: A transformers decoder with a language-model head.
+    """
+    decoder = find_decoder(model)
+    wrapped = getattr(decoder.config, "_attn_implementation", None) or "eager"
+    if not getattr(decoder, "_supports_attention_backend", False):
+        yield
+        return
+    decoder.config._attn_implementation = _register(wrapped)
+    try:
+        yield
+    finally:
+        decoder.config._attn_implementation = wrapped
+
+
+def _register(wrapped: str) -> str:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = f"rollouts_over_{wrapped}"
+    AttentionInterface.register(name, _attention_function(wrapped))
+    AttentionMaskInterface.register(name, _mask_function(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
+    return name
+
+
+def _mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The masks of the wrapped implementation; one that is causal and no more than that says so."""
+
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        mask = None if wrapped is None else wrapped(*args, **kwargs)
+        if isinstance(mask, Tensor):
+            with suppress(NotImplementedError):  # composed of functions that are not known
+                mask.is_plain = read_mask_function(kwargs["mask_function"]) == MaskRule()  # type: ignore[attr-defined]
+        return mask
+
+    return make_mask
+
+
+def _attention_function(wrapped: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        layer = layer_of_keys(key)
+        if isinstance(layer, ContinuedPromptsLayer):
+            scale = kwargs.get("scaling")
+            attended = attend(query, layer, query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("s_aux"))
+            return attended.transpose(1, 2), None
+        if isinstance(layer, PromptLayer):
+            layer.was_read(_reads_plainly(query, key, value, attention_mask, layer, kwargs))
+        return _own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
+
+    return attention
+
+
+def _own_implementation(module: nn.Module, wrapped: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if wrapped in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[wrapped]
+    # "eager" is not registered: each modelling file has its own function of this name.
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _reads_plainly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, layer: PromptLayer, kwargs: dict[str, Any]
+) -> bool:
+    """Whether a layer with a prompt in its cache computes what `attend` would, for the tokens behind it."""
+    known = all(name in _HARMLESS for name, given in kwargs.items() if given is not None)
+    causal = kwargs.get("is_causal") is not False and not kwargs.get("dropout")
+    sees_all = mask is None or getattr(mask, "is_plain", False)
+    return known and causal and sees_all and value is layer.values and _has_kernel(query, key, value)
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if not same or torch.is_autocast_enabled(query.device.type):
+        return False
+    if query.is_cuda:
+        fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= _MAX_CUDA_HEAD_SIZE
+        return fits and query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+
+
+def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: Tensor | None = None) -> Tensor:
+    """Attend to prompts and what follows them.
+
+    Args:
+        query: Of one token per row, shape [B, H, 1, D].
+        layer: Its keys and values, those of this token included.
+        scale: Factor of the scores.
+        sinks_H: A score per head that takes part in the softmax and has no value (gpt-oss).
+
+    Returns:
+        Shape [B, H, 1, D].
+    """
+    layer.was_read()
+    query_BKRD = query.view(len(query), layer.keys.shape[1], -1, query.shape[-1])
+    own_BKRD, own_lse_BKR = _attend_own(query_BKRD, layer, scale)
+    prompt_BKRD, prompt_lse_BKR = _attend_prompts(query_BKRD, layer, scale)
+    share_BKR1 = torch.sigmoid(prompt_lse_BKR - own_lse_BKR)[..., None]  # of the softmax that is the prompt's
+    attended = torch.lerp(own_BKRD.to(share_BKR1.dtype), prompt_BKRD.to(share_BKR1.dtype), share_BKR1)
+    if sinks_H is not None:
+        lse_BKR = torch.logaddexp(prompt_lse_BKR, own_lse_BKR)
+        attended *= torch.sigmoid(lse_BKR - sinks_H.to(lse_BKR.dtype).view(lse_BKR.shape[1:]))[..., None]
+    return attended.to(query.dtype).view(query.shape)
+
+
+def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
+    """What the rows attend to behind their prompts, and its log-sum-exp [B, K, R]."""
+    if query_BKRD.is_cuda:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query_BKRD, layer.keys, layer.values, scale=scale
+        )
+        return out, lse
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query_BKRD, layer.keys, layer.values, scale=scale)
+
+
+def _attend_prompts(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
+    """What the rows attend to in their prompts, and its log-sum-exp [B, K, R]."""
+    rows = layer.prompts.rows
+    if rows.order is not None:
+        query_BKRD = query_BKRD[rows.order]
+    run = _run_cuda if query_BKRD.is_cuda else _run_cpu
+    out_BKRD, lse_BKR = run(query_BKRD, layer.prompt_keys, layer.prompt_values, layer.prompts, scale)
+    return (out_BKRD, lse_BKR) if rows.inverse is None else (out_BKRD[rows.inverse], lse_BKR[rows.inverse])
+
+
+def _run_cpu(
+    query_BKRD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, prompts: SharedPrompts, scale: float
+) -> tuple[Tensor, Tensor]:
+    """A call for each prompt that has rows left."""
+    outs, lses = [], []
+    spans = zip(pairwise(accumulate(prompts.rows.counts, initial=0)), pairwise(prompts.starts), strict=True)
+    for (first, last), (start, stop) in spans:
+        if first == last:
+            continue
+        queries_KND = query_BKRD[first:last].transpose(0, 1).flatten(1, 2)
+        keys_KSD, values_KSD = (states[start:stop].transpose(0, 1) for states in (keys_TKD, values_TKD))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries_KND[None], keys_KSD[None], values_KSD[None], scale=scale
+        )
+        outs.append(out[0].unflatten(1, (last - first, -1)).transpose(0, 1))
+        lses.append(lse[0].unflatten(1, (last - first, -1)).transpose(0, 1))
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
+
+
+def _run_cuda(
+    query_BKRD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, prompts: SharedPrompts, scale: float
+) -> tuple[Tensor, Tensor]:
+    """All prompts in one call; those without rows are runs of no queries."""
+    batch, heads, per_head, size = query_BKRD.shape
+    queries_NKD = query_BKRD.transpose(1, 2).reshape(batch * per_head, heads, size)
+    out_NKD, lse_KN, *_ = torch.ops.aten._flash_attention_forward(
+        queries_NKD, keys_TKD, values_TKD, prompts.rows.starts * per_head, prompts.starts_on_device,
+        max(prompts.rows.counts) * per_head, max(prompts.lengths), 0.0, False, False, scale=scale,
+    )  # fmt: skip
+    out_BRKD, lse_BRK = out_NKD.view(batch, per_head, heads, size), lse_KN.t().view(batch, per_head, heads)
+    return out_BRKD.transpose(1, 2), lse_BRK.transpose(1, 2)

@@ -1,0 +1,136 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.sampling_oracle import assert_sampled, tiny_decoder
+
+from pl_grouprl.rollout import HFRolloutEngine, decode
+from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
+from pl_grouprl.rollout.prompt_attention import attend, attending_to_shared_prompts
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, find_shared_prompts
+from pl_grouprl.types import SamplingConfig
+
+
+def encoded(lengths, generator):
+    """Prompts of these lengths in one batch, right-aligned: one layer with 2 key/value heads of 8."""
+    from transformers.cache_utils import Cache
+
+    layer = PromptLayer()
+    shape = (len(lengths), 2, max(lengths), 8)
+    layer.update(*(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)))
+    layer.was_read(True)
+    return SimpleNamespace(
+        cache=Cache(layers=[layer]), lengths=lengths, width=max(lengths), logits_PV=torch.zeros(len(lengths), 1)
+    )
+
+
+def dense(query, keys, values, scale, sinks):
+    """Softmax attention of one row: query [H, D], keys and values [K, S, D], sinks [H] or None."""
+    repeats = len(query) // len(keys)
+    scores = torch.einsum("hd,hsd->hs", query, keys.repeat_interleave(repeats, dim=0)) * scale
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None]], dim=-1)
+    weights = scores.softmax(dim=-1)[:, : keys.shape[1]]
+    return torch.einsum("hs,hsd->hd", weights, values.repeat_interleave(repeats, dim=0))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_equals_a_softmax_over_prompt_and_own_tokens(with_sinks):
+    generator = torch.Generator().manual_seed(0)
+    parts = [(encoded([3, 5], generator), [0, 0, 1]), (encoded([7], generator), [0, 0])]
+    prompts = find_shared_prompts(parts, 0)
+    indexed = [(prefix.cache, torch.tensor(rows)) for prefix, rows in parts]
+    cache = gather_cache(indexed, width=7, limit=20, prompts=prompts)
+    (layer,) = cache.layers
+    assert isinstance(layer, ContinuedPromptsLayer)
+    assert not needs_padding_mask(cache)
+    whole = [
+        [states[row, :, states.shape[2] - prefix.lengths[row] :] for states in (held.keys, held.values)]
+        for prefix, rows in parts
+        for held in prefix.cache.layers
+        for row in rows
+    ]
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64) if with_sinks else None
+    leaving = [[], [0, 3], [], [0], [1]]  # the third prompt is in front of the first, later the second is gone
+    for step, finished in enumerate(leaving):
+        if finished:
+            mask = torch.zeros(len(whole), dtype=torch.bool)
+            mask[finished] = True
+            whole = [whole[row] for row in drop_rows(cache, mask).tolist()]
+        query = torch.randn(len(whole), 4, 1, 8, generator=generator, dtype=torch.float64)
+        new = [torch.randn(len(whole), 2, 1, 8, generator=generator, dtype=torch.float64) for _ in range(2)]
+        layer.update(*new)
+        assert layer.get_seq_length() == 7 + step + 1
+        whole = [
+            [torch.cat([states, own[row]], dim=1) for states, own in zip(held, new, strict=True)]
+            for row, held in enumerate(whole)
+        ]
+        expected = torch.stack([dense(query[row, :, 0], *held, 0.3, sinks) for row, held in enumerate(whole)])
+        torch.testing.assert_close(attend(query, layer, 0.3, sinks)[:, :, 0], expected)
+    assert len(whole) == 1
+
+
+def test_keys_that_are_read_without_the_prompt_are_noticed():
+    parts = [(encoded([3], torch.Generator().manual_seed(0)), [0, 0])]
+    prompts = find_shared_prompts(parts, 0)
+    (layer,) = gather_cache([(parts[0][0].cache, torch.tensor([0, 0]))], 3, 9, prompts).layers
+    new = torch.zeros(2, 2, 1, 8, dtype=torch.float64)
+    layer.update(new, new)
+    with pytest.raises(RuntimeError, match="in another way than when it encoded the prompts"):
+        layer.update(new, new)
+
+
+def test_prompts_are_shared_where_that_saves_copies():
+    prefix = encoded([100, 60], torch.Generator())
+    assert find_shared_prompts([(prefix, [0, 0, 0, 1])]) is None  # 200 tokens for two prompts
+    shared = find_shared_prompts([(prefix, [0, 0, 0, 0, 0, 1, 1, 1])])  # 520
+    assert shared.lengths == [100, 60]
+    assert shared.rows.counts == [5, 3]
+    assert find_shared_prompts([(prefix, [0, 1])]) is None
+
+
+FAMILIES = {
+    "gpt2": {"ContinuedPromptsLayer"},
+    "opt": {"ContinuedPromptsLayer"},
+    "gemma3_text": {"ContinuedPromptsLayer", "DynamicSlidingWindowLayer"},
+    "gpt_oss": {"ContinuedPromptsLayer", "DynamicSlidingWindowLayer"},
+    "lfm2": {"ContinuedPromptsLayer", "LinearAttentionLayer"},
+    "gemma2": {"GrowingLayer", "DynamicSlidingWindowLayer"},  # its scores are capped
+    "deepseek_v3": {"GrowingLayer"},  # its values have a head size of their own
+}
+"""Which layers of a decode batch share prompts."""
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_behind_shared_prompts_equals_a_forward_over_everything(family, attention, monkeypatch):
+    if family in ("gpt_oss", "gemma2") and attention == "sdpa":
+        pytest.skip("runs eager attention only")
+    kinds = set()
+
+    def recorded(*args):
+        cache = gather_cache(*args)
+        kinds.update(type(layer).__name__ for layer in cache.layers)
+        return cache
+
+    model = tiny_decoder(family, attn_implementation=attention)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 24, (length,), generator=generator).tolist() for length in (41, 44, 41)]
+    sampling = SamplingConfig(max_new_tokens=9, temperature=2.0, stop_token_ids=(0, 6, 10, 14))
+    engine = HFRolloutEngine(model)
+    engine.generate([[1]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)  # has its first look
+    monkeypatch.setattr(decode, "gather_cache", recorded)
+    groups = engine.generate(prompts, sampling, num_generations=8, seed=3)
+    assert kinds == FAMILIES[family]
+    assert len({len(rollout.token_ids) for group in groups for rollout in group}) > 1
+    for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+        for generation, rollout in enumerate(group):
+            assert_sampled(model, prompt, rollout, sampling, name=(index, generation), seed=3)
+
+
+def test_attention_implementation_is_restored(make_model):
+    for model in (make_model("qwen3"), make_model("qwen3", attn_implementation="eager")):
+        before = model.config._attn_implementation
+        with attending_to_shared_prompts(model):
+            assert model.config._attn_implementation == f"rollouts_over_{before}"
+        assert model.config._attn_implementation == before
