@@ -37,6 +37,7 @@ from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.distributed import num_ranks
+from pl_grouprl.utilities.step_log import log_numbers
 
 
 class RolloutModule(CollectingModule, ABC):
@@ -308,9 +309,9 @@ class RolloutModule(CollectingModule, ABC):
         if buffer.updates_done == self.updates_per_rollout:
             self._kept_row.clear()
         shown = {"reward": buffer.metrics["reward"], "prefix/token_ratio": metrics.pop("prefix/token_ratio")}
-        self.log_dict(shown, prog_bar=True, batch_size=1)
+        log_numbers(self, shown, prog_bar=True)
         hidden = {name: value for name, value in buffer.metrics.items() if name not in shown}
-        self.log_dict({**hidden, **metrics, "num_tokens": float(self.num_tokens)}, batch_size=1)
+        log_numbers(self, {**hidden, **metrics, "num_tokens": float(self.num_tokens)})
         return loss
 
     def _run(self, passes: Passes, terms: StepTerms) -> Tensor:
@@ -396,7 +397,7 @@ class RolloutModule(CollectingModule, ABC):
         # Tokens that were sampled and trained, over the time for both; unknown where a resumed run begins in between.
         if self._cycle_is_whole and buffer.updates_done == self.updates_per_rollout:
             metrics["perf/tokens_per_second"] = buffer.num_tokens / self._cycle_seconds
-        self.log_dict(metrics, batch_size=1)
+        log_numbers(self, metrics)
 
     # Checkpoints.
 

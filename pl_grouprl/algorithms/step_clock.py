@@ -17,11 +17,11 @@ class StepClock:
     part: a step that ends with a `mark` leaves out what callbacks do behind it.
 
     Args:
-        now: Gives the time in seconds; monotonic.
+        now: Gives the time in seconds, monotonic; None is `time.perf_counter`.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        self._now = now or time.perf_counter
         self._seconds: dict[str, float] = {}
         self.start()
 

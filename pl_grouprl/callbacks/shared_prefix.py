@@ -14,6 +14,7 @@ from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.measure import measure_speedup
 from pl_grouprl.attention.rows import CACHE_IN_USE
 from pl_grouprl.packing import ModelCost
+from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,7 +123,7 @@ class SharedPrefixCallback(Callback):
         if shared and self._is_measured(trainer.global_step):
             with trainer.precision_plugin.forward_context():
                 metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
-        pl_module.log_dict(metrics, batch_size=1)
+        log_numbers(pl_module, metrics)
 
     def _is_measured(self, step: int) -> bool:
         """Whether the batch has completed an optimizer step, and one of those to measure."""

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks.token_group_metrics import TokenGroupStatistics
 from pl_grouprl.functional.token_groups import TokenGroups
+from pl_grouprl.utilities.step_log import log_numbers
 
 _ABSENT = object()
 
@@ -67,7 +68,7 @@ class TokenGroupMonitor(Callback):
         threshold = _find(self.threshold_key, pl_module, outputs)
         if threshold is not _ABSENT and threshold is not None:
             metrics["token_group/threshold"] = float(threshold)
-        pl_module.log_dict(metrics, batch_size=1)
+        log_numbers(pl_module, metrics)
 
     def _groups(self, pl_module: LightningModule, outputs: Any) -> list[TokenGroups]:
         found = _find(self.groups_key, pl_module, outputs)

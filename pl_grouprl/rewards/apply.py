@@ -167,13 +167,18 @@ def _decode(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
-    rollout.rewards = {
-        reward.name: None if score.invalid else score.value for reward, score in zip(prepared, scores, strict=True)
-    }
-    counted = [(reward.weight, score) for reward, score in zip(prepared, scores, strict=True) if reward.weight != 0]
-    applied = [weight * score.value for weight, score in counted if score.value is not None]
-    valid = bool(applied) and not any(score.invalid for _, score in counted)
-    rollout.reward = sum(applied) if valid and fits_float32(sum(applied)) else None
+    rollout.rewards = {}
+    applied, valid = [], True
+    for reward, score in zip(prepared, scores, strict=True):
+        invalid = score.invalid
+        rollout.rewards[reward.name] = None if invalid else score.value
+        if reward.weight == 0:
+            continue
+        valid = valid and not invalid
+        if score.value is not None:
+            applied.append(reward.weight * score.value)
+    combined = sum(applied)
+    rollout.reward = combined if valid and applied and fits_float32(combined) else None
 
 
 def _metrics(prefix: str, scores: Sequence[Score]) -> dict[str, float]:

@@ -33,6 +33,7 @@ class RewardInputs:
         columns: Every column of the data, one value per rollout; None where a prompt's row lacks it.
         groups: Which group each rollout is from, counted from 0.
         rollout_groups: The groups themselves.
+        of_prompts: What a function of verl's signature is told about a prompt, by its name and the group.
     """
 
     prompts: list[str | Messages]
@@ -42,6 +43,7 @@ class RewardInputs:
     columns: dict[str, list[Any]]
     groups: list[int]
     rollout_groups: list[RolloutGroup] = field(default_factory=list)
+    of_prompts: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
 
 def fits_float32(value: float) -> bool:
@@ -204,8 +206,22 @@ def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]
     Raises:
         ValueError: If the function requires an argument that neither the convention nor a column provides.
     """
-    make = {"trl": _trl_arguments, "verl": _verl_arguments, "groups": _groups_arguments}[reward.convention]
-    available = make(reward, inputs, unit)
+    if reward.convention != "verl":
+        make = _trl_arguments if reward.convention == "trl" else _groups_arguments
+        return _taken(reward, inputs, make(inputs, unit))
+    (index,) = unit
+    of_prompt = (reward.name, inputs.groups[index])  # made once for all of its rollouts
+    if of_prompt not in inputs.of_prompts:
+        inputs.of_prompts[of_prompt] = _taken(reward, inputs, _verl_arguments(reward, inputs, index))
+    return inputs.of_prompts[of_prompt] | {"solution_str": inputs.texts[index]}
+
+
+def _taken(reward: PreparedReward, inputs: RewardInputs, available: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that a function takes.
+
+    Raises:
+        ValueError: If one that it requires is missing.
+    """
     missing = sorted(reward.required - available.keys())
     if missing:
         raise ValueError(
@@ -267,12 +283,12 @@ def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequen
     return [value for own in lists for value in own]
 
 
-def _groups_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
+def _groups_arguments(inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
     numbers = dict.fromkeys(inputs.groups[index] for index in unit)  # each once, in order
     return {"groups": [inputs.rollout_groups[number] for number in numbers]}
 
 
-def _trl_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
+def _trl_arguments(inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
     columns = {name: [values[index] for index in unit] for name, values in inputs.columns.items()}
     completions: list[Any] = []
     for index in unit:
@@ -285,8 +301,7 @@ def _trl_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]
     }
 
 
-def _verl_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
-    (index,) = unit
+def _verl_arguments(reward: PreparedReward, inputs: RewardInputs, index: int) -> dict[str, Any]:
     columns = {name: values[index] for name, values in inputs.columns.items()}
     return {
         "data_source": inputs.data_sources[index],
@@ -313,6 +328,8 @@ def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
 
 
 def _read_verl(reward: PreparedReward, result: Any) -> Score:
+    if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
+        return Score(result)
     if not isinstance(result, Mapping):
         return Score(_number(reward, result))
     if "score" not in result:

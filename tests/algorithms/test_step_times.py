@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from pl_grouprl.algorithms import PPO, step_clock
+from pl_grouprl.algorithms import PPO, base, step_clock
 from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.callbacks import RunSummary
 
@@ -51,14 +51,14 @@ def times_of(monkeypatch):
     """Attach to a module; gives the times that it logs, a dictionary for each call of the training step."""
 
     def attach(module):
-        logged, log_dict = [], module.log_dict
+        logged, log_numbers = [], base.log_numbers
 
-        def note(metrics, **kwargs):
-            if "time/step" in metrics:
+        def note(logging_module, metrics, **kwargs):
+            if logging_module is module and "time/step" in metrics:
                 logged.append(metrics)
-            log_dict(metrics, **kwargs)
+            log_numbers(logging_module, metrics, **kwargs)
 
-        monkeypatch.setattr(module, "log_dict", note)
+        monkeypatch.setattr(base, "log_numbers", note)
         return logged
 
     return attach

@@ -1,0 +1,44 @@
+"""Logging many numbers of a training step without the time that Lightning takes for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+
+def log_numbers(
+    module: LightningModule, numbers: Mapping[str, float | Tensor], *, prog_bar: bool = False
+) -> None:
+    """Log numbers of this step: what `module.log_dict(numbers, prog_bar=prog_bar, batch_size=1)` does, in less time.
+
+    `LightningModule.log` copies the metadata of a metric each time that it is logged, which takes about 0.4 ms. Of a
+    number that is logged for the step alone it keeps nothing but the number. So a name that is new in this epoch goes
+    through `log_dict`, and from then on its value is put where Lightning keeps it.
+
+    Args:
+        module: The module, in one of its hooks or of its callbacks' hooks.
+        numbers: By name; scalars.
+        prog_bar: Whether they are shown in the progress bar.
+    """
+    kept: Any = module.trainer._results or {}
+    places = {name: kept.get(f"{module._current_fx_name}.{name}") for name in numbers}
+    known = [name for name, place in places.items() if place is not None and _is_of_the_step(place, prog_bar)]
+    rest = {name: number for name, number in numbers.items() if name not in known}
+    if rest:
+        module.log_dict(rest, prog_bar=prog_bar, batch_size=1)
+    plain = [0.0 if isinstance(numbers[name], Tensor) else numbers[name] for name in known]
+    for name, value in zip(known, torch.tensor(plain, dtype=torch.get_default_dtype()).unbind(), strict=True):
+        number = numbers[name]
+        places[name].value = number.detach().clone().squeeze() if isinstance(number, Tensor) else value
+        places[name]._forward_cache = places[name].value
+
+
+def _is_of_the_step(place: Any, prog_bar: bool) -> bool:
+    """Whether Lightning keeps the latest number there and nothing of earlier ones."""
+    meta = place.meta
+    sums_up = meta.on_epoch or not meta.on_step or meta.sync.should
+    return place.is_tensor and not place.has_reset and not sums_up and meta.prog_bar == prog_bar
