@@ -123,7 +123,8 @@ def cascade_backward(
         asked, asking = step.keys, step.queries
         parts = kernel.backward(
             take(grad, asking), take(query, asking), take(key, asked), take(value, asked),
-            take(out, asking), take(lse.t(), asking).t(), step.call, scale,
+            take(out, asking), lse[:, asking] if isinstance(asking, slice) else lse.index_select(1, asking),
+            step.call, scale,
         )  # fmt: skip
         for total, index, part in zip(sums, (asking, asked, asked), parts, strict=True):
             total.add(index, part)

@@ -21,13 +21,14 @@ from pl_grouprl.packing import SharedPrefixLayout
 Index = slice | Tensor
 """Tokens of a packed row, one after another."""
 
-LONG_RUN = {"cpu": 32, "cuda": 4096}
+LONG_RUN = {"cpu": 128, "cuda": 4096}
 """From this many queries below one piece on, they are a call of their own, on slices. Shorter runs share one call per
 depth, for which their tokens are copied together.
 
-On CPU a call costs about as much as attention over a dozen tokens (measured). On CUDA a call, forward and backward, is
-about 50 microseconds of launches, and copies of query, output and gradient of a token with 32 heads of 128 are about
-15 nanoseconds at 3 TB/s: both cost the same at some 3,000 tokens, and calls much smaller than that do not fill a GPU.
+On CPU both take the same time at about 100 queries (measured: 16 prefixes of 64 tokens, 8 heads of 64). For CUDA it is
+reckoned, not measured: a call forward and backward is about 50 microseconds of launches, and copying query, output and
+gradients of a token with 32 heads of 128 takes about 20 nanoseconds at 3 TB/s, so both cost the same at 2,500 tokens;
+calls of not much more than that do not fill a GPU.
 """
 
 

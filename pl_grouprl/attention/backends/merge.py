@@ -5,6 +5,10 @@ Legend: S packed tokens that are run, N of them that are merged, H query heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -21,12 +25,30 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
         part_lse: Log-sum-exp of their scores, shape [H, N].
         where: The tokens that are merged, each once.
     """
+    fused = _fused() if out.is_cuda and lse.dtype == torch.float32 else None
+    if fused is not None:
+        fused(out, lse, part, part_lse, where)
+        return
     lse_SH, part_lse_NH = lse.t(), part_lse.t()
     old, old_lse_NH = take(out, where), take(lse_SH, where)
     _merge_in_place(old, old_lse_NH, part, part_lse_NH)
     if not isinstance(where, slice):  # those were copies
         out.index_copy_(0, where, old)
         lse_SH.index_copy_(0, where, old_lse_NH)
+
+
+@cache
+def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor, Index], None] | None:
+    """The Triton kernel, where Triton is installed, as it is beside PyTorch for CUDA; else four passes of PyTorch do.
+
+    The backward pass has none: it would prepare the product of gradient and output, which FlashAttention's operator
+    computes by itself in each call and takes from nobody.
+    """
+    if find_spec("triton") is None:
+        return None
+    from pl_grouprl.attention.backends.merge_triton import merge_triton
+
+    return merge_triton
 
 
 def _merge_in_place(out: Tensor, lse_NH: Tensor, part: Tensor, part_lse_NH: Tensor) -> None:

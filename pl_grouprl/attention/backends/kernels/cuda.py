@@ -9,7 +9,11 @@ from pl_grouprl.attention.backends.kernels.call import VarlenCall
 
 
 class CUDAKernel:
-    """FlashAttention as PyTorch ships it; FlashAttention-3 where the user has activated it in `torch.nn.attention`.
+    """FlashAttention as PyTorch ships it, or what `torch.nn.attention.activate_flash_attention_impl` puts in its place.
+
+    FlashAttention-3 ("FA3", on Hopper GPUs, from the package `flash_attn_interface`) registers itself for both
+    operators with the same arguments and results, so nothing changes here. It takes no float32 either, and a GPU that
+    it does not know is an error of its own when called.
 
     It takes bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
     """
@@ -38,12 +42,15 @@ class CUDAKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `VarlenKernel.backward`."""
         cu_query, cu_key = call.cumulative(query.device)
-        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is never on
-        unused = torch.empty(0, device=query.device)
+        random_state, unused = call.memo(("random_state", query.device), lambda: _no_dropout(query.device))
         return torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse.contiguous(), cu_query, cu_key, max(call.query_lens), max(call.key_lens),
             0.0, _plain_causal(call), random_state, unused, scale=scale, **_window(call),
         )  # fmt: skip
+
+
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 def _plain_causal(call: VarlenCall) -> bool:
