@@ -1,14 +1,12 @@
 """A random sketch of each token's score: the gradient of its log-probability by the weights of the language-model head.
 
-Legend: M tokens of one chunk, D hidden size, V vocabulary, S size of the sketch.
+Legend: N tokens, D hidden size, V vocabulary, S size of the sketch.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-_COLUMNS = 8192  # of the vocabulary whose signs are floating-point numbers at one time
 
 
 class HeadSketch:
@@ -49,23 +47,26 @@ class HeadSketch:
             )
         return self._signs[key]
 
-    def project(self, hidden_MD: Tensor, others_MV: Tensor, targets_M: Tensor) -> Tensor:
-        """Sketch the scores of a chunk of tokens.
+    def project(
+        self, hidden_ND: Tensor, targets_N: Tensor, other_N: Tensor, mean_NS: Tensor, vocabulary: int
+    ) -> Tensor:
+        """Sketch the scores of some tokens.
 
         Args:
-            hidden_MD: What the head reads, shape [M, D].
-            others_MV: Probabilities of all tokens but the target, whose place holds 0, shape [M, V]. Their sum stands
-                for 1 - p_a, which would cancel where p_a is near 1.
-            targets_M: Token ids, shape [M].
+            hidden_ND: What the head reads, shape [N, D].
+            targets_N: Token ids, shape [N].
+            other_N: Sum of p_v over all v but the target: 1 - p_a, which would cancel where p_a is near 1.
+            mean_NS: Sum of p_v s_v over the same v, shape [N, S].
+            vocabulary: V.
 
         Returns:
-            phi, shape [M, S], in the dtype of the probabilities.
+            phi, shape [N, S], in the dtype of the probabilities.
         """
-        r_DS, s_VS = self.signs(hidden_MD.shape[1], others_MV.shape[1], others_MV.device)
-        residual_MS = s_VS[targets_M].to(others_MV.dtype) * others_MV.sum(dim=-1, keepdim=True)
-        for part_MC, signs_CS in zip(others_MV.split(_COLUMNS, dim=1), s_VS.split(_COLUMNS), strict=True):
-            residual_MS.addmm_(part_MC, signs_CS.to(others_MV.dtype), alpha=-1)
-        return (hidden_MD.to(others_MV.dtype) @ r_DS.to(others_MV.dtype)).mul_(residual_MS).div_(self.dim**0.5)
+        r_DS, s_VS = self.signs(hidden_ND.shape[1], vocabulary, mean_NS.device)
+        residual_NS = s_VS[targets_N].to(mean_NS.dtype) * other_N[:, None] - mean_NS
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            signed_NS = hidden_ND.to(mean_NS.dtype) @ r_DS.to(mean_NS.dtype)
+        return signed_NS.mul_(residual_NS).div_(self.dim**0.5)
 
 
 def _random_signs(rows: int, columns: int, generator: torch.Generator) -> Tensor:

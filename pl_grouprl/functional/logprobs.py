@@ -2,13 +2,14 @@
 
 Legend: N response tokens (flat), D hidden size, V vocabulary, M tokens of one chunk, S size of a sketch.
 
-The logits exist for `chunk_size` tokens at a time. With gradient enabled a chunk keeps only its hidden states, and its
-logits are computed again in the backward pass; so at any time about three tensors [M, V] are alive, in both passes.
+At most about `chunk_size` * V logits exist at a time. A head of any kind gives the logits of `chunk_size` tokens; with
+gradient enabled a chunk keeps only its hidden states, and its logits are computed again in the backward pass. A head
+known to be one matrix is taken by blocks of the vocabulary, all tokens at once: see `linear_head`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pl_grouprl.functional.head_sketch import HeadSketch
+from pl_grouprl.functional.linear_head import BLOCK, FrozenHeadScores, Head, LinearHeadScores
+from pl_grouprl.functional.softmax_scores import LogitsScores, Outputs, ScoreOptions
 
 
 class TokenScores(NamedTuple):
@@ -47,20 +50,24 @@ def token_scores(
     entropy_grad: bool = False,
     score_norm: bool = False,
     sketch: HeadSketch | None = None,
+    weight_VD: Tensor | None = None,
 ) -> TokenScores:
     """Score each target token under softmax(logits_fn(hidden) / temperature), chunk by chunk.
 
     Args:
         hidden_ND: The hidden states that predict the targets, shape [N, D]; N may be 0.
         targets_N: Token ids in [0, V), int64, shape [N].
-        logits_fn: The model's head: hidden states [M, D] to logits [M, V], soft-capping included. It is called once
-            per chunk, once for N = 0 too, so that its parameters are always part of the graph.
+        logits_fn: The model's head: hidden states [M, D] to logits [M, V], soft-capping included, each row from its own
+            hidden state alone. It is called once per chunk, once for N = 0 too, so that its parameters are always part
+            of the graph.
         temperature: Divides the logits before the softmax. 0 (greedy decoding) is scored as 1.
-        chunk_size: Tokens per chunk; changes memory, not the result.
+        chunk_size: Tokens whose logits may exist at the same time; changes memory, not the result.
         entropy: Also return the entropy of each distribution.
         entropy_grad: Let gradients flow through the entropy (an entropy bonus); costs memory. Needs `entropy`.
         score_norm: Also return the score norm.
         sketch: Also return this sketch of the score.
+        weight_VD: The head's weight, shape [V, D], where the head is `hidden @ weight_VD.T` and nothing else. Then
+            `logits_fn` is not called, and no gradient is lost or summed up over chunks.
 
     Returns:
         The scores; the softmax is taken in float32 whatever the dtype of the logits.
@@ -69,17 +76,12 @@ def token_scores(
         ValueError: If shapes or dtypes do not fit, or an option is out of range.
     """
     _check(hidden_ND, targets_N, temperature, chunk_size, entropy, entropy_grad)
-    options = _Options(temperature or 1.0, entropy, entropy_grad, score_norm, sketch)
-    recompute = torch.is_grad_enabled()
-    chunks = []
-    # split, not slices: its backward pass joins the gradients of all chunks once.
-    for hidden_MD, targets_M in zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True):
-        if recompute:
-            scores = checkpoint(_score_chunk, hidden_MD, targets_M, logits_fn, options, use_reentrant=False)
-        else:
-            scores = _score_chunk(hidden_MD, targets_M, logits_fn, options)
-        chunks.append(scores)
-    logprobs, entropies, score_norms, sketches = zip(*chunks, strict=True)
+    options = ScoreOptions(temperature or 1.0, entropy, entropy_grad, score_norm, sketch)
+    if weight_VD is None:
+        parts = _by_chunks(hidden_ND, targets_N, logits_fn, options, chunk_size)
+    else:
+        parts = _by_blocks(hidden_ND, targets_N, weight_VD, options, chunk_size * len(weight_VD))
+    logprobs, entropies, score_norms, sketches = zip(*parts, strict=True)
     return TokenScores(
         torch.cat(logprobs),
         torch.cat(entropies) if entropy else None,
@@ -88,64 +90,49 @@ def token_scores(
     )
 
 
-class _Options(NamedTuple):
-    temperature: float
-    entropy: bool
-    entropy_grad: bool
-    score_norm: bool
-    sketch: HeadSketch | None
+def _by_chunks(
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    logits_fn: Callable[[Tensor], Tensor],
+    options: ScoreOptions,
+    chunk_size: int,
+) -> Iterator[Outputs]:
+    recompute = torch.is_grad_enabled()
+    # split, not slices: its backward pass joins the gradients of all chunks once.
+    for hidden_MD, targets_M in zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True):
+        if recompute:
+            yield checkpoint(_score_chunk, hidden_MD, targets_M, logits_fn, options, use_reentrant=False)
+        else:
+            yield _score_chunk(hidden_MD, targets_M, logits_fn, options)
 
 
 def _score_chunk(
-    hidden_MD: Tensor, targets_M: Tensor, logits_fn: Callable[[Tensor], Tensor], options: _Options
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    hidden_MD: Tensor, targets_M: Tensor, logits_fn: Callable[[Tensor], Tensor], options: ScoreOptions
+) -> Outputs:
     logits_MV = logits_fn(hidden_MD)
     if logits_MV.dim() != 2 or len(logits_MV) != len(hidden_MD):
         raise ValueError(
             f"logits_fn returned shape {tuple(logits_MV.shape)} for hidden states {tuple(hidden_MD.shape)}; "
             "it must return one row of logits per hidden state."
         )
-    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-    if options.temperature != 1.0:
-        logits_MV = logits_MV / options.temperature
-    all_logprobs_MV = logits_MV.log_softmax(dim=-1)
-    del logits_MV
-    logprobs_M = all_logprobs_MV.gather(-1, targets_M[:, None]).squeeze(-1)
-    entropy_M = _entropy_with_gradient(all_logprobs_MV) if options.entropy_grad else None
-    # The detached quantities come last: recomputation for the backward pass stops before them.
-    scored = options.score_norm or options.sketch is not None
-    if not scored and (options.entropy_grad or not options.entropy):
-        return logprobs_M, entropy_M, None, None
-    with torch.no_grad():
-        probs_MV = all_logprobs_MV.exp()
-        score_norm_M, sketch_MS = _score(hidden_MD, probs_MV, targets_M, options) if scored else (None, None)
-        if options.entropy and entropy_M is None:
-            # A logit of -inf has p = 0 and contributes 0 * -inf, which is 0 here. A NaN logit stays NaN in logprobs_M.
-            entropy_M = -probs_MV.mul_(all_logprobs_MV).nan_to_num_(nan=0.0).sum(dim=-1)
-    return logprobs_M, entropy_M, score_norm_M, sketch_MS
+    return LogitsScores.apply(logits_MV, targets_M, hidden_MD.detach(), options)
 
 
-def _entropy_with_gradient(all_logprobs_MV: Tensor) -> Tensor:
-    finite_MV = all_logprobs_MV.clamp(min=-1e30)  # 0 * -inf is NaN; 0 * -1e30 is 0, in the gradient too
-    return -(all_logprobs_MV.exp() * finite_MV).sum(dim=-1)
-
-
-def _score(
-    hidden_MD: Tensor, probs_MV: Tensor, targets_M: Tensor, options: _Options
-) -> tuple[Tensor | None, Tensor | None]:
-    """Score norm and sketch, as asked for; both from the other tokens' p_v, as 1 - p_a cancels where p_a is near 1."""
-    column = targets_M[:, None]
-    target_probs = probs_MV.gather(-1, column)
-    probs_MV.scatter_(-1, column, 0.0)
-    norm_M = _score_norm(probs_MV) if options.score_norm else None
-    sketch_MS = None if options.sketch is None else options.sketch.project(hidden_MD, probs_MV, targets_M)
-    probs_MV.scatter_(-1, column, target_probs)
-    return norm_M, sketch_MS
-
-
-def _score_norm(others_MV: Tensor) -> Tensor:
-    """Return (sum of the other p_v)^2 + sum of the other p_v^2, which is 1 - 2 p_a + sum_v p_v^2."""
-    return others_MV.sum(dim=-1).square() + torch.linalg.vector_norm(others_MV, dim=-1).square()
+def _by_blocks(
+    hidden_ND: Tensor, targets_N: Tensor, weight_VD: Tensor, options: ScoreOptions, room: int
+) -> Iterator[Outputs]:
+    device = hidden_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+    height = max(room // min(BLOCK, len(weight_VD)), 1)
+    for start in range(0, max(len(hidden_ND), 1), height):
+        part_MD, targets_M = hidden_ND[start : start + height], targets_N[start : start + height]
+        if not torch.is_grad_enabled():
+            yield Head(part_MD, weight_VD, dtype).scores(targets_M, options)[1]
+        elif weight_VD.requires_grad or options.entropy_grad:
+            kept = room if start + height >= len(hidden_ND) else 0  # the last part's backward pass is the first
+            yield LinearHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, kept)
+        else:
+            yield FrozenHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options)
 
 
 def _check(

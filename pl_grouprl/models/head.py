@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder, sharing_paused
@@ -31,6 +32,41 @@ def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
             return model.forward(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
 
     return logits
+
+
+def plain_weight(model: PreTrainedModel) -> Tensor | None:
+    """Return the head's weight, shape [V, D], if the model's logits are `hidden @ weight.T` and nothing else, or None.
+
+    The head must be an `nn.Linear` itself (no adapter, quantised or sharded layer) without bias and hooks. What the
+    model does around it is tried: its forward runs with decoder and head standing aside, and must hand the hidden
+    states to the head, and hand on what the head returns, as they are. That takes no product with the weight.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head) or _hooked(head):
+        return None
+    weight = head.weight
+    if type(weight) not in (nn.Parameter, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        return None
+    hidden_ND, logits_NV, got = weight.new_zeros(2, weight.shape[1]), weight.new_zeros(2, len(weight)), []
+    versions = hidden_ND._version
+    head.forward = lambda states: got.append(states) or logits_NV[None]  # type: ignore[func-returns-value]
+    try:
+        with torch.no_grad():
+            returned = logits_function(model)(hidden_ND)
+    finally:
+        del head.forward
+    same = len(got) == 1 and _same(got[0], hidden_ND[None]) and _same(returned, logits_NV)
+    return weight if same and hidden_ND._version == logits_NV._version == versions else None
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 class _Aside:

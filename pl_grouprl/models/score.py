@@ -16,7 +16,7 @@ from pl_grouprl.attention import SharedPrefix, find_backbone, in_force, shared_p
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
-from pl_grouprl.models.head import logits_function
+from pl_grouprl.models.head import logits_function, plain_weight
 from pl_grouprl.models.media import check_media, media_position_ids
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.types import RolloutGroup
@@ -100,15 +100,15 @@ def score(
 ) -> TokenScores:
     """Score the response tokens of a batch in one pass, without a tensor of all logits.
 
-    Only the hidden states that predict response tokens reach the head, `chunk_size` at a time; with gradient enabled
-    each chunk's logits are computed again in the backward pass.
+    Only the hidden states that predict response tokens reach the head. A head that is one matrix is taken by blocks of
+    the vocabulary, any other `chunk_size` tokens at a time; see `token_scores`.
 
     Args:
         model: A causal language model. For a batch with shared prefixes `shared_prefix(model)` must be in force until
             the backward pass is done.
         batch: What `packing.pack` made, on the model's device.
         temperature: Divides the logits: that of the sampler.
-        chunk_size: Tokens whose logits exist at the same time.
+        chunk_size: Tokens whose logits may exist at the same time.
         entropy: Also return the entropy of each distribution.
         entropy_grad: Let gradients flow through the entropy.
         score_norm: Also return the squared norm of the gradient of the log-probability by the logits.
@@ -130,6 +130,7 @@ def score(
         entropy_grad=entropy_grad,
         score_norm=score_norm,
         sketch=sketch,
+        weight_VD=plain_weight(model),
     )
 
 
@@ -150,7 +151,7 @@ def rollout_logprobs(
         sharing: `shared` encodes each prompt once, `repeated` once per rollout in a padded batch.
         temperature: Divides the logits.
         backend: Attention backend for shared prefixes; see `shared_prefix`.
-        chunk_size: Tokens whose logits exist at the same time.
+        chunk_size: Tokens whose logits may exist at the same time.
 
     Returns:
         One tensor of shape [tokens] per rollout, through the groups in the caller's order, in float32 (float64 for a

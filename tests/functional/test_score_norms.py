@@ -87,11 +87,11 @@ def test_sketch_by_hand():
         torch.testing.assert_close(scores.sketch_NS, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_vocabulary_in_parts(monkeypatch):
+def test_vocabulary_in_blocks(monkeypatch):
     hidden, weight, targets = problem()
     whole = token_scores(hidden, targets, lambda h: h @ weight.T, sketch=HeadSketch()).sketch_NS
-    monkeypatch.setattr("pl_grouprl.functional.head_sketch._COLUMNS", 4)
-    parts = token_scores(hidden, targets, lambda h: h @ weight.T, sketch=HeadSketch()).sketch_NS
+    monkeypatch.setattr("pl_grouprl.functional.linear_head.BLOCK", 4)
+    parts = token_scores(hidden, targets, lambda h: h @ weight.T, sketch=HeadSketch(), weight_VD=weight).sketch_NS
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 

@@ -1,0 +1,198 @@
+"""Scores of tokens under a head that is one matrix, in blocks of the vocabulary.
+
+Legend: N tokens, D hidden size, V vocabulary, C columns (token ids) of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pl_grouprl.functional.running_softmax import Sums, Targets
+from pl_grouprl.functional.softmax_scores import Outputs, ScoreOptions, Softmax, finish, mark_detached
+
+BLOCK = 4096
+"""Token ids of one block: enough for matrix products at full speed."""
+
+
+class Head:
+    """Hidden states and the head's weight, and the logits of one block of the vocabulary at a time.
+
+    Args:
+        hidden_ND: What the head reads, shape [N, D].
+        weight_VD: The head's weight, shape [V, D].
+        dtype: Of the matrix products and the logits.
+    """
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> None:
+        self.hidden_ND, self.weight_VD, self.dtype = hidden_ND, weight_VD, dtype
+        self.states_ND = hidden_ND.to(dtype)
+        self.starts = range(0, len(weight_VD), BLOCK)
+        self._room: Tensor | None = None
+
+    def rows(self, start: int) -> Tensor:
+        """Return the block's rows of the weight, shape [C, D]."""
+        return self.weight_VD[start : start + BLOCK].to(self.dtype)
+
+    def logits(self, start: int, *, own: bool = False) -> Tensor:
+        """Return the block's logits, shape [N, C]; with `own` room, or until the next call."""
+        rows_CD = self.rows(start)
+        size = (len(self.states_ND), len(rows_CD))
+        if own:
+            room = self.states_ND.new_empty(size)
+        else:
+            if self._room is None:
+                self._room = self.states_ND.new_empty(size[0] * min(BLOCK, len(self.weight_VD)))
+            room = self._room[: size[0] * size[1]].view(size)
+        return torch.mm(self.states_ND, rows_CD.T, out=room)
+
+    def scores(
+        self,
+        targets_N: Tensor,
+        options: ScoreOptions,
+        *,
+        mean_row: bool = False,
+        keep: Callable[[int, Tensor], None] | None = None,
+        first_kept: int = 0,
+    ) -> tuple[Softmax, Outputs, Sums]:
+        """Sum up the vocabulary.
+
+        Args:
+            targets_N: Token ids, shape [N].
+            options: What is asked for.
+            mean_row: Sum up the rows of the weight too.
+            keep: Takes the first token id and the logits of each block from `first_kept` on.
+            first_kept: A token id.
+
+        Returns:
+            What the gradient needs, the scores, and the sums over all tokens but the targets.
+        """
+        vocabulary = len(self.weight_VD)
+        signs_VS = options.signs(self.states_ND, vocabulary)
+        others, target_N = None, None
+        for start in self.starts:
+            kept = keep is not None and start >= first_kept
+            logits_NC = self.logits(start, own=kept)
+            targets = Targets(targets_N, start, logits_NC.shape[1])
+            sums, z_N = options.sum_block(logits_NC, targets, signs_VS, start, keep_exp=mean_row)
+            if mean_row:
+                sums.row_ND = (logits_NC @ self.rows(start)).to(z_N.dtype)
+            if keep is not None and kept:
+                keep(start, logits_NC)
+            others = sums if others is None else others.add_(sums)
+            target_N = z_N if target_N is None else torch.where(targets.inside_N1[:, 0], z_N, target_N)
+        assert others is not None  # the vocabulary is not empty
+        assert target_N is not None
+        return *finish(others, target_N, options, self.hidden_ND, targets_N, vocabulary), others
+
+
+class LinearHeadScores(torch.autograd.Function):
+    """Scores of tokens under softmax(h W^T / temperature), with one block of logits [N, C] at a time.
+
+    The backward pass computes each block of logits again, but for the last ones, which are kept as far as there is
+    room, and writes each row of the weight's gradient once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        dtype: torch.dtype,
+        options: ScoreOptions,
+        room: int,
+    ) -> Outputs:
+        """Return log-probabilities, entropy, score norm and sketch; the last three None unless asked for.
+
+        Args:
+            ctx: Of the function.
+            hidden_ND: What the head reads, shape [N, D].
+            weight_VD: The head's weight, shape [V, D].
+            targets_N: Token ids, shape [N].
+            dtype: Of the matrix products and the logits.
+            options: What is asked for.
+            room: Logits that may stay alive until the backward pass.
+        """
+        head = Head(hidden_ND, weight_VD, dtype)
+        blocks = room // max(len(hidden_ND) * BLOCK, 1)
+        first_kept = head.starts[-blocks] if 0 < blocks <= len(head.starts) else 0
+        ctx.kept = {}
+        keep = ctx.kept.__setitem__ if blocks else None
+        softmax, outputs, _ = head.scores(targets_N, options, keep=keep, first_kept=first_kept)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, *softmax)
+        ctx.options, ctx.dtype = options, dtype
+        mark_detached(ctx, outputs, options)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients by the hidden states and the weight."""
+        hidden_ND, weight_VD, targets_N, *saved = ctx.saved_tensors
+        softmax, head = Softmax(*saved), Head(hidden_ND, weight_VD, ctx.dtype)
+        by_hidden_ND = torch.zeros_like(hidden_ND, dtype=softmax.logprobs_N.dtype) if ctx.needs_input_grad[0] else None
+        by_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        for start in head.starts:
+            logits_NC = ctx.kept.pop(start, None)  # once: it is overwritten
+            if logits_NC is None:
+                logits_NC = head.logits(start)
+            targets = Targets(targets_N, start, logits_NC.shape[1])
+            softmax.write_gradient(logits_NC, logits_NC, targets, ctx.options.temperature, gradients[0], gradients[1])
+            if by_hidden_ND is not None:
+                _add_product(by_hidden_ND, logits_NC, head.rows(start))
+            if by_weight_VD is not None:
+                _write_product(by_weight_VD[start : start + BLOCK], logits_NC.T, head.states_ND)
+        by_hidden = None if by_hidden_ND is None else by_hidden_ND.to(hidden_ND.dtype)
+        return by_hidden, by_weight_VD, None, None, None, None
+
+
+class FrozenHeadScores(torch.autograd.Function):
+    """`LinearHeadScores` for a weight without gradient, whose backward pass needs no logits.
+
+    The gradient by a hidden state is the upstream gradient times (W_a - sum_v p_v W_v) / temperature, and that mean row
+    is summed up in the forward pass, as FlashAttention (arXiv:2205.14135) sums up values. A gradient of the entropy
+    would need a second such sum: not served here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, options: ScoreOptions
+    ) -> Outputs:
+        """See `LinearHeadScores.forward`."""
+        head = Head(hidden_ND, weight_VD, dtype)
+        softmax, outputs, others = head.scores(targets_N, options, mean_row=True)
+        assert others.row_ND is not None
+        # W_a - sum_v p_v W_v without the cancellation of W_a and p_a W_a
+        mean_ND = others.row_ND.mul_((others.max_N - softmax.log_total_N).exp_()[:, None])
+        target_rows_ND = weight_VD[targets_N].to(dtype)
+        unit_ND = (target_rows_ND * softmax.other_N[:, None]).sub_(mean_ND).div_(options.temperature)
+        ctx.save_for_backward(unit_ND.to(hidden_ND.dtype))
+        mark_detached(ctx, outputs, options)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradient by the hidden states."""
+        (unit_ND,) = ctx.saved_tensors
+        by_hidden_ND = None if gradients[0] is None else (unit_ND * gradients[0][:, None]).to(unit_ND.dtype)
+        return by_hidden_ND, None, None, None, None
+
+
+def _add_product(sum_ND: Tensor, one_NC: Tensor, two_CD: Tensor) -> None:
+    if sum_ND.dtype == one_NC.dtype:
+        sum_ND.addmm_(one_NC, two_CD)
+    else:
+        sum_ND.add_(one_NC @ two_CD)
+
+
+def _write_product(result_CD: Tensor, one_CN: Tensor, two_ND: Tensor) -> None:
+    if result_CD.dtype == one_CN.dtype:
+        torch.mm(one_CN, two_ND, out=result_CD)
+    else:
+        result_CD.copy_(one_CN @ two_ND)
