@@ -14,6 +14,7 @@ from pl_grouprl.rollout.engine import check_request
 from pl_grouprl.rollout.first_look import LONGEST, check_decoding, uncompiled
 from pl_grouprl.rollout.limits import counts_padding, length_limits, vocabulary
 from pl_grouprl.rollout.media import check_media, media_key
+from pl_grouprl.rollout.packed_linear import packed_linears
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 
@@ -130,7 +131,7 @@ class HFRolloutEngine:
         end_ids = end_token_ids(self.model, self.tokenizer, sampling)
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts  # imports transformers
 
-        with _evaluating(self.model), attending_to_shared_prompts(self.model):
+        with _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
             if min(limits.values(), default=LONGEST) >= LONGEST:
                 check_decoding(self.model, self._sample_freely)
             groups = self._generate(
@@ -209,7 +210,7 @@ def _arrange(prompts: Sequence[Prompt], num_generations: int) -> tuple[list[Prom
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _evaluating(model: torch.nn.Module, steps: int) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule is in the mode it was in.
 
     Inference mode is switched off inside, even where the caller has it on (Lightning's validation): buffers that a
@@ -220,7 +221,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.inference_mode(False), torch.no_grad(), uncompiled():
+        with torch.inference_mode(False), torch.no_grad(), uncompiled(), packed_linears(model, steps):
             yield
     finally:
         for module, training in modes:
