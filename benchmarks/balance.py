@@ -1,6 +1,6 @@
 """Whether two ranks take the time that the estimated cost of their groups says: two processes, one thread each.
 
-`python benchmarks/balance.py --help` lists the options, README.md says how to read the table.
+README.md says how to read the table.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,17 +18,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.cases import Case  # noqa: E402
-from benchmarks.measure import CLOCKS, Conditions  # noqa: E402
-from benchmarks.packing import Setting  # noqa: E402
-from pl_grouprl.attention import find_decoder, shared_prefix  # noqa: E402
-from pl_grouprl.models.score import score  # noqa: E402
-from pl_grouprl.packing import ModelCost, balance, imbalance, pack, plan_rows  # noqa: E402
-from pl_grouprl.types import Rollout, RolloutGroup  # noqa: E402
+from benchmarks.cases import Case
+from benchmarks.measure import CLOCKS, Conditions
+from benchmarks.packing import Setting
+from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.models.score import score
+from pl_grouprl.packing import ModelCost, balance, imbalance, pack, plan_rows
+from pl_grouprl.types import Rollout, RolloutGroup
 
 RANKS = 2
 MODEL = Case("two ranks", hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, intermediate=768, vocabulary=4096)
@@ -150,10 +145,7 @@ def report(options: argparse.Namespace, conditions: Conditions, lengths: Lengths
             f"{row['assignment']:33} {row['estimated']:9.3f} {row['measured']:9.3f} {row['difference']:10.1%}   {each}"
         )
     if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         told = {key: value for key, value in vars(options).items() if key != "output"}
         written = {"conditions": asdict(conditions), "model": asdict(MODEL), "options": told, "results": rows}
         options.output.with_suffix(".json").write_text(json.dumps(written, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

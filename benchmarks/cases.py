@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
-from pl_grouprl.packing import ModelCost, SharedPrefixLayout
+from pl_grouprl.packing import ModelCost, SharedPrefixLayout, Sharing
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
@@ -48,7 +49,7 @@ class Case:
     intermediate: int = 1536
     vocabulary: int = 4096
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda", "meta"] = "cpu"
     checkpointing: bool = False
 
     @property
@@ -94,31 +95,43 @@ class Case:
         torch.manual_seed(seed)
         with torch.device(self.device):
             model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
-        if self.checkpointing:
+        if self.checkpointing and self.device != "meta":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model.train()
 
-    def ideal_ratio(self, model: Any) -> float:
-        """Operations of the repeated run over the shared one's: linear layers, attention, head on predicted tokens."""
-        cost, layout = ModelCost.of(model.get_decoder()), self.layout
-        head = 2.0 * self.hidden * self.vocabulary * self.groups * sum(self.rollout_lengths)
-        return (cost.repeated(layout) + head) / (cost.shared(layout) + head)
+    @cached_property
+    def cost(self) -> ModelCost:
+        """Operations of one forward pass, counted on a model without storage."""
+        model = replace(self, device="meta").make_model()
+        return ModelCost.of(model.get_decoder(), model.get_output_embeddings())
+
+    def operations(self, sharing: Sharing) -> float:
+        """Operations of one forward pass: linear layers, attention, and the head on predicted tokens only."""
+        group = (self.prefix, self.rollout_lengths)
+        return sum(self.cost.of_groups([group] * self.groups, sharing))
+
+    @property
+    def ideal_ratio(self) -> float:
+        """Operations of the repeated run over those of the shared one."""
+        return self.operations("repeated") / self.operations("shared")
 
 
-_QWEN3_0_6B = Case(
-    "Qwen3-0.6B", rollout=1024, hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072,
+QWEN3_0_6B = Case(
+    "Qwen3-0.6B shape", rollout=1024, hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072,
     vocabulary=151_936, dtype="bfloat16", device="cuda", checkpointing=True,
 )  # fmt: skip
-_QWEN3_4B = replace(_QWEN3_0_6B, name="Qwen3-4B", hidden=2560, layers=36, heads=32, intermediate=9728)
+QWEN3_4B = replace(QWEN3_0_6B, name="Qwen3-4B shape", hidden=2560, layers=36, heads=32, intermediate=9728)
 
 
 def profile_cases(profile: str) -> list[Case]:
-    """Cases of a profile: `cpu` is one that takes minutes on two cores, `gpu` those for one card of 80 GB or more."""
+    """Cases of a profile: `cpu` is one that takes minutes on two cores, `gpu` those for one card of 80 GB or more.
+
+    Those for the GPU begin with what says most, since their time may be short.
+    """
     if profile == "cpu":
         return [Case("Qwen3 shape")]
     return [
-        replace(model, prefix=prefix, group_size=group_size, name=f"{model.name} shape")
-        for model in (_QWEN3_0_6B, _QWEN3_4B)
-        for prefix in (4096, 8192)
-        for group_size in (4, 8, 16)
+        replace(model, prefix=prefix, group_size=group_size)
+        for prefix, group_size in ((8192, 4), (4096, 8), (4096, 4), (8192, 8), (4096, 16), (8192, 16))
+        for model in (QWEN3_4B, QWEN3_0_6B)
     ]

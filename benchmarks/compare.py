@@ -1,11 +1,9 @@
-"""Run all methods on one case in turns and set them in relation to the packed repeated run."""
+"""Run all methods on one case in turns and set them in relation to the repeated runs."""
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -14,11 +12,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.measure import Timing, cuda_peak_mib, resident_peak_mib, time_in_turns
-from benchmarks.methods import BASELINE, Method, Run, find_method
+from benchmarks.measure import MIB, Timing, cuda_peak_mib, in_fresh_process, resident_peak_mib, time_in_turns
+from benchmarks.methods import BASELINE, Method, Run, find_method, make_optimizer, step_alone
+from benchmarks.peaks import peak_flops
 
-Measured = Literal["forward", "forward+backward"]
-PASSES: dict[Measured, Callable[[Run], Any]] = {"forward": Run.forward, "forward+backward": Run.forward_backward}
+Measured = Literal["scoring", "update"]
+PASSES: dict[Measured, Callable[[Run], Any]] = {"scoring": Run.score, "update": Run.update}
+FORWARDS: dict[Measured, int] = {"scoring": 1, "update": 3}
+"""Operations in forward passes: a backward pass counts as two. What checkpointing runs again, and the optimizer, do
+not count."""
 
 
 @dataclass
@@ -27,21 +29,27 @@ class Row:
 
     Attributes:
         method: Its name.
-        measured: Forward alone, without gradient, or forward and backward.
         timing: Durations of all rounds; None if it did not run.
         speedup: Times faster than the packed repeated run: median, smallest and largest over the rounds.
-        share_of_ideal: That median over the ideal ratio.
-        peak_mib: Memory beyond weights and batch.
+        share_of_ideal: That median over the ideal ratio; over 1 for a repeated run.
+        share_of_fastest: The same against the fastest repeated run.
+        tokens_per_second: Tokens of all sequences, each with its prompt, so that all methods count the same.
+        utilization: Operations that this method needs, per second, over the device's peak (MFU), where it is known.
+        peak_mib: Memory beyond weights, batch and the optimizer's state.
+        memory_share: That over the packed repeated run's, times the ratio of tokens: 1 where memory falls like tokens.
         difference: Largest difference of a log-probability from the packed repeated run, in nats.
         note: Why it did not run.
     """
 
     method: str
-    measured: Measured
     timing: Timing | None = None
     speedup: tuple[float, float, float] | None = None
     share_of_ideal: float | None = None
+    share_of_fastest: float | None = None
+    tokens_per_second: float | None = None
+    utilization: float | None = None
     peak_mib: float | None = None
+    memory_share: float | None = None
     difference: float | None = None
     note: str | None = None
 
@@ -52,15 +60,29 @@ class Comparison:
 
     Attributes:
         case: Its shapes.
+        measured: What was timed.
         token_ratio: Tokens of the repeated run over those of the shared one.
         ideal_ratio: The same for floating-point operations.
-        rows: One for each pass and method.
+        teraflops: Operations of the shared and of the repeated run, in units of 1e12.
+        gradient_mib: What the gradients of all weights take, which is part of every update's peak.
+        fastest_repeated: The repeated run with the smallest median.
+        optimizer: Durations of the optimizer's step alone.
+        rows: One for each method.
     """
 
     case: Case
+    measured: Measured
     token_ratio: float
     ideal_ratio: float
+    teraflops: dict[str, float]
+    gradient_mib: float
+    fastest_repeated: str | None = None
+    optimizer: Timing | None = None
     rows: list[Row] = field(default_factory=list)
+
+    def row(self, method: str) -> Row | None:
+        """The row of a method that ran."""
+        return next((row for row in self.rows if row.method == method and row.timing is not None), None)
 
 
 @dataclass(frozen=True)
@@ -69,54 +91,60 @@ class Plan:
 
     Attributes:
         methods: Which methods. Without the packed repeated run among them there are no speedups.
-        passes: What to time.
+        measured: What to time.
         rounds: How often each is timed; fewer once the time is up.
         clock: `wall` or `cpu`.
-        memory: Whether to measure memory on CPU, which takes a fresh process for each row.
+        memory: Whether to measure memory on CPU, where each row takes a fresh process and one run more.
+        differences: Whether to compare log-probabilities, which takes a forward pass more.
     """
 
     methods: Sequence[Method]
-    passes: Sequence[Measured]
+    measured: Measured
     rounds: int = 5
     clock: str = "wall"
     memory: bool = True
+    differences: bool = True
 
 
 def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison:
     """Measure a case; after `seconds` no further round begins."""
     deadline = time.monotonic() + seconds
     model = case.make_model()
-    result = Comparison(case, case.layout.token_ratio, case.ideal_ratio(model))
+    optimizer = make_optimizer(model) if plan.measured == "update" else None
+    counts = {sharing: FORWARDS[plan.measured] * case.operations(sharing) / 1e12 for sharing in ("shared", "repeated")}
+    gradient_mib = sum(parameter.nbytes for parameter in model.parameters()) / MIB if optimizer else 0.0
+    result = Comparison(case, plan.measured, case.layout.token_ratio, case.ideal_ratio, counts, gradient_mib)
     logprobs: dict[str, Tensor] = {}
-    for measured in plan.passes:
-        rows = [Row(method.name, measured, note=method.refusal(case, measured)) for method in plan.methods]
-        ready = {}
-        for row, method in zip(rows, plan.methods, strict=True):
-            if row.note is None:
-                run = method.prepare(case, model)
-                row.note = _warm_up(row, run, plan.memory, case, logprobs)
-            if row.note is None:
-                ready[row.method] = partial(PASSES[measured], run)
-        timings = time_in_turns(ready, plan.rounds, deadline, plan.clock)
-        for row in rows:
-            _relate(row, timings, logprobs, result.ideal_ratio)
-        result.rows += rows
+    ready: dict[str, Callable[[], Any]] = {}
+    for method in plan.methods:
+        row = Row(method.name, note=method.refusal(case, plan.measured))
+        result.rows.append(row)
+        if row.note is None:
+            run = method.prepare(case, model, optimizer)
+            row.note = _warm_up(row, run, plan, case, logprobs)
+        if row.note is None:
+            ready[row.method] = partial(PASSES[plan.measured], run)
+    timings = time_in_turns(ready, plan.rounds, deadline, plan.clock)
+    if optimizer is not None and timings:
+        result.optimizer = time_in_turns({"": step_alone(model, optimizer)}, plan.rounds, deadline, plan.clock)[""]
+    _relate(result, timings, logprobs)
     return result
 
 
-def _warm_up(row: Row, run: Run, memory: bool, case: Case, logprobs: dict[str, Tensor]) -> str | None:
+def _warm_up(row: Row, run: Run, plan: Plan, case: Case, logprobs: dict[str, Tensor]) -> str | None:
     """Run once, measure memory, keep the log-probabilities; return why that is impossible, or None."""
+    function = partial(PASSES[plan.measured], run)
     try:
-        if row.method not in logprobs:
-            logprobs[row.method] = run.forward()
+        if plan.differences:
+            logprobs[row.method] = run.score()
         if case.device == "cuda":  # this is the warm-up of the backward pass too
-            row.peak_mib = cuda_peak_mib(partial(PASSES[row.measured], run))
-        elif memory:
+            row.peak_mib = cuda_peak_mib(function)
+        elif plan.memory:
             threads = torch.get_num_threads()
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-                row.peak_mib = fresh.submit(_peak_of_fresh_process, case, row.method, row.measured, threads).result()
-    except RuntimeError as error:  # out of memory, or no such kernel here: the other methods go on
+            row.peak_mib = in_fresh_process(_peak_of_fresh_process, case, row.method, plan.measured, threads)
+    except (RuntimeError, ImportError) as error:  # out of memory, no kernel or package here: the others go on
         run.model.zero_grad(set_to_none=True)
+        logprobs.pop(row.method, None)
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
     return None
 
@@ -124,17 +152,34 @@ def _warm_up(row: Row, run: Run, memory: bool, case: Case, logprobs: dict[str, T
 def _peak_of_fresh_process(case: Case, method_name: str, measured: Measured, threads: int) -> float:
     torch.set_num_threads(threads)
     model, method = case.make_model(), find_method(method_name)
+    optimizer = make_optimizer(model) if measured == "update" else None
     small = replace(case, prefix=min(case.prefix, 64), rollout=min(case.rollout, 16))
-    PASSES[measured](method.prepare(small, model))  # what is loaded or compiled on the first call is not counted
-    return resident_peak_mib(partial(PASSES[measured], method.prepare(case, model)))
+    PASSES[measured](method.prepare(small, model, optimizer))  # what is loaded on the first call is not counted
+    return resident_peak_mib(partial(PASSES[measured], method.prepare(case, model, optimizer)))
 
 
-def _relate(row: Row, timings: dict[str, Timing], logprobs: dict[str, Tensor], ideal_ratio: float) -> None:
-    if row.method not in timings:
-        return
-    row.timing = timings[row.method]
-    if BASELINE in timings:
-        row.speedup = row.timing.speedup_over(timings[BASELINE])
-        row.share_of_ideal = row.speedup[0] / ideal_ratio
-    if BASELINE in logprobs:
-        row.difference = (logprobs[row.method] - logprobs[BASELINE]).abs().max().item()
+def _relate(result: Comparison, timings: dict[str, Timing], logprobs: dict[str, Tensor]) -> None:
+    """Fill in what a row says in relation to others and to the device."""
+    sharing = {row.method: find_method(row.method).sharing for row in result.rows}
+    repeated = [name for name in timings if sharing[name] == "repeated"]
+    result.fastest_repeated = min(repeated, key=lambda name: timings[name].median, default=None)
+    peak, tokens = peak_flops(result.case.dtype), sum(result.case.layout.repeated_lengths)
+    for row in result.rows:
+        if row.method not in timings:
+            continue
+        row.timing = timing = timings[row.method]
+        row.tokens_per_second = tokens / timing.median
+        if peak is not None:
+            row.utilization = 1e12 * result.teraflops[sharing[row.method]] / timing.median / peak
+        ideal = result.ideal_ratio if sharing[row.method] == "shared" else 1.0
+        if BASELINE in timings:
+            row.speedup = timing.speedup_over(timings[BASELINE])
+            row.share_of_ideal = row.speedup[0] / ideal
+        if result.fastest_repeated is not None:
+            row.share_of_fastest = timing.speedup_over(timings[result.fastest_repeated])[0] / ideal
+        if BASELINE in logprobs:
+            row.difference = (logprobs[row.method] - logprobs[BASELINE]).abs().max().item()
+    base = result.row(BASELINE)
+    for row in result.rows:
+        if base is not None and base.peak_mib and row.peak_mib is not None and sharing[row.method] == "shared":
+            row.memory_share = row.peak_mib / base.peak_mib * result.token_ratio

@@ -4,33 +4,24 @@ GROUP PPO trains its critic at the first tokens of token groups only. That saves
 the trunk behind the last start of each rollout; the trunk still runs on all tokens before it. So the compression (the
 share of tokens that are no starts) says little about time, and both stand side by side here.
 
-`python benchmarks/critic_update.py --help` lists the options, README.md says how to read the tables.
+README.md says how to read the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
+from benchmarks.cases import QWEN3_0_6B, Case
+from benchmarks.measure import Timing, cuda_peak_mib, time_in_turns
+from benchmarks.options import add_shape, begin, change, make_parser, write_json
+from benchmarks.rollout_data import compression_of, draw_rollouts
+from benchmarks.training_steps import CriticUpdate, MeasuredGroupPPO, MeasuredPPO, Models, WholeStep
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.cases import Case, profile_cases  # noqa: E402
-from benchmarks.measure import CLOCKS, Conditions, Timing, cuda_peak_mib, time_in_turns  # noqa: E402
-from benchmarks.rollout_data import compression_of, draw_rollouts  # noqa: E402
-from benchmarks.training_steps import CriticUpdate, MeasuredGroupPPO, MeasuredPPO, Models, WholeStep  # noqa: E402
-
-SHAPE_OPTIONS = [field.name for field in fields(Case) if field.name not in ("name", "device", "checkpointing")]
 PARTS = (
     "old scores", "reference scores", "values", "groups, advantages", "policy update", "critic update", "other",
 )  # fmt: skip
@@ -41,19 +32,15 @@ CPU_CASE = Case(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the command line, measure, print, and write JSON after each case."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     options = parse(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    if options.profile == "gpu" and not torch.cuda.is_available():
-        raise SystemExit("--profile gpu needs a CUDA device and there is none; use --profile cpu.")
-    end = time.monotonic() + 60 * options.minutes
     case = make_case(options)
-    conditions = Conditions.here(case.device, options.clock)
-    print(f"conditions: {conditions}\n{case}, backend {options.backend}", flush=True)
+    conditions = begin(options)
+    end = time.monotonic() + 60 * options.minutes
+    print(f"{case}, backend {options.backend}", flush=True)
     data = draw_rollouts(case)
     thresholds = {target: data.find_threshold(target, options.max_size) for target in options.targets}
     result: dict[str, Any] = {
-        "conditions": asdict(conditions),
         "case": asdict(case),
         "backend": options.backend,
         "mini_batches": options.mini_batches,
@@ -76,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         deadline = _share(end, 1 + 3 * len(counts))  # a step takes longer than the critic's part of it
         result["critic_update"] = measure_critic(models, thresholds, options, deadline)
         print(critic_table(result["critic_update"]), flush=True)
-        write(options.output, result)
+        write_json(options.output, conditions, result)
     for number, count in enumerate(counts):
         if time.monotonic() > end:
             print(f"\nsteps with {count} update(s) left out: --minutes {options.minutes:g} are over.")
@@ -85,14 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         rows = measure_steps(models, thresholds[options.step_target], count, options, deadline)
         result.setdefault("steps", []).extend(rows)
         print(step_table(rows), flush=True)
-        write(options.output, result)
+        write_json(options.output, conditions, result)
     return result
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line; those that describe a case replace the profile's where given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="the case (default: cpu)")
+    parser = make_parser(__doc__, minutes=6.0)
     parser.add_argument("--measure", nargs="+", choices=("critic", "steps"), default=["critic", "steps"])
     parser.add_argument("--targets", nargs="+", type=float, default=[0.5, 0.75, 0.9], help="of the compression")
     parser.add_argument("--step-target", type=float, default=0.75, help="the target of the whole steps, one of those")
@@ -100,14 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mini-batches", type=int, default=4, help="updates per rollout, beside one (default: 4)")
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference is scored too")
     parser.add_argument("--backend", default="cascade", help="of the shared prefix (default: cascade)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each method is timed (default: 3)")
-    parser.add_argument("--minutes", type=float, default=6.0, help="no new round after this (default: 6)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
-    for name in SHAPE_OPTIONS:
-        default = getattr(CPU_CASE, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(default), help=f"cpu: {default}")
+    add_shape(parser, CPU_CASE)
     options = parser.parse_args(arguments)
     if options.step_target not in options.targets:
         parser.error(f"--step-target is {options.step_target:g}; it must be one of --targets {options.targets}.")
@@ -120,9 +99,8 @@ def make_case(options: argparse.Namespace) -> Case:
     Raises:
         SystemExit: If there are fewer groups than mini-batches, which hold whole groups.
     """
-    gpu_case = replace(profile_cases("gpu")[0], group_size=8, groups=4)
-    changed = {name: getattr(options, name) for name in SHAPE_OPTIONS if getattr(options, name) is not None}
-    case = replace(CPU_CASE if options.profile == "cpu" else gpu_case, **changed)
+    gpu_case = replace(QWEN3_0_6B, prefix=4096, group_size=8, groups=4)
+    case = change(CPU_CASE if options.profile == "cpu" else gpu_case, options)
     if case.groups < options.mini_batches:
         raise SystemExit(f"--mini-batches is {options.mini_batches}, more than --groups {case.groups}; raise --groups.")
     return case
@@ -254,15 +232,3 @@ def step_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{f'{min(seconds):.2f}-{max(seconds):.2f}':>15} {middle:6.2f} {f'{low:.2f}-{high:.2f}':>11}"
         )
     return "\n".join(lines)
-
-
-def write(output: Path | None, result: dict[str, Any]) -> None:
-    """Write what there is so far."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    main()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,20 @@ def cuda_peak_mib(function: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a process that has imported this project and run nothing yet (POSIX).
+
+    The processes are forks of a server that imports once, so each takes milliseconds.
+
+    Returns:
+        What the function returns.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.compare", "transformers.models.qwen3.modeling_qwen3"])
+    with ProcessPoolExecutor(1, mp_context=context) as fresh:
+        return fresh.submit(function, *arguments).result()
+
+
 def resident_peak_mib(function: Callable[[], Any]) -> float:
     """Largest resident set of this process while the function runs, beyond that before (Linux).
 
@@ -105,9 +121,16 @@ def _status_kib(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}; resident memory is measured on Linux only.")
 
 
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 @dataclass(frozen=True)
 class Conditions:
-    """Where and with what something was measured."""
+    """Where and with what something was measured; the version of a package that is not installed is None."""
 
     device: str
     cores: int
@@ -116,8 +139,8 @@ class Conditions:
     load_average: float
     python: str = platform.python_version()
     torch: str = torch.__version__
-    transformers: str = version("transformers")
-    prefix_grouper: str = version("prefix_grouper")
+    transformers: str | None = _version("transformers")
+    prefix_grouper: str | None = _version("prefix_grouper")
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
 
     @classmethod

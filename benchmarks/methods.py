@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.cases import Case
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.score import score
-from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout, pack
+from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout, Sharing, pack
 from pl_grouprl.types import RolloutGroup
 
 BASELINE = "repeated, packed"
@@ -30,19 +30,21 @@ class Method:
 
     Attributes:
         name: As shown.
+        sharing: Whether each prompt is encoded once or once per rollout.
         backend: Attention backend; None is the model's own attention.
         make_batches: Lays the groups out, in one batch or in several that run one after another.
-        refusal: Why a pass (`forward` or `forward+backward`) over a case is left out, or None.
+        refusal: Why a pass (`scoring` or `update`) over a case is left out, or None.
     """
 
     name: str
+    sharing: Sharing
     backend: str | None
     make_batches: Callable[[list[RolloutGroup], str], list[ScoringBatch]]
     refusal: Callable[[Case, str], str | None] = lambda case, measured: None
 
-    def prepare(self, case: Case, model: Any) -> Run:
-        """Lay a case out once; what is timed starts from there."""
-        return Run(self, model, self.make_batches(case.make_groups(), case.device))
+    def prepare(self, case: Case, model: Any, optimizer: torch.optim.Optimizer | None = None) -> Run:
+        """Lay a case out once; what is timed starts from there. An update takes the optimizer."""
+        return Run(self, model, self.make_batches(case.make_groups(), case.device), optimizer)
 
 
 @dataclass
@@ -52,22 +54,40 @@ class Run:
     method: Method
     model: Any
     batches: list[ScoringBatch]
+    optimizer: torch.optim.Optimizer | None = None
 
-    def forward(self) -> Tensor:
+    def score(self) -> Tensor:
         """Log-probabilities without gradient, shape [N]."""
         with self._patch(), torch.no_grad():
             return torch.cat([score(self.model, batch).logprobs_N for batch in self.batches])
 
-    def forward_backward(self) -> None:
-        """Log-probabilities, and the gradient of their sum by every weight, which is then dropped."""
+    def update(self) -> None:
+        """Log-probabilities, the gradient of their sum by every weight, and a step of the optimizer."""
+        assert self.optimizer is not None
         with self._patch():
             for batch in self.batches:
                 score(self.model, batch).logprobs_N.sum().backward()
-        self.model.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _patch(self) -> AbstractContextManager[Any]:
         backend = self.method.backend
         return nullcontext() if backend is None else shared_prefix(self.model, backend)
+
+
+def make_optimizer(model: Any) -> torch.optim.Optimizer:
+    """AdamW, fused, with its state in place and a learning rate of 0: it does all its work and moves no weight."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    step_alone(model, optimizer)()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def step_alone(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's part of an update, on gradients of zeros."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return optimizer.step
 
 
 def _padded(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
@@ -97,7 +117,7 @@ def _shared(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
 
 
 def _no_backward_on_cpu(case: Case, measured: str) -> str | None:
-    trains = measured != "forward"
+    trains = measured == "update"
     return "FlexAttention has no backward pass on CPU" if trains and case.device == "cpu" else None
 
 
@@ -107,13 +127,13 @@ def _too_large_for_dense(case: Case, measured: str) -> str | None:
 
 
 METHODS = (
-    Method("repeated, padded", None, _padded),
-    Method("repeated, one by one", None, _one_by_one),
-    Method(BASELINE, "cascade", _repeated_packed),
-    Method("prefix_grouper", "prefix_grouper", _shared),
-    Method("cascade", "cascade", _shared),
-    Method("flex", "flex", _shared, refusal=_no_backward_on_cpu),
-    Method("reference", "reference", _shared, refusal=_too_large_for_dense),
+    Method("repeated, padded", "repeated", None, _padded),
+    Method("repeated, one by one", "repeated", None, _one_by_one),
+    Method(BASELINE, "repeated", "cascade", _repeated_packed),
+    Method("prefix_grouper", "shared", "prefix_grouper", _shared),
+    Method("cascade", "shared", "cascade", _shared),
+    Method("flex", "shared", "flex", _shared, refusal=_no_backward_on_cpu),
+    Method("reference", "shared", "reference", _shared, refusal=_too_large_for_dense),
 )
 
 

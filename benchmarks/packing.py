@@ -1,6 +1,6 @@
 """How full the rows of a token budget are, and how even the ranks, on random batches with log-normal lengths.
 
-Counting only, no model runs: `python benchmarks/packing.py` takes seconds. README.md says how to read the table.
+Counting only, no model runs. README.md says how to read the table.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ import argparse
 import json
 import math
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
-
-from pl_grouprl.packing import ModelCost, balance, imbalance, plan_rows  # noqa: E402
+from pl_grouprl.packing import ModelCost, balance, imbalance, plan_rows
 
 QWEN3_0_6B = ModelCost(2 * 440.5e6, {None: 28 * 16 * 4 * 128}, 2 * 1024 * 151_936)
 
@@ -97,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         print(f"{_words(setting):58} " + " ".join(f"{figures[name]:9.4f}" for name in COLUMNS), flush=True)
         results.append({"setting": asdict(setting), **figures})
     if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         report = {"batches": options.batches, "ranks": options.ranks, "results": results}
         options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     return results
@@ -129,7 +125,3 @@ def _words(setting: Setting) -> str:
     changed = {name: value for name, value in asdict(setting).items() if value != getattr(Setting(), name)}
     lengths = f"{setting.groups} groups of {setting.rollouts}, budget {setting.budget}"
     return lengths + "".join(f", {name} {changed[name]}" for name in ("prompt", "rollout", "sigma") if name in changed)
-
-
-if __name__ == "__main__":
-    main()

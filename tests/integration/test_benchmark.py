@@ -1,60 +1,230 @@
-import importlib.util
+import importlib
 import json
+import os
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    spec = importlib.util.spec_from_file_location("benchmark_shared_prefix", ROOT / "benchmarks" / "shared_prefix.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 OPTIONS = {
     "prefix": 4, "rollout": 2, "group-size": 2, "hidden": 8, "layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 4,
     "intermediate": 16, "vocabulary": 10,
 }  # fmt: skip
-SHAPE = [text for name, size in OPTIONS.items() for text in (f"--{name}", str(size))]
+
+
+def shape(without=()):
+    return [text for name, size in OPTIONS.items() if name not in without for text in (f"--{name}", str(size))]
+
+
 METHODS = ["repeated, padded", "repeated, one by one", "repeated, packed", "prefix_grouper", "cascade", "reference"]
 
 
-def test_table_and_results_of_a_tiny_case(benchmark, tmp_path, capsys):
+@pytest.fixture
+def load(monkeypatch):
+    """Import a module of benchmarks/, which is no package that is installed."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.parametrize("measured", ["scoring", "update"])
+def test_table_and_results_of_a_tiny_case(load, measured, tmp_path, capsys):
     output = tmp_path / "result"
-    (comparison,) = benchmark.main(
-        [*SHAPE, "--rounds", "2", "--no-memory", "--methods", *METHODS, "--output", str(output)]
+    (comparison,) = load(measured).main(
+        [*shape(), "--rounds", "2", "--no-memory", "--methods", *METHODS, "flex", "--output", str(output)]
     )
     # Weights 64 + 32 + 32 + 64 + 3 * 128 = 576, so 1152 operations per token; 4 * 4 * 2 = 32 per pair;
     # head 2 * 8 * 10 * 4 = 640. Repeated: 12 tokens, 42 pairs. Shared: 8 tokens, 10 + 2 * 11 = 32 pairs.
-    assert comparison.ideal_ratio == pytest.approx((1152 * 12 + 32 * 42 + 640) / (1152 * 8 + 32 * 32 + 640))
+    repeated, shared = 1152 * 12 + 32 * 42 + 640, 1152 * 8 + 32 * 32 + 640
+    passes = {"scoring": 1, "update": 3}[measured]
+    assert comparison.ideal_ratio == pytest.approx(repeated / shared)
+    assert comparison.teraflops["shared"] == pytest.approx(passes * shared / 1e12)
     assert comparison.token_ratio == pytest.approx(12 / 8)
-    assert [row.method for row in comparison.rows] == METHODS * 2
-    for row in comparison.rows:
+    assert [row.method for row in comparison.rows] == [*METHODS, "flex"]
+    rows = {row.method: row for row in comparison.rows}
+    flex = rows.pop("flex") if measured == "update" else None
+    for row in rows.values():
         assert row.note is None
         assert row.difference < 1e-5
         assert len(row.timing.seconds) == 2
+        assert row.tokens_per_second == pytest.approx(12 / row.timing.median)
+    base, cascade = rows["repeated, packed"], rows["cascade"]
+    assert base.share_of_ideal == 1.0
+    assert cascade.share_of_ideal == pytest.approx(cascade.speedup[0] * shared / repeated)
+    assert rows[comparison.fastest_repeated].share_of_fastest == 1.0
     printed = capsys.readouterr().out
     assert "conditions: device" in printed
-    assert "cascade" in printed
+    if flex is not None:
+        assert flex.note == "FlexAttention has no backward pass on CPU"
+        assert "not run: FlexAttention" in printed
+        assert "in no ideal" in printed
     written = json.loads(output.with_suffix(".json").read_text())
+    assert written["conditions"]["threads"] >= 1
     assert written["cases"][0]["case"]["prefix"] == 4
     assert output.with_suffix(".png").stat().st_size > 1000
 
 
-def test_what_cannot_run_says_why(benchmark, capsys):
-    (comparison,) = benchmark.main([*SHAPE, "--rounds", "1", "--no-memory", "--passes", "forward+backward"])
-    notes = {row.method: row.note for row in comparison.rows}
-    assert notes["flex"] == "FlexAttention has no backward pass on CPU"
-    assert "not run: FlexAttention" in capsys.readouterr().out
+def test_operations_are_those_that_torch_counts(load):
+    case = replace(load("cases").Case("tiny"), prefix=9, rollout=1, group_size=1, hidden=32, vocabulary=50)
+    model = case.make_model()
+    model.config._attn_implementation = "eager"  # computes all pairs, also those that the mask hides
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(10)[None], logits_to_keep=1, use_cache=False)
+    (per_pair,) = case.cost.per_pair.values()
+    hidden_pairs = 10 * 10 - 55
+    assert counter.get_total_flops() == case.operations("shared") + per_pair * hidden_pairs
+    assert case.operations("repeated") == case.operations("shared")
 
 
-def test_gpu_profile_lists_both_models(benchmark):
-    shapes = [(case.hidden, case.prefix, case.group_size) for case in benchmark.profile_cases("gpu")]
-    assert shapes == [(h, p, g) for h in (1024, 2560) for p in (4096, 8192) for g in (4, 8, 16)]
+def test_memory_of_a_run_alone(load):
+    case = replace(load("cases").Case("small"), prefix=64, rollout=64, group_size=2, layers=1)
+    compare, methods = load("compare"), load("methods")
+    (row,) = compare.compare(case, compare.Plan(methods.METHODS[2:3], "update", 1)).rows
+    gradients = sum(parameter.nbytes for parameter in case.make_model().parameters()) / 2**20
+    assert row.peak_mib > gradients
+
+
+def test_gpu_profile_lists_both_models(load):
+    shapes = {(case.hidden, case.prefix, case.group_size) for case in load("cases").profile_cases("gpu")}
+    assert shapes == {(h, p, g) for h in (1024, 2560) for p in (4096, 8192) for g in (4, 8, 16)}
+
+
+def test_peak_of_a_device(load, monkeypatch):
+    peak_flops = load("peaks").peak_flops
+    assert peak_flops("float32") is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert peak_flops("bfloat16") == 989e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    assert peak_flops("bfloat16") is None
+
+
+def test_line_of_growth(load):
+    fit = load("growth").fit
+    line = fit([1, 2, 4], [5, 7, 11])  # 3 + 2 x
+    assert (line.intercept, line.slope) == (pytest.approx(3), pytest.approx(2))
+    assert line.largest == pytest.approx(0, abs=1e-12)
+    # Weights 1, 1, 1/4; means x 4/3, y 10/9 (in units of the first cost): slope 1/2, intercept 4/9.
+    bent = fit([0, 2, 2], [1, 1, 2])
+    assert bent.slope == pytest.approx(0.1)
+    assert bent.intercept == pytest.approx(1)
+    assert bent.deviations == pytest.approx([0, 1 / 1.2 - 1, 2 / 1.2 - 1])
+
+
+def test_growth_and_sweep_write_figures(load, tmp_path):
+    grown = load("growth").main(
+        [
+            *shape(["group-size"]),
+            "--group-sizes",
+            "1",
+            "2",
+            "4",
+            "--rounds",
+            "1",
+            "--no-memory",
+            "--output",
+            str(tmp_path / "growth"),
+        ]
+    )
+    assert [row["tokens"] for row in grown["rows"]] == [6, 8, 12]
+    # Pairs 10 + 11 G are linear in G like tokens 4 + 2 G are: so are operations.
+    assert grown["lines"]["teraflops"]["largest_deviation"] < 1e-9
+    sizes = ["--prefixes", "4", "8", "--ratios", "1", "4", "--group-sizes", "2", "--no-memory"]
+    swept = load("sweep").main(
+        [*shape(["prefix", "rollout", "group-size"]), *sizes, "--rounds", "1", "--output", str(tmp_path / "sweep")]
+    )
+    assert {(row["prefix"], row["ratio"]) for row in swept["rows"]} == {(4, 1), (4, 4), (8, 1), (8, 4)}
+    assert all(set(row["seconds"]) == {"repeated", "shared"} for row in swept["rows"])
+    for name in ("growth", "sweep"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["conditions"]["device"]
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+TINY = {
+    "attention": "--prefix 8 --rollout 4 --group-size 2 --heads 2 --kv-heads 1 --head-dim 16 --rounds 1",
+    "head": "--tokens 256 --vocabulary 2048 --hidden 64 --rounds 1 --checked 4 --methods token_scores",
+    "token-groups": "--rows 2 --length 16 --forward-rows 1 --rounds 1",
+    "packing": "--batches 1",
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_other_benchmarks_run_by_the_one_entry(load, name, tmp_path, capsys):
+    load("__main__").main([name, *TINY[name].split(), "--output", str(tmp_path / "result")])
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert name == "packing" or written["conditions"]["threads"] >= 1
+    assert capsys.readouterr().out
+
+
+def test_help_lists_all_and_each_has_its_own(load, capsys):
+    entry = load("__main__")
+    entry.main([])
+    listed = capsys.readouterr().out
+    for name in entry.COMMANDS:
+        assert f"\n  {name} " in listed
+        with pytest.raises(SystemExit) as raised:
+            entry.main([name, "--help"])
+        assert raised.value.code == 0
+        assert f"usage: python -m benchmarks {name} " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="'scorin' is no benchmark"):
+        entry.main(["scorin"])
+
+
+def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, capsys):
+    unattended = load("unattended")
+    parts = (
+        unattended.Part("packing", 1, ("--batches", "zero"), ()),
+        unattended.Part("packing", 1, ("--batches", "1"), ()),
+    )
+    parts = (replace(parts[0], name="wrong"), parts[1])
+    monkeypatch.setitem(unattended.PROFILES, "cpu", parts)
+    with pytest.raises(SystemExit) as raised:
+        unattended.main(["--output", str(tmp_path)])
+    assert raised.value.code == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(own["part"], own["outcome"]) for own in summary] == [("wrong", "failed"), ("packing", "done")]
+    assert "invalid int value: 'zero'" in summary[0]["stderr"][-1]
+    assert (tmp_path / "packing.json").exists()
+    monkeypatch.setitem(unattended.PROFILES, "cpu", parts[1:])
+    unattended.main(["--output", str(tmp_path)])
+    assert "done" in capsys.readouterr().out
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(load, tmp_path):
+    command = f"sleep 100 & echo $! > {tmp_path}/pid; wait"
+    record = load("unattended").run_limited(["sh", "-c", command], 1.0)
+    assert record["outcome"] == "ended"
+    assert record["seconds"] < 50
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not alive(pid):
+            break
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_every_part_of_a_profile_has_a_command_line_that_is_understood(load, profile, tmp_path):
+    unattended, entry = load("unattended"), load("__main__")
+    options = unattended.parse(["--profile", profile, "--threads", "1", "--output", str(tmp_path)])
+    for part in unattended.PROFILES[profile]:
+        _, _, _, name, *rest = unattended.part_command(part, options, 60.0)
+        assert name == part.command
+        assert rest[-2:] == ["--output", str(tmp_path / part.label)]
+        if name in ("scoring", "update"):
+            load("passes").parse(None, rest)
+        elif name not in ("packing", "rollouts"):
+            load(entry.MODULES.get(name, name.replace("-", "_"))).parse(rest)

@@ -1,0 +1,51 @@
+"""`python -m benchmarks NAME ...`: one entry to all benchmarks.
+
+Nothing is imported before the name is known, so that the list costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "attention": "attention of one layer, each backend against the prompt repeated",
+    "scoring": "log-probabilities of groups without gradient: time, memory, share of the ideal",
+    "update": "forward, backward and AdamW on groups: time, memory, share of the ideal",
+    "head": "log-probabilities from hidden states: time, memory, accuracy",
+    "rollouts": "sampling with each engine and with generate",
+    "step": "a training step, model work and everything else",
+    "token-groups": "finding the token groups of GROUP PPO, against a forward pass",
+    "growth": "time and memory as groups grow, against a straight line",
+    "sweep": "time, operations and memory against P/R for several P and G, as a figure",
+    "critic-update": "PPO and GROUP PPO: the critic's update and the whole step, by part",
+    "packing": "how full the rows of a token budget are, by counting",
+    "balance": "time of two ranks against the estimated cost of their groups",
+    "all": "all of them unattended, within some minutes",
+}
+"""What there is, and a line on each. The code is in the module of that name."""
+
+MODULES = {"all": "unattended"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Hand the arguments behind the name to that benchmark."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"{usage()}\nEach takes --help.")
+        return
+    if name not in COMMANDS:
+        raise SystemExit(f"{name!r} is no benchmark.\n{usage()}")
+    sys.argv[0] = f"python -m benchmarks {name}"  # what its usage line begins with
+    importlib.import_module(f"benchmarks.{MODULES.get(name, name.replace('-', '_'))}").main(rest)
+
+
+def usage() -> str:
+    """The list of benchmarks."""
+    lines = [f"  {name:14} {line}" for name, line in COMMANDS.items()]
+    return "\n".join(["usage: python -m benchmarks NAME [options]", "", *lines])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Options that the benchmarks share, and what happens first and last in each of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.measure import CLOCKS, Conditions
+
+SHAPE_OPTIONS = [field.name for field in fields(Case) if field.name not in ("name", "device", "checkpointing")]
+
+
+def make_parser(description: str | None, *, rounds: int = 3, minutes: float = 8.0) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes; the arguments are defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="the cases (default: cpu)")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"how often each is timed (default: {rounds})")
+    parser.add_argument(
+        "--minutes", type=float, default=minutes, help=f"no new round or case after this (default: {minutes:g})"
+    )
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json, and OUTPUT.png where there is a figure")
+    return parser
+
+
+def add_shape(parser: argparse.ArgumentParser, case: Case, *, without: tuple[str, ...] = ()) -> None:
+    """An option for each size of a case; the defaults named in the help are those of the CPU's case."""
+    for name in SHAPE_OPTIONS:
+        if name not in without:
+            default = getattr(case, name)
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(default), help=f"cpu: {default}")
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """The option that leaves memory out."""
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="CPU: do not measure memory")
+
+
+def change(case: Case, options: argparse.Namespace) -> Case:
+    """The case with the sizes that the command line gives."""
+    given = {name: getattr(options, name, None) for name in SHAPE_OPTIONS}
+    return replace(case, **{name: size for name, size in given.items() if size is not None})
+
+
+def begin(options: argparse.Namespace) -> Conditions:
+    """Set the threads, look at the machine and print what it is.
+
+    Raises:
+        SystemExit: If the profile needs a device that is not there.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.profile == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("--profile gpu needs a CUDA device and there is none; use --profile cpu.")
+    conditions = Conditions.here("cuda" if options.profile == "gpu" else "cpu", options.clock)
+    print(f"conditions: {conditions}", flush=True)
+    return conditions
+
+
+def write_json(output: Path | None, conditions: Conditions, content: dict[str, Any]) -> None:
+    """Write what there is so far, where it is asked for."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        written = {"conditions": asdict(conditions), **content}
+        output.with_suffix(".json").write_text(json.dumps(written, indent=1) + "\n")

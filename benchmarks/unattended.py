@@ -1,0 +1,170 @@
+"""All benchmarks one after another, each in a process of its own, within some minutes and without anybody watching.
+
+Each part gets a share of the time that is left and is ended when that is over; what it had written by then stays. One
+that fails is recorded, and the rest go on. DIR/summary.json says after every part what became of it. The exit code is 1
+if any part failed or was ended. README.md says what a machine needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU = ("--profile", "gpu")
+CUDA = ("--device", "cuda")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of one benchmark.
+
+    Attributes:
+        command: Its name.
+        weight: Its share of the time.
+        options: Of its command line, beside the common ones.
+        takes: Which of the common options it knows: threads, clock, minutes.
+        name: Of its results, where the command stands twice.
+    """
+
+    command: str
+    weight: float
+    options: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ("threads", "clock")
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """What the results are called."""
+        return self.name or self.command
+
+
+ALL = ("threads", "clock", "minutes")
+METHODS = ("--methods", "repeated, packed", "prefix_grouper", "cascade")
+PROFILES = {
+    "cpu": (
+        Part("packing", 1, ("--batches", "50"), ()),
+        Part("attention", 6, ("--rounds", "3")),
+        Part("scoring", 8, ("--prefix", "1024", "--rounds", "3"), ALL),
+        Part("update", 16, ("--prefix", "1024", "--rounds", "2"), ALL),
+        Part("head", 8),
+        Part("rollouts", 10, ("--prompts", "1", "--rounds", "2")),
+        Part("step", 8, ("--steps", "8", "--warm-up", "2", "--base-steps", "0")),
+        Part("token-groups", 5, ("--rows", "64", "--length", "1024")),
+        Part("growth", 8, ("--prefix", "512", "--rollout", "64", "--rounds", "2"), ALL),
+        Part("sweep", 16, ("--prefixes", "512", "1024"), ALL),
+        Part("critic-update", 10, ("--rounds", "2"), ALL),
+        Part("balance", 4, ("--rounds", "2"), ("clock",)),
+    ),
+    "gpu": (
+        Part("attention", 5, (*CUDA, "--dtype", "bfloat16", "--prefix", "8192", "--rollout", "1024")),
+        Part("scoring", 14, (*GPU, *METHODS), ALL),
+        Part("update", 30, (*GPU, *METHODS), ALL),
+        Part("head", 7, CUDA),
+        Part("growth", 7, GPU, ALL),
+        Part("sweep", 12, GPU, ALL),
+        Part("rollouts", 9, (*CUDA, "--shape", "0.6b", "--dtype", "bfloat16", "--rounds", "2")),
+        Part("step", 5, (*CUDA, "--steps", "10", "--base-steps", "0")),
+        Part("critic-update", 8, (*GPU, "--rounds", "2"), ALL),
+        Part("token-groups", 3, ("--rows", "128")),
+    ),
+}
+"""What runs, the most important before what can be missed: the time that a part leaves over goes to those behind it."""
+
+Outcome = Literal["done", "failed", "ended"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all parts.
+
+    Raises:
+        SystemExit: With code 1, at the end, if any part failed or was ended.
+    """
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
+    options.output.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in PROFILES[options.profile] if not options.only or part.command in options.only]
+    end = time.monotonic() + 60 * options.minutes
+    summary: list[dict[str, Any]] = []
+    commands: list[tuple[str, float, Part | None]] = [(part.label, part.weight, part) for part in parts]
+    if options.tests:
+        commands.append(("tests", 20.0, None))
+    for number, (label, weight, part) in enumerate(commands):
+        left = end - time.monotonic()
+        limit = left * weight / sum(other for _, other, _ in commands[number:])
+        command = test_command() if part is None else part_command(part, options, limit)
+        print(f"\n=== {label}: at most {limit:.0f} of {left:.0f} s\n{' '.join(command)}", flush=True)
+        summary.append({"part": label, **run_limited(command, limit)})
+        (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n" + "\n".join(f"{own['part']:14} {own['outcome']:7} {own['seconds']:6.1f} s" for own in summary))
+    if any(own["outcome"] != "done" for own in summary):
+        raise SystemExit(1)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = sorted({part.command for parts in PROFILES.values() for part in parts})
+    parser.add_argument("--profile", choices=list(PROFILES), default="cpu", help="sizes (default: cpu)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together (default: 9)")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the results")
+    parser.add_argument("--only", nargs="+", choices=commands, metavar="NAME", help=f"of {', '.join(commands)}")
+    parser.add_argument("--tests", action="store_true", help="run `pytest -m gpu` at the end")
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, with --threads 1"
+    )
+    return parser.parse_args(arguments)
+
+
+def part_command(part: Part, options: argparse.Namespace, limit: float) -> list[str]:
+    """The command line of a part. One that keeps to minutes gets fewer than it is ended after, to finish in time."""
+    common = {"clock": options.clock, "minutes": f"{0.6 * limit / 60:.3f}"}
+    if options.threads:
+        common["threads"] = str(options.threads)
+    given = [word for name, value in common.items() if name in part.takes for word in (f"--{name}", value)]
+    output = ("--output", str(options.output.resolve() / part.label))
+    return [sys.executable, "-m", "benchmarks", part.command, *part.options, *given, *output]
+
+
+def test_command() -> list[str]:
+    """The tests that need a GPU."""
+    return [sys.executable, "-m", "pytest", "-m", "gpu"]
+
+
+def run_limited(command: Sequence[str], limit: float) -> dict[str, Any]:
+    """Run a command in a process group of its own, which is killed when the limit is over or this process ends.
+
+    Returns:
+        `outcome`, `seconds`, `exit_code`, and the last lines on standard error unless it is done.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)  # noqa: S603
+        outcome: Outcome = "ended"
+        try:
+            outcome = "failed" if process.wait(max(limit, 1.0)) else "done"
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):  # helpers of the part may live on
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        stderr.seek(0)
+        said = stderr.read().splitlines()[-15:]
+    record: dict[str, Any] = {"outcome": outcome, "seconds": time.monotonic() - started, "exit_code": code}
+    if outcome != "done":
+        print("\n".join([outcome, *said]), flush=True)
+        record["stderr"] = said
+    return record
