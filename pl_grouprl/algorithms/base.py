@@ -37,6 +37,7 @@ from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.distributed import num_ranks
+from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.step_log import log_numbers
 
 
@@ -288,7 +289,7 @@ class RolloutModule(CollectingModule, ABC):
         assert buffer is not None
         self._clock.enter("update")
         # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
-        torch.manual_seed(self._derive_seed("update", batch.rollout_number, batch.update_index))
+        seed_torch(self._derive_seed("update", batch.rollout_number, batch.update_index), self.device)
         members = buffer.members(batch.update_index)
         passes = Passes(buffer, members, self._row_options(self.sequence_parallel_size), self._kept_row)
         if passes.number > 1:

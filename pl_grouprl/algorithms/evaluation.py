@@ -24,7 +24,7 @@ def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, floa
     scored = [trimmed for record in records if (trimmed := _with_reward(record))["rewards"]]
     metrics = {f"{prefix}/reward": mean_at_k([record["rewards"] for record in scored]) if scored else math.nan}
     for name, values in rewards_by_function(records).items():
-        metrics[f"{prefix}/rewards/{name}/mean"] = float(values.mean())
+        metrics[f"{prefix}/rewards/{name}/mean"] = math.fsum(values) / len(values) if values else math.nan
     for source in sorted({record["data_source"] for record in scored}):
         own = [record for record in scored if record["data_source"] == source]
         rewards = [record["rewards"] for record in own]

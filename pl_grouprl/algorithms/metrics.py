@@ -6,9 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from pl_grouprl.types import RolloutGroup
 
 Record = dict[str, Any]
@@ -40,15 +37,15 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
         without a reward are left out of the rewards.
     """
     spreads = [_std(_finite(record["rewards"])) for record in records]
-    lengths = torch.tensor([length for record in records for length in record["lengths"]], dtype=torch.float32)
+    lengths = [length for record in records for length in record["lengths"]]
     truncated = [flag for record in records for flag in record["truncated"]]
     metrics = {
         "reward": _mean(_finite([reward for record in records for reward in record["rewards"]])),
         "reward_std": sum(spreads) / max(len(spreads), 1),
         "frac_reward_zero_std": sum(spread < 1e-6 for spread in spreads) / max(len(spreads), 1),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": sum(truncated) / len(truncated),
     }
     for name, values in rewards_by_function(records).items():
@@ -57,7 +54,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     return metrics
 
 
-def rewards_by_function(records: Sequence[Record]) -> dict[str, Tensor]:
+def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
     """Collect the rewards that each function gave, before weighting, those that do not apply left out."""
     collected: dict[str, list[float]] = {}
     for rewards in (rewards for record in records for rewards in record["by_function"]):
@@ -94,14 +91,16 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _finite(values: Sequence[float]) -> Tensor:
-    numbers = torch.tensor(values, dtype=torch.float64)
-    return numbers[numbers.isfinite()]
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else math.nan
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
 
-def _std(values: Tensor) -> float:
-    return float(values.std()) if len(values) > 1 else 0.0
+def _std(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
     from pl_grouprl.attention import ParityReport
@@ -140,6 +142,7 @@ class PolicyModule(SavedStateModule):
             )
         self._denominators.clear()
         self._contexts.close()  # of a fit that an exception has ended
+        self._spare_garbage_collection()
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
@@ -159,6 +162,15 @@ class PolicyModule(SavedStateModule):
                 f"sharing='shared': {type(model).__name__} encodes each prompt once; attention backend "
                 f"{self.attention_backend!r}: {patch.describe()}. prefix/token_ratio says what that saves."
             )
+
+    def _spare_garbage_collection(self) -> None:
+        """Leave what is loaded by now out of Python's garbage collection during the fit.
+
+        Going through the objects of all imported packages takes 0.3 s, every ten steps or so of a small model.
+        """
+        gc.collect()
+        gc.freeze()
+        self._contexts.callback(gc.unfreeze)
 
     def parity_reports(self) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on each model that is trained."""
@@ -255,9 +267,8 @@ class PolicyModule(SavedStateModule):
         self._denominators.clear()
         norms = {name: self.support.norm(own) for name, own in parts.items()}
         norm = self._joint_norm(norms.values())
-        self.log("grad_norm", norm)
-        if len(norms) > 1:
-            self.log_dict({f"grad_norm/{name}": value for name, value in norms.items()})
+        of_parts = {f"grad_norm/{name}": value for name, value in norms.items()} if len(norms) > 1 else {}
+        log_numbers(self, {"grad_norm": norm, **of_parts})
         (broken_ranks,) = self.sum_over_ranks([~norm.isfinite()])
         if not broken_ranks:
             self.nonfinite_steps = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -148,7 +148,11 @@ class SharedPrefixCallback(Callback):
         self._calls.clear()
 
     def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
-        savings = [_Saving.of(call, self._observed[patch]) for patch, call in calls]
+        known: dict[Any, _Saving] = {}  # scoring and update run the same layout
+        for patch, call in calls:
+            if (key := _key(call, self._observed[patch])) not in known:
+                known[key] = _Saving.of(call, self._observed[patch])
+        savings = [known[_key(call, self._observed[patch])] for patch, call in calls]
         layouts = [(call.layout, call.part) for _, call in calls if call.layout is not None]
         return {
             "prefix/token_ratio": sum(s.repeated_tokens for s in savings) / sum(s.tokens for s in savings),
@@ -198,6 +202,12 @@ class _Saving(NamedTuple):
         if call.part == "prompt":  # which is repeated in the sequences of the slices that follow
             return cls(tokens, 0, flops, 0.0)
         return cls(tokens, sum(layout.repeated_lengths), flops, cost.repeated(layout))
+
+
+def _key(call: CallReport, cost: ModelCost) -> Hashable:
+    """What calls with the same saving have in common, among those of one step."""
+    own = call if call.layout is None else call.layout
+    return id(own), call.part, id(cost)
 
 
 def decoders_of(module: LightningModule) -> list[PreTrainedModel]:

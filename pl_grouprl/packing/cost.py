@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -77,8 +78,10 @@ class ModelCost:
     def _of_runs(self, runs: Sequence[tuple[int, int]]) -> float:
         """Runs of tokens, each as the position of its first token and its length."""
         cost = self.per_token * sum(length for _, length in runs)
+        alike = Counter(runs).items()
         for window, per_pair in self.per_pair.items():
-            cost += per_pair * sum(_pairs(start + length, window) - _pairs(start, window) for start, length in runs)
+            pairs = (n * (_pairs(start + length, window) - _pairs(start, window)) for (start, length), n in alike)
+            cost += per_pair * sum(pairs)
         return cost
 
 
