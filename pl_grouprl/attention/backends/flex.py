@@ -1,6 +1,9 @@
 """FlexAttention with the layout's mask. On CPU PyTorch gives it no backward, so there it serves scoring only.
 
-Legend: T packed tokens, H query heads.
+What is compiled on CUDA takes shapes as they come: rows of other lengths and other layouts run the same program. (One
+block alone is a program of its own, as may be the first one, if it has as many blocks as heads.)
+
+Legend: T packed tokens, S of them that are run, H query heads.
 """
 
 from __future__ import annotations
@@ -12,10 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pl_grouprl.attention.backends.backend import Backend, needs_gradient
 from pl_grouprl.attention.backends.rule import AttentionRule, visibility_function
 from pl_grouprl.packing import SharedPrefixLayout
+
+BLOCK = 128
+"""Queries and keys of a block of the mask."""
+
+_PAIRS = 2**26
+"""Query-key pairs whose visibility is looked at together."""
 
 
 @cache
@@ -26,21 +36,36 @@ def _flex_attention(device_type: str) -> Any:
     return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
 
 
-def _block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Any:
+    """As `create_block_mask` would make it, which needs a dense mask of all pairs in memory for that."""
+    from torch.nn.attention.flex_attention import BlockMask
 
     sees = visibility_function(layout, rule, device)
-
-    places = torch.arange(layout.given, layout.num_tokens, device=device)
+    tokens = torch.arange(layout.num_tokens, device=device)
+    places = tokens[layout.given :]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(query, key)
-
-    def visible_behind_given(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(places[query], key)
 
-    rule_of_mask = visible_behind_given if layout.given else visible
-    return create_block_mask(rule_of_mask, None, None, layout.num_queries, layout.num_tokens, device=device)
+    some, every = [], []
+    rows = max(1, _PAIRS // (BLOCK * max(1, layout.num_tokens))) * BLOCK
+    for queries in places.split(rows):
+        seen = sees(queries[:, None], tokens[None])
+        seen = pad(seen, (0, -len(tokens) % BLOCK, 0, -len(queries) % BLOCK))
+        tiles = seen.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        some.append(tiles.any(3).any(1))
+        every.append(tiles.all(3).all(1))
+    full = torch.cat(every)
+    return BlockMask.from_kv_blocks(
+        *_counted(torch.cat(some) & ~full), *_counted(full), BLOCK_SIZE=BLOCK, mask_mod=visible,
+        seq_lengths=(layout.num_queries, layout.num_tokens),
+    )  # fmt: skip
+
+
+def _counted(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries sees, and which, those first; int32, [1, 1, ...]."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def _soft_cap(softcap: float) -> Callable[..., Tensor]:
@@ -53,7 +78,8 @@ def _soft_cap(softcap: float) -> Callable[..., Tensor]:
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    mask = layout.memo(("block_mask", query.device, rule.visibility), lambda: _block_mask(layout, rule, query.device))
+    key_of_mask = ("block_mask", query.device, rule.visibility)
+    mask = layout.memo(key_of_mask, lambda: block_mask(layout, rule, query.device))
     if not needs_gradient(query, key, value):  # the CPU kernel looks at requires_grad even where no graph is recorded
         query, key, value = query.detach(), key.detach(), value.detach()
     with warnings.catch_warnings():
