@@ -24,6 +24,7 @@ from torch import Tensor
 from pl_grouprl.types import SamplingConfig
 
 _FIXED_POINT = 2.0**52
+_SEARCHED_AT_ONCE = 512
 _DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words at each value of its counter
 
 
@@ -101,10 +102,33 @@ def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
     With u < 1 of 53 bits and a total below 2^53, `u * total` stays below the total in float64, so the answer lies
     in the vocabulary. The clamp only keeps the garbage that NaN gives inside; the caller sees the NaN.
+
+    A large vocabulary is searched in two steps, first for a block of tokens: sums of blocks cost less than cumulative
+    sums of all tokens, and lead to the same token, as integers have no rounding.
     """
-    cumulative_BV = _fixed_point(probs_BV).cumsum(dim=-1)
-    target_B1 = (uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:].double()).long()
-    return torch.searchsorted(cumulative_BV, target_B1, right=True).clamp(0, probs_BV.shape[-1] - 1)
+    weights_BV, size = _fixed_point(probs_BV), _SEARCHED_AT_ONCE
+    if weights_BV.shape[-1] <= size:
+        cumulative_BV = weights_BV.cumsum(dim=-1)
+        return _first_above(cumulative_BV, _share_of(cumulative_BV, uniforms_B))
+    whole_BV, rest_BV = weights_BV.tensor_split([weights_BV.shape[-1] // size * size], dim=-1)
+    blocks_BN = torch.cat([whole_BV.unflatten(-1, (-1, size)).sum(dim=-1), rest_BV.sum(dim=-1, keepdim=True)], dim=-1)
+    cumulative_BN = blocks_BN.cumsum(dim=-1)
+    target_B1 = _share_of(cumulative_BN, uniforms_B)
+    block_B1 = _first_above(cumulative_BN, target_B1)
+    tokens_BC = block_B1 * size + torch.arange(size, device=block_B1.device)
+    tokens_BC = tokens_BC.clamp(max=weights_BV.shape[-1] - 1)  # behind the last one, which is found first
+    before_B1 = cumulative_BN.gather(-1, block_B1) - blocks_BN.gather(-1, block_B1)
+    found_B1 = _first_above(weights_BV.gather(-1, tokens_BC).cumsum(dim=-1), target_B1 - before_B1)
+    return tokens_BC.gather(-1, found_B1)
+
+
+def _share_of(cumulative_BN: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The uniform number as a share of the total, rounded down, shape [B, 1]."""
+    return (uniforms_B.unsqueeze(-1) * cumulative_BN[:, -1:].double()).long()
+
+
+def _first_above(cumulative_BN: Tensor, target_B1: Tensor) -> Tensor:
+    return torch.searchsorted(cumulative_BN, target_B1, right=True).clamp(0, cumulative_BN.shape[-1] - 1)
 
 
 def _fixed_point(probs: Tensor) -> Tensor:

@@ -131,3 +131,23 @@ def test_streams_are_reproducible_distinct_and_cut_anywhere():
     assert torch.equal(uniforms(-1, sequences, 0, 4), uniforms(2**64 - 1, sequences, 0, 4))
     with pytest.raises(ValueError, match="start is 3; it must be a multiple of 4"):
         uniforms(0, sequences, 3, 4)
+
+
+@pytest.mark.parametrize("vocab_size", [511, 512, 513, 1024, 5000])
+def test_a_large_vocabulary_is_searched_in_blocks(vocab_size):
+    """Probabilities in powers of two, so that cumulative sums of any kind are exact."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(0, 4, (200, vocab_size), generator=generator).double()
+    weights[:, -1] += 2**13 - weights.sum(dim=-1)  # the last token makes up for what is missing
+    uniforms_B = torch.rand(200, generator=generator, dtype=torch.float64)
+    uniforms_B[:3] = torch.tensor([0.0, 0.5, 1 - 2.0**-53])
+    tokens, logprobs = sample_tokens((weights / 2**13).log(), SamplingConfig(), uniforms_B)
+    ends = weights.cumsum(dim=-1) / 2**13
+    starts = ends - weights / 2**13
+    picked = lambda rows: rows.gather(-1, tokens[:, None])[:, 0]  # noqa: E731
+    near = 2.0**-20  # of the logarithm in float32
+    assert (picked(starts) <= uniforms_B + near).all()
+    assert (uniforms_B < picked(ends) + near).all()
+    assert (picked(weights) > 0).all()
+    assert len(set((tokens // 512).tolist())) == -(-vocab_size // 512)
+    torch.testing.assert_close(logprobs, (picked(weights) / 2**13).log().float())
