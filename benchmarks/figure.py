@@ -143,7 +143,7 @@ def _new(output: Path | None, size: tuple[float, float]) -> Figure | None:
     """An empty figure; None where none is asked for or none can be drawn."""
     if output is None:
         return None
-    if not _has_matplotlib():
+    if find_spec("matplotlib") is None:
         print("no figure: matplotlib is not installed.")
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -152,13 +152,6 @@ def _new(output: Path | None, size: tuple[float, float]) -> Figure | None:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
-
-
-def _has_matplotlib() -> bool:
-    try:
-        return find_spec("matplotlib") is not None
-    except ValueError:  # None stands in sys.modules
-        return False
 
 
 def _save(figure: Figure, conditions: str, output: Path | None) -> None:

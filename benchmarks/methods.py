@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -121,6 +122,10 @@ def _no_backward_on_cpu(case: Case, measured: str) -> str | None:
     return "FlexAttention has no backward pass on CPU" if trains and case.device == "cpu" else None
 
 
+def _without_package(case: Case, measured: str) -> str | None:
+    return None if find_spec("prefix_grouper") else "prefix_grouper is not installed: pip install prefix_grouper"
+
+
 def _too_large_for_dense(case: Case, measured: str) -> str | None:
     size = case.heads * case.layout.num_tokens**2
     return f"dense scores of {size / 2**20:,.0f} M elements" if size > _DENSE_LIMIT else None
@@ -130,7 +135,7 @@ METHODS = (
     Method("repeated, padded", "repeated", None, _padded),
     Method("repeated, one by one", "repeated", None, _one_by_one),
     Method(BASELINE, "repeated", "cascade", _repeated_packed),
-    Method("prefix_grouper", "shared", "prefix_grouper", _shared),
+    Method("prefix_grouper", "shared", "prefix_grouper", _shared, refusal=_without_package),
     Method("cascade", "shared", "cascade", _shared),
     Method("flex", "shared", "flex", _shared, refusal=_no_backward_on_cpu),
     Method("reference", "shared", "reference", _shared, refusal=_too_large_for_dense),

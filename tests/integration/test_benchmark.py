@@ -228,3 +228,16 @@ def test_every_part_of_a_profile_has_a_command_line_that_is_understood(load, pro
             load("passes").parse(None, rest)
         elif name not in ("packing", "rollouts"):
             load(entry.MODULES.get(name, name.replace("-", "_"))).parse(rest)
+
+
+def test_without_optional_packages_the_rest_is_measured(load, monkeypatch, tmp_path, capsys):
+    for module in ("methods", "figure"):
+        monkeypatch.setattr(load(module), "find_spec", lambda name: None)
+    names = ["repeated, packed", "prefix_grouper", "cascade"]
+    options = ["--rounds", "1", "--no-memory", "--methods", *names, "--output", str(tmp_path / "result")]
+    (comparison,) = load("scoring").main([*shape(), *options])
+    assert [row.method for row in comparison.rows if row.timing] == ["repeated, packed", "cascade"]
+    printed = capsys.readouterr().out
+    assert "not run: prefix_grouper is not installed" in printed
+    assert "no figure: matplotlib is not installed" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
