@@ -6,7 +6,7 @@ Legend: T packed tokens, H query heads, K key/value heads, D head size.
 import pytest
 import torch
 from helpers.flash_attention import flash_attention_on_cpu
-from helpers.forests import attention_by_sequence, random_forest, relative_error, sequences
+from helpers.forests import Forest, attention_by_sequence, random_forest, relative_error, sequences
 
 from pl_grouprl.attention.backends.cascade import cascade_attention
 from pl_grouprl.attention.backends.cascade_plan import plan_cascade
@@ -144,6 +144,29 @@ def test_one_call_for_all_segments_and_one_for_each_depth_with_descendants():
     kernel = Recorder(CPUKernel())
     cascade_attention(*packed_inputs(layout.num_tokens, (2, 2)), plan, SCALE, kernel)
     assert kernel.calls == own + ancestors
+
+
+def test_long_runs_below_a_prefix_are_calls_of_their_own_on_slices(kernel):
+    # Prompts of 5, 30 and 9 tokens; below them 160, 4 and 128.
+    forest = Forest([5, 100, 60, 30, 1, 3, 9, 128], [None, 0, 0, None, 3, 3, None, 6])
+    plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
+    assert [(step.queries, step.keys) for step in plan.others] == [
+        (slice(5, 165), slice(0, 5)),
+        (slice(208, 336), slice(199, 208)),
+        (slice(195, 199), slice(165, 195)),
+    ]
+    assert calls_of(plan)[1][0] == VarlenCall((160,), (5,), causal=False)
+    tensors = packed_inputs(sum(forest.lengths), (4, 2))
+    compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+
+
+def test_parts_of_a_token():
+    layout = SharedPrefixLayout([9, 4, 2, 3], [None, 0, 1, 1])
+    plan = plan_cascade(layout, RULE, CPU)
+    assert (plan.parts_of_query, plan.parts_of_key) == (3, 2)  # a leaf asks itself and two ancestors
+    windowed = plan_cascade(layout, AttentionRule(SCALE, window=4), CPU)
+    assert (windowed.parts_of_query, windowed.parts_of_key) == (1, 3)  # the middle's tail is taken by both leaves
+    assert plan_cascade(SharedPrefixLayout([], []), RULE, CPU).parts_of_query == 0
 
 
 def test_a_window_takes_one_call_with_the_tails_it_reaches():
