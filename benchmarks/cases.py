@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -99,11 +99,10 @@ class Case:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model.train()
 
-    @cached_property
+    @property
     def cost(self) -> ModelCost:
-        """Operations of one forward pass, counted on a model without storage."""
-        model = replace(self, device="meta").make_model()
-        return ModelCost.of(model.get_decoder(), model.get_output_embeddings())
+        """Operations of one forward pass, per token and per pair."""
+        return _count(replace(self, prefix=1, rollout=1, group_size=1, groups=1, shortest=1.0, device="meta"))
 
     def operations(self, sharing: Sharing) -> float:
         """Operations of one forward pass: linear layers, attention, and the head on predicted tokens only."""
@@ -114,6 +113,13 @@ class Case:
     def ideal_ratio(self) -> float:
         """Operations of the repeated run over those of the shared one."""
         return self.operations("repeated") / self.operations("shared")
+
+
+@cache
+def _count(case: Case) -> ModelCost:
+    """Count a model that has no storage."""
+    model = case.make_model()
+    return ModelCost.of(model.get_decoder(), model.get_output_embeddings())
 
 
 QWEN3_0_6B = Case(
