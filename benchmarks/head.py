@@ -44,17 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"conditions: {conditions}\n{head}\nerrors: of the first {options.checked} tokens, against float64", flush=True
     )
     result: dict[str, Any] = {"conditions": asdict(conditions), "head": asdict(head), "checked": options.checked}
-    rows = [
-        {"method": name, "measured": measured, "note": refusal(name, head, options.most_gib)}
-        for measured in options.passes
-        for name in options.methods
-    ]
-    _add_errors(rows, replace(head, tokens=min(head.tokens, options.checked)))
-    _add_memory(rows, head)
+    result["rows"] = []
     for measured in options.passes:
-        _add_times([row for row in rows if row["measured"] == measured], head, options.rounds, options.clock)
-    result["rows"] = rows
-    print("\n".join(_line(row) for row in rows), flush=True)
+        notes = {name: refusal(name, head, options.most_gib) for name in options.methods}
+        rows = [{"method": name, "measured": measured, "note": note} for name, note in notes.items()]
+        _add_errors(rows, replace(head, tokens=min(head.tokens, options.checked)))
+        _add_memory(rows, head)
+        _add_times(rows, head, options.rounds, options.clock)
+        print("\n".join(_line(row) for row in rows), flush=True)
+        result["rows"] += rows
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
@@ -119,10 +117,10 @@ def _add_memory(rows: list[dict[str, Any]], head: Head) -> None:
             continue
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
             row["peak_mib"] = fresh.submit(_peak_of_fresh_process, row, head, torch.get_num_threads()).result()
+    full = [row["peak_mib"] for row in rows if row["method"] == BASELINE and "peak_mib" in row]
     for row in rows:
-        full = [other for other in rows if other["method"] == BASELINE and other["measured"] == row["measured"]]
-        if "peak_mib" in row and full and "peak_mib" in full[0]:
-            row["times_less_memory"] = full[0]["peak_mib"] / row["peak_mib"]
+        if full and "peak_mib" in row:
+            row["times_less_memory"] = full[0] / row["peak_mib"]
 
 
 def _peak_of_fresh_process(row: dict[str, Any], head: Head, threads: int) -> float:

@@ -3,8 +3,8 @@
 Legend: N response tokens (flat), D hidden size, V vocabulary, M tokens of one chunk, S size of a sketch.
 
 At most about `chunk_size` * V logits exist at a time. A head of any kind gives the logits of `chunk_size` tokens; with
-gradient enabled a chunk keeps only its hidden states, and its logits are computed again in the backward pass. A head
-known to be one matrix is taken by blocks of the vocabulary, all tokens at once: see `linear_head`.
+gradient enabled a chunk, but for the last, keeps only its hidden states, and its logits are computed again in the
+backward pass. A head that is one matrix is taken by blocks of the vocabulary, all tokens at once: see `linear_head`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def token_scores(
         score_norm: Also return the score norm.
         sketch: Also return this sketch of the score.
         weight_VD: The head's weight, shape [V, D], where the head is `hidden @ weight_VD.T` and nothing else. Then
-            `logits_fn` is not called, and no gradient is lost or summed up over chunks.
+            `logits_fn` is not called.
 
     Returns:
         The scores; the softmax is taken in float32 whatever the dtype of the logits.
@@ -97,10 +97,10 @@ def _by_chunks(
     options: ScoreOptions,
     chunk_size: int,
 ) -> Iterator[Outputs]:
-    recompute = torch.is_grad_enabled()
     # split, not slices: its backward pass joins the gradients of all chunks once.
-    for hidden_MD, targets_M in zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True):
-        if recompute:
+    chunks = list(zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True))
+    for number, (hidden_MD, targets_M) in enumerate(chunks, start=1):
+        if torch.is_grad_enabled() and number < len(chunks):  # the last one's backward pass is the first
             yield checkpoint(_score_chunk, hidden_MD, targets_M, logits_fn, options, use_reentrant=False)
         else:
             yield _score_chunk(hidden_MD, targets_M, logits_fn, options)

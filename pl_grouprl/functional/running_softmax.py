@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -119,6 +122,11 @@ def sum_block(
     """
     dtype = torch.promote_types(logits_NC.dtype, torch.float32)
     own_N1 = targets.get(logits_NC).to(dtype) / temperature
+    kernels = fused(logits_NC)
+    if kernels is not None and signs_CS is None:
+        column_N = torch.where(targets.inside_N1, targets.column_N1, -1).squeeze(1)
+        max_N, exp_N, square_N, moment_N = kernels.sum_rows(logits_NC, column_N, temperature, keep_exp)
+        return Sums(max_N, exp_N, square_N if square else None, moment_N if moment else None), own_N1.squeeze(1)
     without_N1 = own_N1.masked_fill(targets.inside_N1, -torch.inf)
     max_N, exp_N, square_N, moment_N = own_N1.new_empty(4, len(own_N1)).unbind()
     signed_NS = None if signs_CS is None else own_N1.new_empty(len(own_N1), signs_CS.shape[1])
@@ -140,6 +148,20 @@ def sum_block(
         if keep_exp:
             logits_NC[rows] = e_RC
     return Sums(max_N, exp_N, square_N if square else None, moment_N if moment else None, signed_NS), own_N1.squeeze(1)
+
+
+def fused(block_NC: Tensor) -> ModuleType | None:
+    """Return the Triton kernels for blocks on CUDA, where Triton is installed, as it is beside PyTorch for CUDA."""
+    if not block_NC.is_cuda or block_NC.dtype == torch.float64 or not _has_triton():
+        return None
+    from pl_grouprl.functional import softmax_triton
+
+    return softmax_triton
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def tile_like(block_NC: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pl_grouprl.functional.head_sketch import HeadSketch
-from pl_grouprl.functional.running_softmax import LOWEST, Sums, Targets, sum_block, tile_like, tiles
+from pl_grouprl.functional.running_softmax import LOWEST, Sums, Targets, fused, sum_block, tile_like, tiles
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -85,21 +85,38 @@ class Softmax(NamedTuple):
         """
         g_N1 = (torch.zeros_like(self.log_total_N) if grad_N is None else grad_N)[:, None] / temperature
         k_N1 = None if entropy_grad_N is None else entropy_grad_N[:, None] / temperature
-        spare_RC = None if k_N1 is None else tile_like(logits_NC, self.log_total_N.dtype)
-        for rows, z_RC in tiles(logits_NC, self.log_total_N.dtype, temperature):
-            z_RC.sub_(self.log_total_N[rows, None])
-            if k_N1 is None or spare_RC is None:
-                z_RC.exp_().mul_(-g_N1[rows])
-            else:
-                p_RC = torch.exp(z_RC.clamp_(min=LOWEST), out=spare_RC[: len(z_RC)])
-                k_R1, entropy_R1 = k_N1[rows], self._entropy_N1()[rows]
-                z_RC.mul_(-k_R1).sub_(g_N1[rows] + k_R1 * entropy_R1).mul_(p_RC)
-            result_NC[rows] = z_RC
+        factor_N1 = -g_N1 if k_N1 is None else -g_N1 - k_N1 * self._entropy_N1()
+        kernels = fused(logits_NC)
+        if kernels is None:
+            self._write_tiles(logits_NC, result_NC, temperature, factor_N1, None if k_N1 is None else -k_N1)
+        else:
+            entropy_factor_N = None if k_N1 is None else -k_N1.flatten()
+            kernels.write_rows(
+                logits_NC, result_NC, self.log_total_N, temperature, factor_N1.flatten(), entropy_factor_N
+            )
         own_N1 = g_N1 * self.other_N[:, None]
         if k_N1 is not None:
             logprobs_N1 = self.logprobs_N.clamp(min=LOWEST)[:, None]
             own_N1 -= k_N1 * logprobs_N1.exp() * (logprobs_N1 + self._entropy_N1())
         targets.put(result_NC, own_N1)
+
+    def _write_tiles(
+        self,
+        logits_NC: Tensor,
+        result_NC: Tensor,
+        temperature: float,
+        factor_N1: Tensor,
+        entropy_factor_N1: Tensor | None,
+    ) -> None:
+        spare_RC = None if entropy_factor_N1 is None else tile_like(logits_NC, self.log_total_N.dtype)
+        for rows, z_RC in tiles(logits_NC, self.log_total_N.dtype, temperature):
+            z_RC.sub_(self.log_total_N[rows, None])
+            if entropy_factor_N1 is None or spare_RC is None:
+                z_RC.exp_().mul_(factor_N1[rows])
+            else:
+                p_RC = torch.exp(z_RC.clamp_(min=LOWEST), out=spare_RC[: len(z_RC)])
+                z_RC.mul_(entropy_factor_N1[rows]).add_(factor_N1[rows]).mul_(p_RC)
+            result_NC[rows] = z_RC
 
     def _entropy_N1(self) -> Tensor:
         assert self.entropy_N is not None

@@ -140,8 +140,8 @@ def test_no_tokens_stay_tied_to_the_graph(frozen):
 def test_a_second_derivative_is_refused(known, frozen):
     hidden, weight, targets = problem(frozen=frozen)
     scores = token_scores(hidden, targets, lambda h: h @ weight.T, weight_VD=weight if known else None)
+    (gradient,) = torch.autograd.grad(scores.logprobs_N.square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        (gradient,) = torch.autograd.grad(scores.logprobs_N.square().sum(), hidden, create_graph=True)
         gradient.sum().backward()
 
 
