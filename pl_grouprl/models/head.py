@@ -47,16 +47,27 @@ def plain_weight(model: PreTrainedModel) -> Tensor | None:
     weight = head.weight
     if type(weight) not in (nn.Parameter, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         return None
-    hidden_ND, logits_NV, got = weight.new_zeros(2, weight.shape[1]), weight.new_zeros(2, len(weight)), []
-    versions = hidden_ND._version
-    head.forward = lambda states: got.append(states) or logits_NV[None]  # type: ignore[func-returns-value]
+    with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count changes in place
+        plain = _hands_on(model, head, weight)
+    return weight if plain else None
+
+
+def _hands_on(model: PreTrainedModel, head: nn.Linear, weight: Tensor) -> bool:
+    hidden_ND, logits_NV = weight.new_zeros(2, weight.shape[1]), weight.new_zeros(2, len(weight))
+    versions = hidden_ND._version, logits_NV._version
+    got: list[Tensor] = []
+
+    def forward(states: Tensor) -> Tensor:
+        got.append(states)
+        return logits_NV[None]
+
+    head.forward = forward  # type: ignore[method-assign]
     try:
-        with torch.no_grad():
-            returned = logits_function(model)(hidden_ND)
+        returned = logits_function(model)(hidden_ND)
     finally:
         del head.forward
     same = len(got) == 1 and _same(got[0], hidden_ND[None]) and _same(returned, logits_NV)
-    return weight if same and hidden_ND._version == logits_NV._version == versions else None
+    return same and versions == (hidden_ND._version, logits_NV._version)
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -21,6 +21,18 @@ def test_a_plain_head_is_recognised_and_left_as_it_was(family):
     assert "forward" not in vars(head)
 
 
+def test_in_inference_mode():
+    model = tiny_model("llama")
+    batch = pack(random_groups(0, [(9, [4, 0, 7]), (3, [1])]))
+    with shared_prefix(model):
+        with torch.no_grad():
+            expected = score(model, batch, entropy=True)
+        with torch.inference_mode():
+            assert plain_weight(model) is model.lm_head.weight
+            actual = score(model, batch, entropy=True)
+    torch.testing.assert_close(actual[:2], expected[:2], atol=0, rtol=0)
+
+
 def scaled(family, name, value):
     more = {"layer_types": ["full_attention"] * 2} if family == "gemma2" else {}
     return tiny_model(family, **{name: value}, **more)
