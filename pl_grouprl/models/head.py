@@ -34,18 +34,24 @@ def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def plain_weight(model: PreTrainedModel) -> Tensor | None:
+def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
     """Return the head's weight, shape [V, D], if the model's logits are `hidden @ weight.T` and nothing else, or None.
 
     The head must be an `nn.Linear` itself (no adapter, quantised or sharded layer) without bias and hooks. What the
     model does around it is tried: its forward runs with decoder and head standing aside, and must hand the hidden
     states to the head, and hand on what the head returns, as they are. That takes no product with the weight.
+
+    Args:
+        model: A causal language model.
+        dtype: Of the hidden states, which must be that of the weight but under autocast.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head) or _hooked(head):
         return None
     weight = head.weight
-    if type(weight) not in (nn.Parameter, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+    if type(weight) not in (nn.Parameter, Tensor) or weight.dim() != 2:
+        return None
+    if weight.dtype != dtype and not torch.is_autocast_enabled(weight.device.type):
         return None
     with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count changes in place
         plain = _hands_on(model, head, weight)
@@ -61,7 +67,7 @@ def _hands_on(model: PreTrainedModel, head: nn.Linear, weight: Tensor) -> bool:
         got.append(states)
         return logits_NV[None]
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward  # type: ignore[method-assign,assignment]
     try:
         returned = logits_function(model)(hidden_ND)
     finally:

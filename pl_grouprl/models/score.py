@@ -130,7 +130,7 @@ def score(
         entropy_grad=entropy_grad,
         score_norm=score_norm,
         sketch=sketch,
-        weight_VD=plain_weight(model),
+        weight_VD=plain_weight(model, states.dtype),
     )
 
 

@@ -17,8 +17,15 @@ from pl_grouprl.packing import pack
 def test_a_plain_head_is_recognised_and_left_as_it_was(family):
     model = tiny_model(family)
     head = model.get_output_embeddings()
-    assert plain_weight(model) is head.weight
+    assert plain_weight(model, torch.float32) is head.weight
     assert "forward" not in vars(head)
+
+
+def test_hidden_states_of_another_dtype_are_the_model_s_to_cast():
+    model = tiny_model("llama")
+    assert plain_weight(model, torch.bfloat16) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plain_weight(model, torch.bfloat16) is model.lm_head.weight
 
 
 def test_in_inference_mode():
@@ -28,7 +35,7 @@ def test_in_inference_mode():
         with torch.no_grad():
             expected = score(model, batch, entropy=True)
         with torch.inference_mode():
-            assert plain_weight(model) is model.lm_head.weight
+            assert plain_weight(model, torch.float32) is model.lm_head.weight
             actual = score(model, batch, entropy=True)
     torch.testing.assert_close(actual[:2], expected[:2], atol=0, rtol=0)
 
@@ -43,7 +50,7 @@ def scaled(family, name, value):
     [("cohere", "logit_scale", 0.3), ("granite", "logits_scaling", 3.0), ("gemma2", "final_logit_softcapping", 0.5)],
 )
 def test_a_head_that_does_more_is_not_plain(family, name, value):
-    assert plain_weight(scaled(family, name, value)) is None
+    assert plain_weight(scaled(family, name, value), torch.float32) is None
 
 
 class Doubled(nn.Linear):
@@ -95,7 +102,7 @@ def without_head(model, head):
 def test_a_changed_head_is_not_plain(change):
     model = tiny_model("llama")
     change(model, model.get_output_embeddings())
-    assert plain_weight(model) is None
+    assert plain_weight(model, torch.float32) is None
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -107,7 +114,7 @@ def test_scoring_by_blocks_and_by_chunks_agree(family, frozen, monkeypatch):
     results = []
     for known in (True, False):
         if not known:
-            monkeypatch.setattr(sys.modules["pl_grouprl.models.score"], "plain_weight", lambda model: None)
+            monkeypatch.setattr(sys.modules["pl_grouprl.models.score"], "plain_weight", lambda model, dtype: None)
         model.zero_grad()
         with shared_prefix(model):
             scores = score(model, batch, temperature=0.8, entropy=True, score_norm=True)
