@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--generations", type=int, default=8, help="rollouts of each prompt (default: 8)")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each rollout (default: 64)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no round begins later than that (default: 30)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--threads", type=int, help="of PyTorch and vLLM")
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", choices=METHODS, help="leave the others out")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     options = parser.parse_args(arguments)
+    deadline = time.monotonic() + 60 * options.minutes
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         torch.set_num_threads(options.threads)
@@ -67,12 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     methods, sync = make_methods(model, options)
     for run in methods.values():
         run()  # warm
-    timings = time_in_turns(methods, options.rounds, clock=options.clock)
+    timings = time_in_turns(methods, options.rounds, deadline, clock=options.clock)
     report = {
         "conditions": asdict(Conditions.here(options.device, options.clock)),
         "options": {name: value for name, value in vars(options).items() if name != "output"},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weight_sync": sync,
+        "rounds": min(len(timing.seconds) for timing in timings.values()),
         "rows": rows(timings, options.prompts * options.generations, options.new_tokens),
     }
     show(report)
@@ -183,7 +186,7 @@ def show(report: dict[str, Any]) -> None:
     print(
         f"Qwen3 {options['shape']}, {report['parameters'] / 1e6:.0f} M parameters, {options['dtype']}; "
         f"{options['prompts']} prompts of {options['prompt_length']} tokens, {options['generations']} rollouts of "
-        f"{options['new_tokens']} tokens each; {options['rounds']} rounds"
+        f"{options['new_tokens']} tokens each; {report['rounds']} rounds"
     )
     print(f"{'':12} {'seconds':>9} {'rollouts/s':>11} {'tokens/s':>10} {'speedup':>8}  (range)")
     for row in report["rows"]:

@@ -4,8 +4,9 @@ Shapes: B sequences that are still being decoded, V vocabulary, T steps for whic
 
 One step is: draw a token per sequence, take those that have ended out of the batch, run the model on the rest.
 Sequences leave as soon as they end (`kv_cache.drop_rows` makes that cheap), so that a step costs in proportion to the
-sequences that remain. What happens per step is vectorised; only stop strings, where given, are looked for
-sequence by sequence.
+sequences that remain; on devices that the host would have to wait for, every few steps, and what they have drawn behind
+their end is left out. What happens per step is vectorised; only stop strings, where given, are looked for sequence by
+sequence, in every step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from pl_grouprl.types import Rollout, SamplingConfig
 
 STEPS_AT_HAND = 64
 """Random numbers are made for so many steps at once. Does not change them."""
+
+STEPS_PER_CHECK = {"cpu": 1}
+"""After how many steps the host looks which sequences have ended, by device; see `_WAITING`."""
+
+_WAITING = 8
+"""The same for devices that run behind the host: each look waits for them."""
 
 
 class DecodeBatch:
@@ -68,8 +75,10 @@ class DecodeBatch:
         self.prompt_mask_BS = left_padding_mask(lengths, self.width, device) if masked else None
         self.uniforms_BT: Tensor | None = None
         self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
-        # What has been drawn so far, one entry per step.
-        self._drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.finished_B = torch.zeros(len(sequences), dtype=torch.bool, device=device)
+        self._steps_per_check = 1 if stop else STEPS_PER_CHECK.get(device.type, _WAITING)
+        # What has been drawn so far, one entry per step; the last column says what comes behind an end.
+        self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._stopped: list[Tensor] = []
 
     def run(self, logits: NextTokenLogits) -> list[Rollout]:
@@ -82,27 +91,35 @@ class DecodeBatch:
             FloatingPointError: If the model's logits were not finite.
         """
         for step in range(self.sampling.max_new_tokens):
-            tokens_B, finished_B = self._draw(step)
-            if step + 1 == self.sampling.max_new_tokens or bool(finished_B.all()):
+            tokens_B = self._draw(step)
+            if step + 1 == self.sampling.max_new_tokens:
                 break
-            if bool(finished_B.any()):
-                tokens_B = tokens_B[self._drop(finished_B)]
+            finished = self._count_finished(step)
+            if finished == len(tokens_B):
+                break
+            if finished:
+                tokens_B = tokens_B[self._drop()]
             self.logits_BV = logits(
                 tokens_B.unsqueeze(-1), self.cache, (self.position_B + step).unsqueeze(-1), self._mask(step + 1)
             )
         return self._collect()
 
-    def _draw(self, step: int) -> tuple[Tensor, Tensor]:
-        """Draw the token of this step for every sequence, and say which sequences it ends."""
+    def _draw(self, step: int) -> Tensor:
+        """Draw the token of this step for every sequence, and take down which sequences it ends."""
         tokens_B, logprobs_B = sample_tokens(self.logits_BV, self.sampling, self._uniforms(step))
-        finished_B = torch.isin(tokens_B, self.end_ids)
+        self._drawn.append((self.row_B, tokens_B, logprobs_B, self.finished_B))
+        ends_B = torch.isin(tokens_B, self.end_ids)
         if self.tail_BW is not None:
             self.tail_BW = torch.cat([self.tail_BW[:, 1:], tokens_B.unsqueeze(-1)], dim=-1)
             tails = [[token for token in tail if token >= 0] for tail in self.tail_BW.tolist()]
-            finished_B = finished_B | torch.tensor(self.stop.found(tails), device=finished_B.device)
-        self._drawn.append((self.row_B, tokens_B, logprobs_B))
-        self._stopped.append(self.row_B[finished_B])
-        return tokens_B, finished_B
+            ends_B = ends_B | torch.tensor(self.stop.found(tails), device=ends_B.device)
+        self.finished_B = self.finished_B | ends_B
+        return tokens_B
+
+    def _count_finished(self, step: int) -> int:
+        """How many sequences have ended: the one question of a step that the host waits for, if it asks at all."""
+        can_end = len(self.end_ids) > 0 or self.tail_BW is not None
+        return int(self.finished_B.sum()) if can_end and (step + 1) % self._steps_per_check == 0 else 0
 
     def _uniforms(self, step: int) -> Tensor | None:
         if self.sampling.temperature == 0:
@@ -118,9 +135,11 @@ class DecodeBatch:
             return None
         return torch.nn.functional.pad(self.prompt_mask_BS, (0, new_tokens), value=1)
 
-    def _drop(self, finished_B: Tensor) -> Tensor:
+    def _drop(self) -> Tensor:
         """Take finished sequences out; returns for each remaining row which one it was."""
-        order = drop_rows(self.cache, finished_B)
+        order = drop_rows(self.cache, self.finished_B)
+        self._stopped.append(self.row_B[self.finished_B])
+        self.finished_B = torch.zeros_like(order, dtype=torch.bool)
         self.row_B = self.row_B[order]
         self.position_B = self.position_B[order]
         if self.prompt_mask_BS is not None:
@@ -133,7 +152,8 @@ class DecodeBatch:
 
     def _collect(self) -> list[Rollout]:
         """Turn the steps into one rollout per sequence."""
-        rows, tokens, logprobs = (torch.cat(columns).cpu() for columns in zip(*self._drawn, strict=True))
+        rows, tokens, logprobs, behind = (torch.cat(columns).cpu() for columns in zip(*self._drawn, strict=True))
+        rows, tokens, logprobs = (column[~behind] for column in (rows, tokens, logprobs))
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(
                 "the model's logits are not finite (NaN or infinite); check its weights, and whether its dtype can "
@@ -141,7 +161,7 @@ class DecodeBatch:
             )
         counts = torch.bincount(rows, minlength=len(self.sequences)).tolist()
         order = rows.argsort(stable=True)
-        stopped = set(torch.cat(self._stopped).tolist())
+        stopped = set(torch.cat([*self._stopped, self.row_B[self.finished_B]]).tolist())
         pieces = zip(tokens[order].split(counts), logprobs[order].split(counts), strict=True)
         return [
             Rollout(

@@ -25,10 +25,13 @@ _Sequence = tuple[int, int, int]
 class HFRolloutEngine:
     """Samples from a transformers decoder; every distinct prompt is encoded once.
 
-    The cache of a prompt is copied to its rollouts, which are decoded in a batch that sequences leave as soon as they
-    end. Prompts of different lengths go together, padded on the left. Layers with full, sliding-window or chunked
-    attention are supported, and layers with a state of fixed size (linear attention, short convolutions). Images and
-    videos are encoded once with their prompt.
+    Rollouts are decoded in a batch that sequences leave as soon as they end. They read their prompt's cache together
+    where a layer allows it, once per step; other layers get copies. Prompts of different lengths go together, padded on
+    the left. Layers with full, sliding-window or chunked attention are supported, and layers with a state of fixed size
+    (linear attention, short convolutions). Images and videos are encoded once with their prompt.
+
+    On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which are made for each call
+    of `generate` and take as much memory as the weights until it is over.
 
     Tokens that stand for images or videos are never sampled, whether or not a prompt has any: the model would look for
     images that are not there. Log-probabilities are those of the distribution without them, greedy ones too; scoring,

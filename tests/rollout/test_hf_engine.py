@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.rollouts import PROMPTS, assert_same, ids, reference_logprobs
 
-from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
+from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine, decode
 from pl_grouprl.types import SamplingConfig
 
 
@@ -16,6 +16,15 @@ def test_cutting_into_batches_changes_nothing(qwen3):
     for max_sequences, max_prefill_tokens in [(1, 8192), (3, 1), (4, 20), (7, 9), (100, 1)]:
         engine = HFRolloutEngine(qwen3, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens)
         assert_same(whole, engine.generate(PROMPTS, sampling, num_generations=4, seed=1))
+
+
+@pytest.mark.parametrize("stop_token_ids", [(4, 9), (), tuple(range(24))])
+def test_looking_for_ends_every_few_steps_changes_nothing(qwen3, monkeypatch, stop_token_ids):
+    sampling = SamplingConfig(max_new_tokens=16, stop_token_ids=stop_token_ids)
+    often = HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1)
+    for steps in (3, 16, 50):
+        monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", steps)
+        assert_same(often, HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1))
 
 
 def test_the_same_call_gives_the_same_bits(qwen3):
