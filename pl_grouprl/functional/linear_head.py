@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pl_grouprl.functional.running_softmax import Sums, Targets
+from pl_grouprl.functional.running_softmax import Sums, Targets, check_targets
 from pl_grouprl.functional.softmax_scores import Outputs, ScoreOptions, Softmax, finish, mark_detached
 
 BLOCK = 4096
@@ -72,6 +72,7 @@ class Head:
             What the gradient needs, the scores, and the sums over all tokens but the targets.
         """
         vocabulary = len(self.weight_VD)
+        check_targets(targets_N, vocabulary)
         signs_VS = options.signs(self.states_ND, vocabulary)
         others, target_N = None, None
         for start in self.starts:

@@ -72,6 +72,20 @@ class Sums:
         return self
 
 
+def check_targets(targets_N: Tensor, vocabulary: int) -> None:
+    """Refuse token ids outside of the vocabulary; on CUDA by an assertion that the host does not wait for.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    valid = ((targets_N >= 0) & (targets_N < vocabulary)).all()
+    message = f"targets_N has token ids outside of the head's vocabulary; pass ids from 0 to {vocabulary - 1}."
+    if targets_N.device.type != "cpu":
+        torch._assert_async(valid, message)
+    elif not valid:
+        raise ValueError(message)
+
+
 class Targets:
     """Where the targets are in a block.
 
@@ -152,7 +166,8 @@ def sum_block(
 
 def fused(block_NC: Tensor) -> ModuleType | None:
     """Return the Triton kernels for blocks on CUDA, where Triton is installed, as it is beside PyTorch for CUDA."""
-    if not block_NC.is_cuda or block_NC.dtype == torch.float64 or not _has_triton():
+    fits = block_NC.is_cuda and block_NC.dtype != torch.float64 and block_NC.stride(1) == 1
+    if not fits or not _has_triton():
         return None
     from pl_grouprl.functional import softmax_triton
 

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pl_grouprl.functional.head_sketch import HeadSketch
-from pl_grouprl.functional.running_softmax import LOWEST, Sums, Targets, fused, sum_block, tile_like, tiles
+from pl_grouprl.functional.running_softmax import (
+    LOWEST,
+    Sums,
+    Targets,
+    check_targets,
+    fused,
+    sum_block,
+    tile_like,
+    tiles,
+)
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -182,6 +191,7 @@ class LogitsScores(torch.autograd.Function):
             options: What is asked for.
         """
         vocabulary = logits_NV.shape[1]
+        check_targets(targets_N, vocabulary)
         signs_VS = options.signs(hidden_ND, vocabulary)
         others, target_N = options.sum_block(logits_NV, Targets(targets_N, 0, vocabulary), signs_VS)
         softmax, outputs = finish(others, target_N, options, hidden_ND, targets_N, vocabulary)

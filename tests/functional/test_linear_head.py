@@ -75,6 +75,15 @@ def test_entropy_alone_may_have_a_gradient(known):
     torch.testing.assert_close(torch.autograd.grad(scores.entropy_N.sum(), (hidden, weight)), expected)
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("wrong", [-100, V])
+def test_token_ids_outside_of_the_vocabulary_are_refused(wrong, known):
+    hidden, weight, targets = problem()
+    targets[3] = wrong
+    with pytest.raises(ValueError, match=r"targets_N has token ids outside.*pass ids from 0 to 16"):
+        token_scores(hidden, targets, lambda h: h @ weight.T, weight_VD=weight if known else None)
+
+
 def test_without_gradient():
     hidden, weight, targets = problem()
     with torch.no_grad():
