@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,7 @@ class Plan:
 def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison:
     """Measure a case; after `seconds` no further round begins."""
     deadline = time.monotonic() + seconds
+    gc.collect()  # the model of the case before
     model = case.make_model()
     optimizer = make_optimizer(model) if plan.measured == "update" else None
     counts = {sharing: FORWARDS[plan.measured] * case.operations(sharing) / 1e12 for sharing in ("shared", "repeated")}
@@ -116,15 +118,17 @@ def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison
     result = Comparison(case, plan.measured, case.layout.token_ratio, case.ideal_ratio, counts, gradient_mib)
     logprobs: dict[str, Tensor] = {}
     ready: dict[str, Callable[[], Any]] = {}
+    contexts: dict[str, Callable[[], Any]] = {}
     for method in plan.methods:
         row = Row(method.name, note=method.refusal(case, plan.measured))
         result.rows.append(row)
         if row.note is None:
             run = method.prepare(case, model, optimizer)
-            row.note = _warm_up(row, run, plan, case, logprobs)
+            with run.patched():
+                row.note = _warm_up(row, run, plan, case, logprobs)
         if row.note is None:
-            ready[row.method] = partial(PASSES[plan.measured], run)
-    timings = time_in_turns(ready, plan.rounds, deadline, plan.clock)
+            ready[row.method], contexts[row.method] = partial(PASSES[plan.measured], run), run.patched
+    timings = time_in_turns(ready, plan.rounds, deadline, plan.clock, contexts)
     if optimizer is not None and timings:
         result.optimizer = time_in_turns({"": step_alone(model, optimizer)}, plan.rounds, deadline, plan.clock)[""]
     _relate(result, timings, logprobs)
@@ -154,8 +158,10 @@ def _peak_of_fresh_process(case: Case, method_name: str, measured: Measured, thr
     model, method = case.make_model(), find_method(method_name)
     optimizer = make_optimizer(model) if measured == "update" else None
     small = replace(case, prefix=min(case.prefix, 64), rollout=min(case.rollout, 16))
-    PASSES[measured](method.prepare(small, model, optimizer))  # what is loaded on the first call is not counted
-    return resident_peak_mib(partial(PASSES[measured], method.prepare(case, model, optimizer)))
+    run = method.prepare(case, model, optimizer)
+    with run.patched():
+        PASSES[measured](method.prepare(small, model, optimizer))  # what is loaded on the first call is not counted
+        return resident_peak_mib(partial(PASSES[measured], run))
 
 
 def _relate(result: Comparison, timings: dict[str, Timing], logprobs: dict[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,7 +47,11 @@ class Timing:
 
 
 def time_in_turns(
-    functions: Mapping[str, Callable[[], Any]], rounds: int, deadline: float = float("inf"), clock: str = "wall"
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    deadline: float = float("inf"),
+    clock: str = "wall",
+    contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Timing]:
     """Run all functions once in each round, each round in another order, so that a slow minute meets them all.
 
@@ -55,6 +60,7 @@ def time_in_turns(
         rounds: How often.
         deadline: Value of `time.monotonic()` after which no further round begins; the first one always runs.
         clock: One of `CLOCKS`.
+        contexts: In which a function runs; entering and leaving it is not timed.
     """
     timings = {name: Timing() for name in functions}
     names = list(functions)
@@ -64,11 +70,12 @@ def time_in_turns(
         shift = number % max(len(names), 1)
         for name in names[shift:] + names[:shift]:
             gc.collect()
-            _synchronize()
-            start = CLOCKS[clock]()
-            functions[name]()
-            _synchronize()
-            timings[name].seconds.append(CLOCKS[clock]() - start)
+            with (contexts or {}).get(name, nullcontext)():
+                _synchronize()
+                start = CLOCKS[clock]()
+                functions[name]()
+                _synchronize()
+                timings[name].seconds.append(CLOCKS[clock]() - start)
     return timings
 
 

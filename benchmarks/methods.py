@@ -50,7 +50,7 @@ class Method:
 
 @dataclass
 class Run:
-    """A method with its model and batches, ready to be timed."""
+    """A method with its model and batches, ready to be timed within `patched`."""
 
     method: Method
     model: Any
@@ -59,19 +59,19 @@ class Run:
 
     def score(self) -> Tensor:
         """Log-probabilities without gradient, shape [N]."""
-        with self._patch(), torch.no_grad():
+        with torch.no_grad():
             return torch.cat([score(self.model, batch).logprobs_N for batch in self.batches])
 
     def update(self) -> None:
         """Log-probabilities, the gradient of their sum by every weight, and a step of the optimizer."""
         assert self.optimizer is not None
-        with self._patch():
-            for batch in self.batches:
-                score(self.model, batch).logprobs_N.sum().backward()
+        for batch in self.batches:
+            score(self.model, batch).logprobs_N.sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _patch(self) -> AbstractContextManager[Any]:
+    def patched(self) -> AbstractContextManager[Any]:
+        """The model with this method's attention."""
         backend = self.method.backend
         return nullcontext() if backend is None else shared_prefix(self.model, backend)
 

@@ -125,7 +125,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, with --threads 1"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    there = {part.command for part in PROFILES[options.profile]}
+    if missing := [name for name in options.only or () if name not in there]:
+        parser.error(f"--only {' '.join(missing)} is no part of --profile {options.profile}.")
+    return options
 
 
 def part_command(part: Part, options: argparse.Namespace, limit: float) -> list[str]:

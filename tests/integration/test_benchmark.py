@@ -191,6 +191,9 @@ def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, 
     assert "invalid int value: 'zero'" in summary[0]["stderr"][-1]
     assert (tmp_path / "packing.json").exists()
     monkeypatch.setitem(unattended.PROFILES, "cpu", parts[1:])
+    with pytest.raises(SystemExit):
+        unattended.main(["--only", "sweep", "--output", str(tmp_path)])
+    assert "--only sweep is no part of --profile cpu" in capsys.readouterr().err
     unattended.main(["--output", str(tmp_path)])
     assert "done" in capsys.readouterr().out
 
