@@ -5,6 +5,8 @@ The ranks of a step wait for the slowest one, so what counts is the largest load
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
@@ -27,13 +29,14 @@ def balance(costs: Sequence[float], num_ranks: int, *, good_enough: float = 1.00
     """
     _check(costs, num_ranks)
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0.0] * num_ranks
+    least: list[tuple[float, int, int]] = [(0.0, 0, rank) for rank in range(num_ranks)]  # a heap: load, groups, rank
     for group in sorted(range(len(costs)), key=lambda group: -costs[group]):
-        rank = min(range(num_ranks), key=lambda rank: (loads[rank], len(shares[rank])))
+        load, count, rank = least[0]
         shares[rank].append(group)
-        loads[rank] += costs[group]
-    enough = good_enough * sum(loads) / num_ranks
-    while max(loads) > enough and _relieve(shares, loads, costs):
+        heapq.heapreplace(least, (load + costs[group], count + 1, rank))
+    enough = good_enough * sum(load for load, _, _ in sorted(least, key=lambda own: own[2])) / num_ranks
+    order = sorted((-load, rank) for load, _, rank in least)
+    while -order[0][0] > enough and _relieve(shares, order, costs):
         pass
     rank_of = {group: rank for rank, share in enumerate(shares) for group in share}
     return [rank_of[group] for group in range(len(costs))]
@@ -54,17 +57,24 @@ def imbalance(costs: Sequence[float], ranks: Sequence[int], num_ranks: int) -> f
     return max(loads) / mean if mean else 1.0
 
 
-def _relieve(shares: list[list[int]], loads: list[float], costs: Sequence[float]) -> bool:
-    """Make the largest load smaller with the help of the least loaded rank that can help; whether one could."""
-    largest, *others = sorted(range(len(loads)), key=lambda rank: -loads[rank])
-    for rank in reversed(others):
-        shift = _best_shift(shares[largest], shares[rank], loads[largest] - loads[rank], costs)
+def _relieve(shares: list[list[int]], order: list[tuple[float, int]], costs: Sequence[float]) -> bool:
+    """Make the largest load smaller with the help of the least loaded rank that can help; whether one could.
+
+    Args:
+        shares: The groups of each rank.
+        order: The negative load of each rank with the rank, ascending: the largest load first.
+        costs: Of each group.
+    """
+    load, largest = order[0]
+    for other, rank in reversed(order[1:]):
+        shift = _best_shift(shares[largest], shares[rank], other - load, costs)
         if shift is not None:
             given, returned = shift
             shares[largest] = [group for group in shares[largest] if group != given] + returned
             shares[rank] = [group for group in shares[rank] if group not in returned] + [given]
+            del order[bisect_left(order, (other, rank))], order[0]  # the latter stands before it
             for changed in (largest, rank):
-                loads[changed] = sum(costs[group] for group in shares[changed])
+                insort(order, (-sum(costs[group] for group in shares[changed]), changed))
             return True
     return False
 
@@ -73,18 +83,18 @@ def _best_shift(
     heavy: Sequence[int], light: Sequence[int], difference: float, costs: Sequence[float]
 ) -> tuple[int, list[int]] | None:
     """Which group to give, and which one to get for it if any, so that two loads come as close as they can."""
-    returns: list[list[int]] = [[group] for group in light]
-    if len(heavy) > 1:  # otherwise a group given for nothing would leave the rank without any
-        returns.append([])
-    shifts = [(group, returned) for group in heavy for returned in returns]
-
-    def remaining(shift: tuple[int, list[int]]) -> float:
-        given, returned = shift
-        return abs(difference - 2 * (costs[given] - sum(costs[group] for group in returned)))
-
-    best = min(shifts, key=remaining, default=None)
-    # Less than rounding errors is no gain: the search must end.
-    return best if best is not None and remaining(best) < difference * (1 - 1e-9) else None
+    best: tuple[int, list[int]] | None = None
+    smallest = difference * (1 - 1e-9)  # less than rounding errors is no gain: the search must end
+    for given in heavy:
+        half = difference - 2 * costs[given]
+        for returned in light:
+            remaining = abs(half + 2 * costs[returned])
+            if remaining < smallest:
+                smallest, best = remaining, (given, [returned])
+        # Given for nothing, it must not leave the rank without any.
+        if len(heavy) > 1 and abs(half) < smallest:
+            smallest, best = abs(half), (given, [])
+    return best
 
 
 def _check(costs: Sequence[float], num_ranks: int) -> None:

@@ -6,6 +6,7 @@ evenly over fewer rows, as over ranks: if none is much fuller than the mean, all
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -155,17 +156,16 @@ def _pack_sizes(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Each item, the largest first, into the bin that it fills best."""
     bins: list[list[int]] = []
-    rooms: list[int] = []
+    rooms: list[tuple[int, int]] = []  # what is left in each bin, with its place; ascending
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        fitting = [place for place, room in enumerate(rooms) if room >= sizes[item]]
-        if fitting:
-            place = min(fitting, key=rooms.__getitem__)
+        fullest = bisect_left(rooms, (sizes[item], -1))
+        if fullest < len(rooms):
+            room, place = rooms.pop(fullest)
         else:
-            place = len(bins)
+            room, place = capacity, len(bins)
             bins.append([])
-            rooms.append(capacity)
         bins[place].append(item)
-        rooms[place] -= sizes[item]
+        insort(rooms, (room - sizes[item], place))
     return bins
 
 
