@@ -92,14 +92,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: With code 1, at the end, if any part failed or was ended.
     """
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
     options.output.mkdir(parents=True, exist_ok=True)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
+    try:
+        summary = run_parts(options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("\n" + "\n".join(f"{own['part']:14} {own['outcome']:7} {own['seconds']:6.1f} s" for own in summary))
+    if any(own["outcome"] != "done" for own in summary):
+        raise SystemExit(1)
+
+
+def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run one part after another; what became of them is returned, and written after each."""
     parts = [part for part in PROFILES[options.profile] if not options.only or part.command in options.only]
-    end = time.monotonic() + 60 * options.minutes
-    summary: list[dict[str, Any]] = []
     commands: list[tuple[str, float, Part | None]] = [(part.label, part.weight, part) for part in parts]
     if options.tests:
         commands.append(("tests", 20.0, None))
+    end = time.monotonic() + 60 * options.minutes
+    summary: list[dict[str, Any]] = []
     for number, (label, weight, part) in enumerate(commands):
         left = end - time.monotonic()
         limit = left * weight / sum(other for _, other, _ in commands[number:])
@@ -107,9 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\n=== {label}: at most {limit:.0f} of {left:.0f} s\n{' '.join(command)}", flush=True)
         summary.append({"part": label, **run_limited(command, limit)})
         (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print("\n" + "\n".join(f"{own['part']:14} {own['outcome']:7} {own['seconds']:6.1f} s" for own in summary))
-    if any(own["outcome"] != "done" for own in summary):
-        raise SystemExit(1)
+    return summary
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
