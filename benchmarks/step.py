@@ -107,8 +107,8 @@ def summarize(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Medians of the parts and of their shares.
 
     Returns:
-        `steps`: the seconds of each part in each step. `seconds`: the median of each. `everything_else`: share of a step
-        that is no model work, as median, smallest and largest over the steps, and of all of them together (`mean`).
+        `steps`: the seconds of each part in each step. `seconds`: the median of each. `everything_else`: share of
+        a step that is no model work, as median, smallest and largest over the steps, and of all together (`mean`).
         `token_groups`: the same of finding token groups and of their advantages.
     """
     seconds = {part: statistics.median(step.get(part, 0.0) for step in steps) for part in (*MODEL_WORK, *OVERHEAD)}
@@ -143,7 +143,9 @@ def table(run: Mapping[str, Any]) -> str:
         lines.append(f"  {kind}")
         for part in parts:
             if seconds[part]:
-                lines.append(f"    {part:<15} {1000 * seconds[part]:9.2f} ms {100 * seconds[part] / seconds['step']:6.2f} %")
+                lines.append(
+                    f"    {part:<15} {1000 * seconds[part]:9.2f} ms {100 * seconds[part] / seconds['step']:6.2f} %"
+                )
     lines.append(f"  {'step':<17} {1000 * seconds['step']:9.2f} ms")
     for label, key in (("everything else", "everything_else"), ("token groups", "token_groups")):
         found = {name: 100 * value for name, value in run[key].items()}

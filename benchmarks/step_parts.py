@@ -24,7 +24,7 @@ from pl_grouprl.algorithms.step_terms import StepTerms
 
 MODEL_WORK = ("rollouts", "scoring", "values", "forward", "backward", "optimizer")
 
-TOKEN_GROUPS = "token groups"
+TOKEN_GROUPS = "token groups"  # noqa: S105 (of a response, not of a login)
 
 OVERHEAD = (
     "rewards",

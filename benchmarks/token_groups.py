@@ -88,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f"{name}: {timings[name].median:.3f} s for find_token_groups and token_group_advantages, "
             f"{100 * case['share_of_forward']:.2f} % of the forward"
         )
+    if options.step:
+        result["share_of_step"] = share_of_step(options.step)
+        shares = {name: f"{100 * value:.2f} %" for name, value in result["share_of_step"].items()}
+        print(f"share of a step of configs/group_ppo.yaml, as {options.step} has it: {shares}")
     print(f"memory at its peak, {next(iter(cases))}: {peak:.0f} MiB beyond the inputs")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -105,8 +109,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often each is timed (default: 3)")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
+    parser.add_argument("--step", type=Path, help="JSON of step.py, for the share of a GROUP PPO step")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     return parser.parse_args(arguments)
+
+
+def share_of_step(path: Path) -> dict[str, float]:
+    """How much of a GROUP PPO step finding the groups and their advantages take, from what `step.py` has written."""
+    runs = json.loads(path.read_text())["runs"]
+    shares = [run["token_groups"] for run in runs if run["config"] == "group_ppo" and run["model"] == "default"]
+    if not shares:
+        raise ValueError(f"{path} has no run of group_ppo; run benchmarks/step.py --config group_ppo.")
+    return shares[0]
 
 
 def random_rows(rows: int, length: int) -> list[Tensor]:

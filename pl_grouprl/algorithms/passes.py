@@ -103,8 +103,8 @@ class Passes:
                 yield prefix
         for parts in [()] * (rows - len(self._schedule.rows)) + [*self._schedule.rows]:  # real rows are last
             row = self._buffer.select(parts) if parts else self._filler()
-            for (chosen,) in self._of_peers([row]):
-                yield self._mini_batch(chosen, parts=parts)
+            for (peers_row,) in self._of_peers([row]):
+                yield self._mini_batch(peers_row, parts=parts)
 
     def _slices(self, number: int, count: int) -> list[Chosen]:
         """The slices of a split group, with fillers in front."""
@@ -126,9 +126,7 @@ class Passes:
         for peer in gather_plain(states, self._options.device, group):
             yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
 
-    def _mini_batch(
-        self, chosen: Chosen, prefix: PrefixPass | None = None, parts: tuple[Part, ...] = ()
-    ) -> MiniBatch:
+    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None, parts: tuple[Part, ...] = ()) -> MiniBatch:
         """Lay a pass out. One of known parts of the buffer, which no peer has a share in, is kept."""
         groups, tokens, numbers = chosen
         options = self._options

@@ -70,7 +70,8 @@ def test_loggers_callbacks_and_progress_bar_see_the_same(tmp_path, options):
     found = fit(tmp_path, log_numbers, **options)
     assert found == expected
     rows = found[1]
-    assert rows[0]["square"] == "-1.0" and len(rows) >= 4
+    assert rows[0]["square"] == "-1.0"
+    assert len(rows) >= 4
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
