@@ -1,4 +1,7 @@
-"""Losses and metrics of an optimizer step as sums, before anything is divided: passes and ranks add up."""
+"""Losses and metrics of an optimizer step as sums, before anything is divided: passes and ranks add up.
+
+Sums stay on the device that they were computed on until the step's end, so no pass waits for them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class StepTerms:
         """
         for sums, pairs in ((self._losses, terms.losses), (self._metrics, terms.metrics)):
             for name, pair in pairs.items():
-                own = [part.detach().float().cpu() * weight for part in pair]
+                own = [part.detach().float() * weight for part in pair]
                 sums[name] = [a + b for a, b in zip(sums[name], own, strict=True)] if name in sums else own
         for name, value in terms.extremes.items():
             before = self._extremes.get(name, value.detach())
@@ -69,9 +72,10 @@ class StepTerms:
         metrics = {"loss": sum(ratios[: len(self._losses)])}
         metrics |= dict(zip(self._metrics, ratios[len(self._losses) :], strict=True))
         if self._extremes:
+            values = [value.float() for value in self._extremes.values()]
+            own = torch.stack([value.to(values[0].device) for value in values]).cpu()
             signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in self._extremes])
-            own = signs * torch.stack([value.float().cpu() for value in self._extremes.values()])
-            found = (signs * largest(own)).tolist()
+            found = (signs * largest(signs * own)).tolist()
             # Where nothing is trained on any rank there is no extreme.
             metrics |= {name: v for name, v in zip(self._extremes, found, strict=True) if not math.isinf(v)}
         return metrics
