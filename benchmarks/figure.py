@@ -72,7 +72,7 @@ def draw_growth(result: dict[str, Any], conditions: str, output: Path | None) ->
         axis.set_xlabel("tokens, G R + P")
         axis.set_ylabel(LABELS[quantity])
         axis.set_ylim(bottom=0)
-        axis.margins(x=0.1)
+        axis.margins(x=0.16)
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     case = result["case"]
