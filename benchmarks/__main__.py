@@ -13,6 +13,7 @@ COMMANDS = {
     "attention": "attention of one layer, each backend against the prompt repeated",
     "scoring": "log-probabilities of groups without gradient: time, memory, share of the ideal",
     "update": "forward, backward and AdamW on groups: time, memory, share of the ideal",
+    "operators": "where that time goes by kind of operator, and what the host waits for",
     "head": "log-probabilities from hidden states: time, memory, accuracy",
     "rollouts": "sampling with each engine and with generate",
     "step": "a training step, model work and everything else",

@@ -1,0 +1,102 @@
+"""Where the time of scoring or of an update goes, by kind of operator, and what the host waited for.
+
+The profiler's own time is in the figures: shares say more than seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.cases import Case, profile_cases
+from benchmarks.methods import BASELINE, METHODS, find_method, make_optimizer
+from benchmarks.options import add_shape, begin, change, make_parser, write_json
+
+KINDS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::"),
+    "attention": ("flash_attention", "flex_attention"),
+    "optimizer": ("_fused_adamw", "_foreach_"),
+    "copies": (
+        "aten::copy_",
+        "aten::index",
+        "aten::cat",
+        "aten::gather",
+        "aten::scatter",
+        "aten::fill_",
+        "aten::zero_",
+    ),
+}
+"""Parts of operators' names, by the kind that they are counted as; `elementwise` is everything else."""
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+"""What the host waits for the device in."""
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Profile each method on the profile's first case, print, and write JSON."""
+    parser = make_parser(__doc__, rounds=1)
+    names = [method.name for method in METHODS]
+    parser.add_argument("--pass", dest="measured", choices=("scoring", "update"), default="update", help="what runs")
+    parser.add_argument("--methods", nargs="+", choices=names, default=[BASELINE, "cascade"], metavar="NAME")
+    add_shape(parser, Case(""))
+    options = parser.parse_args(arguments)
+    conditions = begin(options)
+    case = change(profile_cases(options.profile)[0], options)
+    report = {"case": asdict(case), "pass": options.measured, "rows": {}}
+    print(f"{options.measured}, {case}")
+    for name in options.methods:
+        reason = find_method(name).refusal(case, options.measured)
+        if reason is not None:
+            print(f"{name}: not run: {reason}")
+            continue
+        report["rows"][name] = row = profile_method(case, name, options.measured, options.rounds)
+        print(_line(name, row), flush=True)
+        write_json(options.output, conditions, report)
+    return report
+
+
+def profile_method(case: Case, name: str, measured: str, rounds: int) -> dict[str, Any]:
+    """Seconds of each kind of operator per round, on the device that the case runs on, and how often the host waited.
+
+    Returns:
+        `seconds` by kind and `waits` by name, both per round.
+    """
+    model = case.make_model()
+    run = find_method(name).prepare(case, model, make_optimizer(model) if measured == "update" else None)
+    function = run.update if measured == "update" else run.score
+    on_cuda = case.device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    seconds: dict[str, float] = defaultdict(float)
+    waits: dict[str, float] = defaultdict(float)
+    with run.patched():
+        function()  # warm
+        with profile(activities=activities) as profiler:
+            for _ in range(rounds):
+                function()
+            if on_cuda:
+                torch.cuda.synchronize()
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        if event.key.startswith(("aten::", "mkldnn::")):
+            seconds[kind_of(event.key)] += microseconds / 1e6 / rounds
+        if event.key in WAITS:
+            waits[event.key] += event.count / rounds
+    return {"seconds": dict(seconds), "waits": dict(waits)}
+
+
+def kind_of(operator: str) -> str:
+    """The kind that an operator is counted as."""
+    return next((kind for kind, parts in KINDS.items() if any(part in operator for part in parts)), "elementwise")
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    total = sum(row["seconds"].values())
+    parts = sorted(row["seconds"].items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{kind} {own:.3f} s ({100 * own / max(total, 1e-9):.1f} %)" for kind, own in parts)
+    waits = ", ".join(f"{key} {count:g}" for key, count in row["waits"].items()) or "none seen"
+    return f"{name:20} {total:8.3f} s: {shares}; the host waited: {waits}"
