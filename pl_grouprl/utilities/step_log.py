@@ -28,11 +28,12 @@ def log_numbers(module: LightningModule, numbers: Mapping[str, float | Tensor], 
     rest = {name: number for name, number in numbers.items() if name not in known}
     if rest:
         module.log_dict(rest, prog_bar=prog_bar, batch_size=1)
-    plain = [0.0 if isinstance(numbers[name], Tensor) else numbers[name] for name in known]
-    for name, value in zip(known, torch.tensor(plain, dtype=torch.get_default_dtype()).unbind(), strict=True):
+    # A step in 16 bits sets the default dtype to that; Lightning logs in float32 all the same.
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    plain = torch.tensor([0.0 if isinstance(numbers[name], Tensor) else numbers[name] for name in known], dtype=dtype)
+    for name, value in zip(known, plain.unbind(), strict=True):
         number = numbers[name]
-        places[name].value = number.detach().clone().squeeze() if isinstance(number, Tensor) else value
-        places[name]._forward_cache = places[name].value
+        places[name].update(number.detach().squeeze() if isinstance(number, Tensor) else value, batch_size=1)
 
 
 def _is_of_the_step(place: Any, prog_bar: bool) -> bool:

@@ -22,7 +22,7 @@ class Counting(LightningModule):
     def training_step(self, batch, batch_idx):
         self.steps += 1
         loss = self.layer(batch).sum()
-        metrics = {"loss": loss, "square": float(self.steps**2), "exact": torch.tensor([1 / 3 + self.steps]).double()}
+        metrics = {"loss": loss, "square": 1000.0 + self.steps**2, "exact": torch.tensor([1 / 3 + self.steps]).double()}
         self.log_in_my_way(self, metrics)
         if self.steps % 3 == 0:
             self.log_in_my_way(self, {"seldom": 0.1 * self.steps})
@@ -63,7 +63,14 @@ def fit(tmp_path, log, **options):
         return seen.metrics, list(csv.DictReader(file)), {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("options", [{"log_every_n_steps": 1}, {"log_every_n_steps": 2, "accumulate_grad_batches": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"log_every_n_steps": 1},
+        {"log_every_n_steps": 2, "accumulate_grad_batches": 2},
+        {"log_every_n_steps": 1, "precision": "bf16-true"},
+    ],
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 def test_loggers_callbacks_and_progress_bar_see_the_same(tmp_path, options):
     expected = fit(tmp_path, with_lightning, **options)
