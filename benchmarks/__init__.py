@@ -1,1 +1,1 @@
-"""Measurements of pl_grouprl; each entry is a script of its own (see README.md)."""
+"""Measurements of pl_grouprl; `python -m benchmarks` lists them (see README.md)."""

@@ -1,7 +1,7 @@
 """Attention of one layer: each backend over a shared prompt against the prompt repeated, and all against the ideal.
 
 The ideal ratio is that of pairs of a query and a key that it sees, of the repeated run over the shared one.
-`python benchmarks/attention.py --help` lists the options.
+`python -m benchmarks attention --help` lists the options.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -20,15 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns  # noqa: E402
-from pl_grouprl.attention.backends.backend import Backend  # noqa: E402
-from pl_grouprl.attention.backends.choice import get_backend  # noqa: E402
-from pl_grouprl.attention.backends.rule import AttentionRule  # noqa: E402
-from pl_grouprl.packing import SharedPrefixLayout  # noqa: E402
+from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns
+from benchmarks.packages import missing
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.packing import SharedPrefixLayout
 
 BASELINE = "repeated, packed"
 METHODS = (BASELINE, "cascade", "flex", "prefix_grouper")
@@ -143,6 +139,8 @@ def measure(
 
 
 def _refusal(shape: Shape, name: str, measured: str) -> str | None:
+    if name == "prefix_grouper":
+        return missing("prefix_grouper")
     if name != "flex" or shape.device != "cpu":
         return None
     if measured != "forward":
@@ -191,7 +189,3 @@ def _line(row: dict[str, Any]) -> str:
         return line
     middle, low, high = row["speedup"]
     return f"{line} {middle:7.2f}x ({low:.2f}-{high:.2f}), of ideal {row['share_of_ideal']:.2f}"
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.measure import MIB, Timing, cuda_peak_mib, in_fresh_process, resident_peak_mib, time_in_turns
-from benchmarks.methods import BASELINE, Method, Run, find_method, make_optimizer, step_alone
+from benchmarks.methods import BASELINE, Method, Run, find_method, make_optimizer, place_gradients, step_alone
 from benchmarks.peaks import peak_flops
 
 Measured = Literal["scoring", "update"]
@@ -36,7 +36,7 @@ class Row:
         share_of_fastest: The same against the fastest repeated run.
         tokens_per_second: Tokens of all sequences, each with its prompt, so that all methods count the same.
         utilization: Operations that this method needs, per second, over the device's peak (MFU), where it is known.
-        peak_mib: Memory beyond weights, batch and the optimizer's state.
+        peak_mib: Activations and work memory: beyond batch, weights, their gradients and the optimizer's state.
         memory_share: That over the packed repeated run's, times the ratio of tokens: 1 where memory falls like tokens.
         difference: Largest difference of a log-probability from the packed repeated run, in nats.
         note: Why it did not run.
@@ -65,7 +65,7 @@ class Comparison:
         token_ratio: Tokens of the repeated run over those of the shared one.
         ideal_ratio: The same for floating-point operations.
         teraflops: Operations of the shared and of the repeated run, in units of 1e12.
-        gradient_mib: What the gradients of all weights take, which is part of every update's peak.
+        gradient_mib: What the gradients of all weights take, which is the same for all and part of no peak.
         fastest_repeated: The repeated run with the smallest median.
         optimizer: Durations of the optimizer's step alone.
         rows: One for each method.
@@ -141,8 +141,9 @@ def _warm_up(row: Row, run: Run, plan: Plan, case: Case, logprobs: dict[str, Ten
     try:
         if plan.differences:
             logprobs[row.method] = run.score()
-        if case.device == "cuda":  # this is the warm-up of the backward pass too
-            row.peak_mib = cuda_peak_mib(function)
+        if case.device == "cuda":
+            function()  # what is compiled and allocated on the first call is not counted
+            row.peak_mib = _peak_mib(run, plan.measured, cuda_peak_mib)
         elif plan.memory:
             threads = torch.get_num_threads()
             row.peak_mib = in_fresh_process(_peak_of_fresh_process, case, row.method, plan.measured, threads)
@@ -161,7 +162,14 @@ def _peak_of_fresh_process(case: Case, method_name: str, measured: Measured, thr
     run = method.prepare(case, model, optimizer)
     with run.patched():
         PASSES[measured](method.prepare(small, model, optimizer))  # what is loaded on the first call is not counted
-        return resident_peak_mib(partial(PASSES[measured], run))
+        return _peak_mib(run, measured, resident_peak_mib)
+
+
+def _peak_mib(run: Run, measured: Measured, meter: Callable[[Callable[[], Any]], float]) -> float:
+    """Peak of a pass to which the gradients that it adds to, the same for all methods, do not count."""
+    if measured == "update":
+        place_gradients(run.model)
+    return meter(partial(PASSES[measured], run))
 
 
 def _relate(result: Comparison, timings: dict[str, Timing], logprobs: dict[str, Tensor]) -> None:

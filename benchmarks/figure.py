@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.compare import Comparison
+from benchmarks.packages import missing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,8 +143,8 @@ def _new(output: Path | None, size: tuple[float, float]) -> Figure | None:
     """An empty figure; None where none is asked for or none can be drawn."""
     if output is None:
         return None
-    if find_spec("matplotlib") is None:
-        print("no figure: matplotlib is not installed.")
+    if note := missing("matplotlib"):
+        print(f"no figure: {note}")
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens from hidden states: time, memory and accuracy of several ways, side by side.
 
-All are set in relation to full logits. `python benchmarks/head.py --help` lists the options.
+All are set in relation to full logits. `python -m benchmarks head --help` lists the options.
 
 Legend: N tokens.
 """
@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.head_methods import BASELINE, METHODS, Head, reference, refusal, run  # noqa: E402
-from benchmarks.measure import CLOCKS, Conditions, cuda_peak_mib, resident_peak_mib, time_in_turns  # noqa: E402
+from benchmarks.head_methods import BASELINE, METHODS, Head, reference, refusal, run
+from benchmarks.measure import CLOCKS, Conditions, cuda_peak_mib, in_fresh_process, resident_peak_mib, time_in_turns
 
 PASSES = ("forward", "forward+backward")
 
@@ -114,12 +107,11 @@ def _add_memory(rows: list[dict[str, Any]], head: Head) -> None:
             continue
         if head.device == "cuda":
             row["peak_mib"] = cuda_peak_mib(_call(row, head))
-            continue
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-            row["peak_mib"] = fresh.submit(_peak_of_fresh_process, row, head, torch.get_num_threads()).result()
+        else:
+            row["peak_mib"] = in_fresh_process(_peak_of_fresh_process, row, head, torch.get_num_threads())
     full = [row["peak_mib"] for row in rows if row["method"] == BASELINE and "peak_mib" in row]
     for row in rows:
-        if full and "peak_mib" in row:
+        if full and row.get("peak_mib"):  # a few tokens may need no page more than there are
             row["times_less_memory"] = full[0] / row["peak_mib"]
 
 
@@ -159,7 +151,3 @@ def _line(row: dict[str, Any]) -> str:
     names = {"error": "log-prob", "error_grad_hidden": "d hidden", "error_grad_weight": "d weight"}
     parts += [f"{label} {row[name]:.1e}" for name, label in names.items() if name in row]
     return "  ".join([start, *[part for part in parts if part]])
-
-
-if __name__ == "__main__":
-    main()

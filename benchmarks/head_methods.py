@@ -5,7 +5,6 @@ Legend: N tokens, D hidden size, V vocabulary, M tokens of one chunk.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.packages import missing
 from pl_grouprl.functional.logprobs import token_scores
 
 BASELINE = "full logits"
@@ -108,8 +108,8 @@ def refusal(name: str, head: Head, most_gib: float) -> str | None:
     if name in PACKAGES:
         if head.device != "cuda":
             return "needs a CUDA device"
-        if importlib.util.find_spec(PACKAGES[name]) is None:
-            return f"{name} is not installed"
+        if note := missing(PACKAGES[name], name):
+            return note
     if name == "linear_cross_entropy" and not hasattr(torch.nn.functional, "linear_cross_entropy"):
         return "needs torch >= 2.13"
     needed = head.tokens * head.vocabulary * 12 / 2**30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -98,21 +99,30 @@ def cuda_peak_mib(function: Callable[[], Any]) -> float:
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of a module in a process that has imported this project and run nothing yet (POSIX).
 
-    The processes are forks of a server that imports once, so each takes milliseconds.
+    The processes are forks of a server that imports once, so each takes milliseconds. They give freed tensors back to
+    the system at once, so that what is resident is what is in use.
 
     Returns:
         What the function returns.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.compare", "transformers.models.qwen3.modeling_qwen3"])
-    with ProcessPoolExecutor(1, mp_context=context) as fresh:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_give_back_freed) as fresh:
         return fresh.submit(function, *arguments).result()
+
+
+def _give_back_freed() -> None:
+    """Let glibc map each block of 64 KiB or more on its own, and never keep one for later."""
+    map_threshold = -3  # M_MMAP_THRESHOLD of malloc.h; setting it ends its growth with each block freed
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(map_threshold, 2**16)
 
 
 def resident_peak_mib(function: Callable[[], Any]) -> float:
     """Largest resident set of this process while the function runs, beyond that before (Linux).
 
-    Freed memory may stay resident, so call it in a process that has not run anything large.
+    Freed memory may stay resident, so call it in a process of `in_fresh_process`, or in one that has not run anything
+    large.
     """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
+from benchmarks.packages import missing
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout, Sharing, pack
@@ -79,16 +79,22 @@ class Run:
 def make_optimizer(model: Any) -> torch.optim.Optimizer:
     """AdamW, fused, with its state in place and a learning rate of 0: it does all its work and moves no weight."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    step_alone(model, optimizer)()
+    place_gradients(model)
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
 
 
 def step_alone(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """The optimizer's part of an update, on gradients of zeros."""
+    place_gradients(model)
+    return optimizer.step
+
+
+def place_gradients(model: Any) -> None:
+    """Give every weight a gradient of zeros, to which a backward pass adds."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return optimizer.step
 
 
 def _padded(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
@@ -123,7 +129,7 @@ def _no_backward_on_cpu(case: Case, measured: str) -> str | None:
 
 
 def _without_package(case: Case, measured: str) -> str | None:
-    return None if find_spec("prefix_grouper") else "prefix_grouper is not installed: pip install prefix_grouper"
+    return missing("prefix_grouper")
 
 
 def _too_large_for_dense(case: Case, measured: str) -> str | None:

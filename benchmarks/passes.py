@@ -65,6 +65,7 @@ def table(comparison: Comparison) -> str:
         f"activation checkpointing {case.checkpointing}",
         f"ideal: tokens x{comparison.token_ratio:.2f}, operations x{comparison.ideal_ratio:.2f} "
         f"({flops['repeated']:.2f} over {flops['shared']:.2f} TFLOP)",
+        f"peak MiB: activations and work memory; {_allocated_before(comparison)} are allocated before",
         COLUMNS,
         *map(_line, comparison.rows),
         f"of fastest: against {comparison.fastest_repeated!r}",
@@ -80,10 +81,14 @@ def _of_optimizer(comparison: Comparison) -> list[str]:
     shares = [
         f"{row.method} {100 * step / row.timing.median:.1f} %" for row in comparison.rows if row.timing is not None
     ]
-    return [
-        f"optimizer: {step:.4f} s of each row, in no ideal: {', '.join(shares)}",
-        f"gradients: {comparison.gradient_mib:.0f} MiB, part of each peak",
-    ]
+    return [f"optimizer: {step:.4f} s of each row, in no ideal: {', '.join(shares)}"]
+
+
+def _allocated_before(comparison: Comparison) -> str:
+    """What is part of no peak, being the same for all."""
+    if comparison.measured == "scoring":
+        return "weights and batch"
+    return f"weights, batch, the optimizer's state and the gradients ({comparison.gradient_mib:.0f} MiB)"
 
 
 def _line(row: Row) -> str:

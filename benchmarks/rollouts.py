@@ -1,6 +1,6 @@
 """Rollouts per second: the engines, and transformers' `generate`, on the same prompts and a random model.
 
-`python benchmarks/rollouts.py` takes minutes; README.md says how to read the table. vLLM takes part where it is
+`python -m benchmarks rollouts` takes minutes; README.md says how to read the table. vLLM takes part where it is
 installed. Every round has prompts of its own, so that no cache knows them.
 """
 
@@ -10,24 +10,19 @@ import argparse
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns  # noqa: E402
-from pl_grouprl.models.weight_stream import checkpoint_weights  # noqa: E402
-from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine  # noqa: E402
-from pl_grouprl.types import SamplingConfig  # noqa: E402
-from pl_grouprl.utilities import optional  # noqa: E402
+from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns
+from pl_grouprl.models.weight_stream import checkpoint_weights
+from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine
+from pl_grouprl.types import SamplingConfig
+from pl_grouprl.utilities import optional
 
 METHODS = ("generate", "repeat cache", "hf", "vllm")
 
@@ -46,21 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the command line, measure, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (default: small)")
-    parser.add_argument("--prompts", type=int, default=4, help="different prompts (default: 4)")
-    parser.add_argument("--prompt-length", type=int, default=1024, help="tokens of each (default: 1024)")
-    parser.add_argument("--generations", type=int, default=8, help="rollouts of each prompt (default: 8)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each rollout (default: 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="no round begins later than that (default: 30)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--threads", type=int, help="of PyTorch and vLLM")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall or processor time (default: wall)")
-    parser.add_argument("--only", nargs="+", choices=METHODS, help="leave the others out")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     deadline = time.monotonic() + 60 * options.minutes
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -80,8 +61,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     show(report)
     if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (default: small)")
+    parser.add_argument("--prompts", type=int, default=4, help="different prompts (default: 4)")
+    parser.add_argument("--prompt-length", type=int, default=1024, help="tokens of each (default: 1024)")
+    parser.add_argument("--generations", type=int, default=8, help="rollouts of each prompt (default: 8)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each rollout (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no round begins later than that (default: 30)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--threads", type=int, help="of PyTorch and vLLM")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall or processor time (default: wall)")
+    parser.add_argument("--only", nargs="+", choices=METHODS, help="leave the others out")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    return parser.parse_args(arguments)
 
 
 def make_model(shape: str, dtype: torch.dtype) -> Any:
@@ -196,7 +197,3 @@ def show(report: dict[str, Any]) -> None:
     if report["weight_sync"]:
         sync = report["weight_sync"]
         print(f"weights to vLLM: {sync['bytes'] / 2**20:.0f} MiB in {sync['seconds']:.2f} s, checksums included")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Where the time of a training step goes: model work, and everything else.
 
-`python benchmarks/step.py` trains the configs of the default runs, with the Trainer and the callbacks that they name,
+`python -m benchmarks step` trains the configs of the default runs, with the Trainer and the callbacks that they name,
 and prints the parts of a step. README.md says what belongs to which part.
 """
 
@@ -9,22 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from benchmarks.config_file import build_run, read_config  # noqa: E402
-from benchmarks.measure import CLOCKS, Conditions  # noqa: E402
-from benchmarks.step_parts import MODEL_WORK, OVERHEAD, TOKEN_GROUPS, StepParts  # noqa: E402
+from benchmarks.config_file import build_run, read_config
+from benchmarks.measure import CLOCKS, Conditions
+from benchmarks.step_parts import MODEL_WORK, OVERHEAD, TOKEN_GROUPS, StepParts
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
 """What `--model larger` changes of the configs' architecture."""
@@ -78,13 +73,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(name: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train with a config, and sum up the steps behind the warm-up.
 
-    Validation is left out: it is no part of a step. Checkpoints and tables are written where they are due.
+    Validation is left out: it is no part of a step. Checkpoints and tables are written where they are due; the figure
+    of the whole run, which comes after all steps and needs matplotlib, is not drawn.
     """
     config = read_config(name)
     source = config["model"]["init_args"]["policy"]["init_args"]
     source |= {"steps": options.base_steps if model == "default" else 0, "progress_bar": False}
     if model == "larger":
         source["architecture"] |= LARGER
+    for callback in config["trainer"].get("callbacks", ()):
+        if callback["class_path"] == "pl_grouprl.callbacks.RunSummary":
+            callback["init_args"] = callback.get("init_args", {}) | {"curves_filename": None}
     parts = StepParts(options.clock, options.device)
     with tempfile.TemporaryDirectory() as folder:
         for logger in config["trainer"]["logger"]:
@@ -155,7 +154,3 @@ def table(run: Mapping[str, Any]) -> str:
                 f"{found['mean']:.2f} % of all of them together"
             )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

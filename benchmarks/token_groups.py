@@ -1,6 +1,6 @@
 """Finding token groups and their advantages, against one forward of the tiny model on as many tokens.
 
-`python benchmarks/token_groups.py --help` lists the options. The forward is that of the decoder alone (no head, no
+`python -m benchmarks token-groups --help` lists the options. The forward is that of the decoder alone (no head, no
 gradient) with the architecture of configs/grpo_pg.yaml on rows of the same length; it is timed on some of the rows and
 scaled to all of them, and the scale is printed.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a script
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.measure import CLOCKS, Conditions, resident_peak_mib, time_in_turns  # noqa: E402
-from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages  # noqa: E402
+from benchmarks.measure import CLOCKS, Conditions, resident_peak_mib, time_in_turns
+from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages
 
 ARCHITECTURE = {
     "hidden_size": 64,
@@ -109,17 +104,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often each is timed (default: 3)")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
-    parser.add_argument("--step", type=Path, help="JSON of step.py, for the share of a GROUP PPO step")
+    parser.add_argument(
+        "--step", type=Path, help="JSON of `step`, for the share of a GROUP PPO step"
+    )
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     return parser.parse_args(arguments)
 
 
 def share_of_step(path: Path) -> dict[str, float]:
-    """How much of a GROUP PPO step finding the groups and their advantages take, from what `step.py` has written."""
+    """How much of a GROUP PPO step finding the groups and their advantages take, from what `step` has written."""
     runs = json.loads(path.read_text())["runs"]
     shares = [run["token_groups"] for run in runs if run["config"] == "group_ppo" and run["model"] == "default"]
     if not shares:
-        raise ValueError(f"{path} has no run of group_ppo; run benchmarks/step.py --config group_ppo.")
+        raise ValueError(f"{path} has no run of group_ppo; run `python -m benchmarks step --config group_ppo`.")
     return shares[0]
 
 
@@ -157,7 +154,3 @@ def decoder_forward(options: argparse.Namespace) -> Callable[[], None]:
             model(input_ids=row[None], use_cache=False)
 
     return run
-
-
-if __name__ == "__main__":
-    main()
