@@ -81,12 +81,18 @@ def test_operations_are_those_that_torch_counts(load):
     assert case.operations("repeated") == case.operations("shared")
 
 
-def test_memory_of_a_run_alone(load):
-    case = replace(load("cases").Case("small"), prefix=64, rollout=64, group_size=2, layers=1)
-    compare, methods = load("compare"), load("methods")
-    (row,) = compare.compare(case, compare.Plan(methods.METHODS[2:3], "update", 1)).rows
-    gradients = sum(parameter.nbytes for parameter in case.make_model().parameters()) / 2**20
-    assert row.peak_mib > gradients
+def test_memory_is_that_of_activations_and_not_of_gradients(load):
+    sizes = {"prefix": 68, "rollout": 16, "group_size": 2, "layers": 2, "intermediate": 4096, "vocabulary": 64}
+    case = replace(load("cases").Case("few tokens, wide layers"), **sizes)
+    method = load("methods").find_method("cascade")
+    comparison = load("compare").compare(case, load("compare").Plan([method], "update", 1))
+    # By layer 512 * (512 + 256 + 256 + 512) of attention, 3 * 512 * 4096, two norms of 512 and two of 64; then the
+    # embedding and the last norm.
+    weights = 2 * (512 * 1536 + 3 * 512 * 4096 + 2 * 512 + 2 * 64) + 64 * 512 + 512
+    assert comparison.gradient_mib == pytest.approx(weights * 4 / 2**20)
+    # The backward pass needs what the gate, the other projection and their product are for each of the 100 tokens.
+    kept = 2 * 100 * 3 * 4096 * 4 / 2**20
+    assert kept < comparison.rows[0].peak_mib < comparison.gradient_mib
 
 
 def test_gpu_profile_lists_both_models(load):
@@ -150,6 +156,7 @@ TINY = {
     "head": "--tokens 256 --vocabulary 2048 --hidden 64 --rounds 1 --checked 4 --methods token_scores",
     "token-groups": "--rows 2 --length 16 --forward-rows 1 --rounds 1",
     "packing": "--batches 1",
+    "rollouts": "--prompts 1 --prompt-length 4 --generations 2 --new-tokens 2 --rounds 1 --only generate hf",
 }
 
 
@@ -229,18 +236,40 @@ def test_every_part_of_a_profile_has_a_command_line_that_is_understood(load, pro
         assert rest[-2:] == ["--output", str(tmp_path / part.label)]
         if name in ("scoring", "update"):
             load("passes").parse(None, rest)
-        elif name not in ("packing", "rollouts"):
+        elif name != "packing":
             load(entry.MODULES.get(name, name.replace("-", "_"))).parse(rest)
 
 
-def test_without_optional_packages_the_rest_is_measured(load, monkeypatch, tmp_path, capsys):
-    for module in ("methods", "figure"):
-        monkeypatch.setattr(load(module), "find_spec", lambda name: None)
+@pytest.fixture
+def bare(monkeypatch):
+    """As if the optional packages were not installed."""
+    importlib.import_module("lightning.pytorch")  # torchmetrics asks the package index once, which says it is there
+    for name in ("prefix_grouper", "matplotlib", *(own for own in sys.modules if own.startswith("matplotlib."))):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_without_optional_packages_the_rest_is_measured(load, bare, tmp_path, capsys):
     names = ["repeated, packed", "prefix_grouper", "cascade"]
     options = ["--rounds", "1", "--no-memory", "--methods", *names, "--output", str(tmp_path / "result")]
     (comparison,) = load("scoring").main([*shape(), *options])
     assert [row.method for row in comparison.rows if row.timing] == ["repeated, packed", "cascade"]
     printed = capsys.readouterr().out
-    assert "not run: prefix_grouper is not installed" in printed
+    assert "not run: prefix_grouper is not installed: pip install prefix_grouper" in printed
     assert "no figure: matplotlib is not installed" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_attention_without_prefix_grouper(load, bare, capsys):
+    result = load("attention").main(TINY["attention"].split())
+    ran = {(row["measured"], row["method"]) for row in result["rows"] if row["note"] is None}
+    assert {(measured, "cascade") for measured in ("forward", "forward+backward")} <= ran
+    assert "prefix_grouper" not in {method for _, method in ran}
+    assert capsys.readouterr().out.count("not run: prefix_grouper is not installed") == 2
+
+
+def test_head_whose_run_takes_no_page(load, monkeypatch):
+    head = load("head")
+    monkeypatch.setattr(head, "in_fresh_process", lambda *arguments: 0.0)
+    result = head.main([*TINY["head"].split(), "--methods", head.BASELINE, "token_scores"])
+    assert {row["peak_mib"] for row in result["rows"] if row["note"] is None} == {0.0}
+    assert not any("times_less_memory" in row for row in result["rows"])
