@@ -104,9 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often each is timed (default: 3)")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
-    parser.add_argument(
-        "--step", type=Path, help="JSON of `step`, for the share of a GROUP PPO step"
-    )
+    parser.add_argument("--step", type=Path, help="JSON of `step`, for the share of a GROUP PPO step")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     return parser.parse_args(arguments)
 
