@@ -13,7 +13,7 @@ from torch import Tensor
 from pl_grouprl.algorithms.distribution import from_state, to_state
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_group, filler_tokens, lay_out
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.schedule import Part, agree, plan_schedule
+from pl_grouprl.algorithms.schedule import agree, plan_schedule
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.packing import ScoringBatch, Sharing
 from pl_grouprl.packing.transfer import move_together
@@ -44,23 +44,29 @@ class RowOptions:
 
 
 class KeptRow:
-    """The row that was laid out last: scoring and update of the same rollouts share it, with all that hangs on it."""
+    """The row that was laid out last: scoring and update of the same rollouts share it, with its attention's plan."""
 
     def __init__(self) -> None:
-        self._of: tuple[RolloutBuffer, Any] | None = None
+        self._of: Any = None
         self._scoring: ScoringBatch | None = None
 
-    def get(self, buffer: RolloutBuffer, key: Any, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
-        """The row of that buffer and key, laid out anew if the last one was another."""
-        same = self._of is not None and self._of[0] is buffer and self._of[1] == key
-        if self._scoring is None or not same:
+    def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
+        """The row of these groups, laid out anew if the last one was another, or if a token of it has changed."""
+        of = (options, [_contents(group) for group in groups])
+        if self._scoring is None or self._of != of:
             self.clear()  # before there are two
-            self._of, self._scoring = (buffer, key), lay_out()
+            self._of, self._scoring = of, lay_out()
         return self._scoring
 
     def clear(self) -> None:
         """Let go of it."""
         self._of = self._scoring = None
+
+
+def _contents(group: RolloutGroup) -> tuple[Any, ...]:
+    """What a row of text is made of: copies, since lists may be changed in place."""
+    rollouts = [(tuple(own.token_ids), own.loss_mask and tuple(own.loss_mask)) for own in group.rollouts]
+    return tuple(group.prompt_ids), group.group_id, rollouts
 
 
 class Passes:
@@ -104,7 +110,7 @@ class Passes:
         for parts in [()] * (rows - len(self._schedule.rows)) + [*self._schedule.rows]:  # real rows are last
             row = self._buffer.select(parts) if parts else self._filler()
             for (peers_row,) in self._of_peers([row]):
-                yield self._mini_batch(peers_row, parts=parts)
+                yield self._mini_batch(peers_row)
 
     def _slices(self, number: int, count: int) -> list[Chosen]:
         """The slices of a split group, with fillers in front."""
@@ -126,11 +132,11 @@ class Passes:
         for peer in gather_plain(states, self._options.device, group):
             yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
 
-    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None, parts: tuple[Part, ...] = ()) -> MiniBatch:
-        """Lay a pass out. One of known parts of the buffer, which no peer has a share in, is kept."""
+    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MiniBatch:
+        """Lay a pass out. A row of text that no peer has a share in is kept."""
         groups, tokens, numbers = chosen
         options = self._options
         lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)
-        keeps = parts and options.sequence_group is None
-        scoring = self._kept.get(self._buffer, (parts, options), lay) if keeps else lay()
+        keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
+        scoring = self._kept.get(groups, options, lay) if keeps else lay()
         return MiniBatch(scoring, move_together(tokens, options.device), groups, numbers, 1 / options.sequence_ranks)

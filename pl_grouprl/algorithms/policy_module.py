@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
@@ -23,6 +23,7 @@ from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
@@ -142,7 +143,6 @@ class PolicyModule(SavedStateModule):
             )
         self._denominators.clear()
         self._contexts.close()  # of a fit that an exception has ended
-        self._spare_garbage_collection()
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
@@ -162,15 +162,6 @@ class PolicyModule(SavedStateModule):
                 f"sharing='shared': {type(model).__name__} encodes each prompt once; attention backend "
                 f"{self.attention_backend!r}: {patch.describe()}. prefix/token_ratio says what that saves."
             )
-
-    def _spare_garbage_collection(self) -> None:
-        """Leave what is loaded by now out of Python's garbage collection during the fit.
-
-        Going through the objects of all imported packages takes 0.3 s, every ten steps or so of a small model.
-        """
-        gc.collect()
-        gc.freeze()
-        self._contexts.callback(gc.unfreeze)
 
     def parity_reports(self) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on each model that is trained."""
@@ -208,6 +199,10 @@ class PolicyModule(SavedStateModule):
     def teardown(self, stage: str) -> None:
         """Restore the models."""
         self._contexts.close()
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Add what spares the loaded objects Python's garbage collection."""
+        return [FreezeLoadedObjects()]
 
     def optimized_parts(self) -> dict[str, tuple[nn.Module, OptimizerConfig]]:
         """What is trained, by the name of its parameter groups. A subclass with a critic adds it here."""

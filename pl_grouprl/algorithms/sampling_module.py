@@ -135,7 +135,8 @@ class SamplingModule(PolicyModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Add what closes the engine after an exception."""
-        return [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
+        own = super().configure_callbacks()
+        return [*own, CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else own
 
     def teardown(self, stage: str) -> None:
         """End the reward workers, and let go of the engine's sampler."""
