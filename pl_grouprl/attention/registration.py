@@ -100,7 +100,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                     f"{type(module).__name__} was not given prefix_layout: the layers around it do not hand it on; "
                     "train this model with sharing='repeated'."
                 )
-            return _own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
+            return own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
         if not isinstance(prefix_layout, LayoutCall):
             raise RuntimeError(
                 "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
@@ -211,10 +211,12 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _own_implementation(module: nn.Module, wrapped: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def own_implementation(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function that a layer runs under the implementation `name` of transformers."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if wrapped in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[wrapped]
-    # "eager" is not registered: each modelling file has its own function of this name.
-    return sys.modules[type(module).__module__].eager_attention_forward
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    # "eager" is not registered: each modelling file has its own function of this name, the one of a subclass may not.
+    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))

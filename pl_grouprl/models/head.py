@@ -17,6 +17,8 @@ from pl_grouprl.attention import find_decoder, sharing_paused
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_LINEAR = nn.Linear.forward  # some libraries put another in its place
+
 
 def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
@@ -47,6 +49,8 @@ def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head) or _hooked(head):
+        return None
+    if nn.Linear.forward is not _LINEAR:
         return None
     weight = head.weight
     if type(weight) not in (nn.Parameter, Tensor) or weight.dim() != 2:

@@ -37,7 +37,7 @@ def packed_linears(model: nn.Module, steps: int) -> Iterator[None]:
     """
     packed: list[nn.Linear] = []
     if steps >= MIN_STEPS and _can_pack():
-        packed = [module for module in model.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
+        packed = [module for module in _unmerged(model) if isinstance(module, nn.Linear) and _is_plain(module)]
     try:
         for module in packed:
             module.__dict__["forward"] = _forward(module)
@@ -52,6 +52,14 @@ def _can_pack() -> bool:
     offered = hasattr(mkldnn, "_linear_pointwise") and hasattr(mkldnn, "_reorder_linear_weight")
     enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)  # type: ignore[attr-defined]
     return offered and enabled and platform.machine() in ("x86_64", "AMD64") and not torch.is_autocast_enabled("cpu")
+
+
+def _unmerged(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those below it; not layers with an adapter merged in, which PEFT may take out in a forward pass."""
+    if not getattr(module, "merged", False):
+        yield module
+        for child in module.children():
+            yield from _unmerged(child)
 
 
 def _is_plain(module: nn.Linear) -> bool:

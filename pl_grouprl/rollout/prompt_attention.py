@@ -14,7 +14,6 @@ handed out, under nothing but a causal mask. Only such layers share prompts late
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.mask import MaskRule, read_mask_function
+from pl_grouprl.attention.registration import own_implementation
 from pl_grouprl.attention.support import find_decoder
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts, layer_of_keys
 
@@ -45,15 +45,15 @@ def attending_to_shared_prompts(model: Any) -> Iterator[None]:
         model: A transformers decoder with a language-model head.
     """
     decoder = find_decoder(model)
-    wrapped = getattr(decoder.config, "_attn_implementation", None) or "eager"
+    before = getattr(decoder.config, "_attn_implementation", None)
     if not getattr(decoder, "_supports_attention_backend", False):
         yield
         return
-    decoder.config._attn_implementation = _register(wrapped)
+    decoder.config._attn_implementation = _register(before or "eager")
     try:
         yield
     finally:
-        decoder.config._attn_implementation = wrapped
+        decoder.config._attn_implementation = before
 
 
 def _register(wrapped: str) -> str:
@@ -90,18 +90,9 @@ def _attention_function(wrapped: str) -> Callable[..., tuple[Tensor, Tensor | No
             return attended.transpose(1, 2), None
         if isinstance(layer, PromptLayer):
             layer.was_read(_reads_plainly(query, key, value, attention_mask, layer, kwargs))
-        return _own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
+        return own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
 
     return attention
-
-
-def _own_implementation(module: nn.Module, wrapped: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if wrapped in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[wrapped]
-    # "eager" is not registered: each modelling file has its own function of this name.
-    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _reads_plainly(
