@@ -400,6 +400,11 @@ class RolloutModule(CollectingModule, ABC):
             metrics["perf/tokens_per_second"] = buffer.num_tokens / self._cycle_seconds
         log_numbers(self, metrics)
 
+    def teardown(self, stage: str) -> None:
+        """Let go of the last row."""
+        self._kept_row.clear()
+        super().teardown(stage)
+
     # Checkpoints.
 
     def rollout_options(self) -> dict[str, Any]:

@@ -103,4 +103,4 @@ def _std(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return math.sqrt(sum((value - mean) * (value - mean) for value in values) / (len(values) - 1))

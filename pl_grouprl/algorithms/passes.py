@@ -138,5 +138,6 @@ class Passes:
         options = self._options
         lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)
         keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
+        keeps = keeps and not torch.is_inference_mode_enabled()  # such tensors cannot be trained on
         scoring = self._kept.get(groups, options, lay) if keeps else lay()
         return MiniBatch(scoring, move_together(tokens, options.device), groups, numbers, 1 / options.sequence_ranks)

@@ -63,7 +63,7 @@ def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
 
 
 def _hands_on(model: PreTrainedModel, head: nn.Linear, weight: Tensor) -> bool:
-    hidden_ND, logits_NV = weight.new_zeros(2, weight.shape[1]), weight.new_zeros(2, len(weight))
+    hidden_ND, logits_NV = weight.new_ones(2, weight.shape[1]), weight.new_ones(2, len(weight))
     versions = hidden_ND._version, logits_NV._version
     got: list[Tensor] = []
 

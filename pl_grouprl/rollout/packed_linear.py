@@ -23,6 +23,8 @@ MIN_STEPS = 16
 MIN_WEIGHTS = 2**17
 """Smaller layers are as fast as they are: a call of oneDNN takes some microseconds more."""
 
+_LINEAR = nn.Linear.forward  # some libraries put another in its place
+
 _ROWS = 8
 """What the layout is chosen for. A hint: it serves any number of rows, and one or a thousand make little difference."""
 
@@ -51,7 +53,8 @@ def _can_pack() -> bool:
     mkldnn: Any = torch.ops.mkldnn
     offered = hasattr(mkldnn, "_linear_pointwise") and hasattr(mkldnn, "_reorder_linear_weight")
     enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)  # type: ignore[attr-defined]
-    return offered and enabled and platform.machine() in ("x86_64", "AMD64") and not torch.is_autocast_enabled("cpu")
+    own = nn.Linear.forward is _LINEAR
+    return own and offered and enabled and platform.machine() in ("x86_64", "AMD64") and not torch.is_autocast_enabled("cpu")
 
 
 def _unmerged(module: nn.Module) -> Iterator[nn.Module]:

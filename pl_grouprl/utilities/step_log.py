@@ -24,7 +24,11 @@ def log_numbers(module: LightningModule, numbers: Mapping[str, float | Tensor], 
     """
     kept: Any = module.trainer._results or {}
     places = {name: kept.get(f"{module._current_fx_name}.{name}") for name in numbers}
-    known = [name for name, place in places.items() if place is not None and _is_of_the_step(place, prog_bar)]
+    known = [
+        name
+        for name, place in places.items()
+        if place is not None and _is_of_the_step(place, prog_bar) and _is_a_number(numbers[name])
+    ]
     rest = {name: number for name, number in numbers.items() if name not in known}
     if rest:
         module.log_dict(rest, prog_bar=prog_bar, batch_size=1)
@@ -41,3 +45,8 @@ def _is_of_the_step(place: Any, prog_bar: bool) -> bool:
     meta = place.meta
     sums_up = meta.on_epoch or not meta.on_step or meta.sync.should
     return place.is_tensor and not place.has_reset and not sums_up and meta.prog_bar == prog_bar
+
+
+def _is_a_number(value: Any) -> bool:
+    """Whether there is nothing for Lightning to refuse."""
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
