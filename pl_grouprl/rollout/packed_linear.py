@@ -53,8 +53,9 @@ def _can_pack() -> bool:
     mkldnn: Any = torch.ops.mkldnn
     offered = hasattr(mkldnn, "_linear_pointwise") and hasattr(mkldnn, "_reorder_linear_weight")
     enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)  # type: ignore[attr-defined]
-    own = nn.Linear.forward is _LINEAR
-    return own and offered and enabled and platform.machine() in ("x86_64", "AMD64") and not torch.is_autocast_enabled("cpu")
+    if nn.Linear.forward is not _LINEAR or torch.is_autocast_enabled("cpu"):
+        return False
+    return offered and enabled and platform.machine() in ("x86_64", "AMD64")
 
 
 def _unmerged(module: nn.Module) -> Iterator[nn.Module]:
