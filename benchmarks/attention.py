@@ -9,17 +9,16 @@ Legend: T packed tokens, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns
+from benchmarks.measure import Timing, time_in_turns
+from benchmarks.options import add_common, begin_on, write_json
 from benchmarks.packages import missing
 from pl_grouprl.attention.backends.backend import Backend
 from pl_grouprl.attention.backends.choice import get_backend
@@ -82,24 +81,18 @@ class Shape:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the command line, measure, print, and write JSON."""
     options = parse(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     shape = Shape(**{field.name: getattr(options, field.name) for field in fields(Shape)})
-    if shape.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--device cuda needs a CUDA device and there is none; use --device cpu.")
-    conditions = Conditions.here(shape.device, options.clock)
+    conditions = begin_on(shape.device, options)
     layout = shape.layout
     ideal = layout.repeated_attention_pairs / layout.attention_pairs
-    print(f"conditions: {conditions}\n{shape}\nideal: pairs x{ideal:.2f}, tokens x{layout.token_ratio:.2f}", flush=True)
-    result: dict[str, Any] = {"conditions": asdict(conditions), "shape": asdict(shape), "ideal_ratio": ideal}
+    print(f"{shape}\nideal: pairs x{ideal:.2f}, tokens x{layout.token_ratio:.2f}", flush=True)
+    result: dict[str, Any] = {"shape": asdict(shape), "ideal_ratio": ideal}
     result["rows"] = []
     for measured in options.passes:
         rows = measure(shape, measured, options.methods, options.rounds, options.clock, ideal)
         result["rows"] += rows
         print("\n".join(_line(row) for row in rows), flush=True)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.output, conditions, result)
     return result
 
 
@@ -115,10 +108,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="NAME")
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
-    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed (default: 5)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    add_common(parser, rounds=5)
     return parser.parse_args(arguments)
 
 

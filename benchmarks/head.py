@@ -8,18 +8,17 @@ Legend: N tokens.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.head_methods import BASELINE, METHODS, Head, reference, refusal, run
-from benchmarks.measure import CLOCKS, Conditions, cuda_peak_mib, in_fresh_process, resident_peak_mib, time_in_turns
+from benchmarks.measure import cuda_peak_mib, in_fresh_process, resident_peak_mib, time_in_turns
+from benchmarks.options import add_common, begin_on, write_json
 
 PASSES = ("forward", "forward+backward")
 
@@ -27,16 +26,10 @@ PASSES = ("forward", "forward+backward")
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the command line, measure, print, and write JSON."""
     options = parse(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     head = Head(**{field.name: getattr(options, field.name) for field in fields(Head)})
-    if head.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--device cuda needs a CUDA device and there is none; use --device cpu.")
-    conditions = Conditions.here(head.device, options.clock)
-    print(
-        f"conditions: {conditions}\n{head}\nerrors: of the first {options.checked} tokens, against float64", flush=True
-    )
-    result: dict[str, Any] = {"conditions": asdict(conditions), "head": asdict(head), "checked": options.checked}
+    conditions = begin_on(head.device, options)
+    print(f"{head}\nerrors: of the first {options.checked} tokens, against float64", flush=True)
+    result: dict[str, Any] = {"head": asdict(head), "checked": options.checked}
     result["rows"] = []
     for measured in options.passes:
         notes = {name: refusal(name, head, options.most_gib) for name in options.methods}
@@ -46,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         _add_times(rows, head, options.rounds, options.clock)
         print("\n".join(_line(row) for row in rows), flush=True)
         result["rows"] += rows
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.output, conditions, result)
     return result
 
 
@@ -66,9 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; 0: memory and errors alone")
     parser.add_argument("--checked", type=int, default=256, help="tokens whose errors are looked at (default: 256)")
     parser.add_argument("--most-gib", type=float, default=8, help="full logits that take more are not run (default: 8)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    add_common(parser)
     return parser.parse_args(arguments)
 
 

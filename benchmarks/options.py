@@ -20,14 +20,20 @@ def make_parser(description: str | None, *, rounds: int = 3, minutes: float = 8.
     """A parser with what every benchmark takes; the arguments are defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="the cases (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"how often each is timed (default: {rounds})")
     parser.add_argument(
         "--minutes", type=float, default=minutes, help=f"no new round or case after this (default: {minutes:g})"
     )
+    add_common(parser, rounds)
+    return parser
+
+
+def add_common(parser: argparse.ArgumentParser, rounds: int | None = None) -> None:
+    """Threads, clock and output, and rounds where there are any."""
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"how often each is timed (default: {rounds})")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, and OUTPUT.png where there is a figure")
-    return parser
 
 
 def add_shape(parser: argparse.ArgumentParser, case: Case, *, without: tuple[str, ...] = ()) -> None:
@@ -50,16 +56,27 @@ def change(case: Case, options: argparse.Namespace) -> Case:
 
 
 def begin(options: argparse.Namespace) -> Conditions:
-    """Set the threads, look at the machine and print what it is.
+    """`begin_on` the device of the profile.
 
     Raises:
         SystemExit: If the profile needs a device that is not there.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
     if options.profile == "gpu" and not torch.cuda.is_available():
         raise SystemExit("--profile gpu needs a CUDA device and there is none; use --profile cpu.")
-    conditions = Conditions.here("cuda" if options.profile == "gpu" else "cpu", options.clock)
+    return begin_on("cuda" if options.profile == "gpu" else "cpu", options)
+
+
+def begin_on(device: str, options: argparse.Namespace) -> Conditions:
+    """Set the threads, look at the machine and print what it is.
+
+    Raises:
+        SystemExit: If the device is not there.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda needs a CUDA device and there is none; use --device cpu.")
+    conditions = Conditions.here(device, options.clock)
     print(f"conditions: {conditions}", flush=True)
     return conditions
 

@@ -7,18 +7,13 @@ and prints the parts of a step. README.md says what belongs to which part.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.config_file import build_run, read_config
-from benchmarks.measure import CLOCKS, Conditions
+from benchmarks.options import add_common, begin_on, write_json
 from benchmarks.step_parts import MODEL_WORK, OVERHEAD, TOKEN_GROUPS, StepParts
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -28,19 +23,14 @@ LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the command line, measure, print, and write JSON."""
     options = parse(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    conditions = Conditions.here(options.device, options.clock)
-    print(f"conditions: {conditions}", flush=True)
-    result: dict[str, Any] = {"conditions": asdict(conditions), "runs": []}
+    conditions = begin_on(options.device, options)
+    result: dict[str, Any] = {"runs": []}
     for model in options.model:
         for name in options.config:
             run = measure(name, model, options)
             result["runs"].append(run)
             print(table(run), flush=True)
-            if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+            write_json(options.output, conditions, result)
     return result
 
 
@@ -64,9 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=5, help="steps before them (default: 5)")
     parser.add_argument("--base-steps", type=int, default=600, help="of the base policy's training (default: 600)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    add_common(parser)
     return parser.parse_args(arguments)
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import CLOCKS, Conditions, resident_peak_mib, time_in_turns
+from benchmarks.measure import resident_peak_mib, time_in_turns
+from benchmarks.options import add_common, begin_on, write_json
 from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages
 
 ARCHITECTURE = {
@@ -41,11 +41,9 @@ CASES = {
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the command line, measure, print, and write JSON."""
     options = parse(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    conditions = Conditions.here("cpu", options.clock)
+    conditions = begin_on("cpu", options)
     shape = f"B={options.rows}, T={options.length}, M={options.max_size}, float32"
-    print(f"conditions: {conditions}\n{shape}", flush=True)
+    print(shape, flush=True)
     inputs = random_rows(options.rows, options.length)
     cases = {name: token_groups(inputs, options.max_size, *case) for name, case in CASES.items()}
     peak = resident_peak_mib(next(iter(cases.values())))  # before anything large has run
@@ -55,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     scale = options.rows / options.forward_rows
     seconds = timings["forward"].median * scale
     result: dict[str, Any] = {
-        "conditions": asdict(conditions),
         "shape": shape,
         "rounds": options.rounds,
         "forward": {
@@ -88,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         shares = {name: f"{100 * value:.2f} %" for name, value in result["share_of_step"].items()}
         print(f"share of a step of configs/group_ppo.yaml, as {options.step} has it: {shares}")
     print(f"memory at its peak, {next(iter(cases))}: {peak:.0f} MiB beyond the inputs")
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.output, conditions, result)
     return result
 
 
@@ -101,11 +96,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096, help="T (default: 4096)")
     parser.add_argument("--max-size", type=int, default=16, help="M (default: 16)")
     parser.add_argument("--forward-rows", type=int, default=8, help="rows of the timed forward (default: 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is timed (default: 3)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
     parser.add_argument("--step", type=Path, help="JSON of `step`, for the share of a GROUP PPO step")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    add_common(parser, rounds=3)
     return parser.parse_args(arguments)
 
 
