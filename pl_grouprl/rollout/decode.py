@@ -65,7 +65,7 @@ class DecodeBatch:
         self.end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
         self.width = max(prefix.width for prefix, _ in parts)
         limit = self.width + sampling.max_new_tokens
-        prompts = find_shared_prompts(parts, min_saved_tokens)
+        prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], device, min_saved_tokens)
         self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit, prompts)
         self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
         # What follows has one row per live sequence and is reordered when sequences leave.

@@ -14,16 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from pl_grouprl.rollout.growing import GrowingLayer
-
-if TYPE_CHECKING:
-    from pl_grouprl.rollout.prefill import Prefix
 
 MIN_SAVED_TOKENS = 256
 """Copies of tokens that sharing must save per prompt and layer. A call of its own for a prompt costs about as much."""
@@ -128,21 +125,24 @@ class SharedPrompts:
 
 
 def find_shared_prompts(
-    parts: Sequence[tuple[Prefix, list[int]]], min_saved_tokens: float = MIN_SAVED_TOKENS
+    parts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    device: torch.device,
+    min_saved_tokens: float = MIN_SAVED_TOKENS,
 ) -> SharedPrompts | None:
     """List the prompts of a decode batch, or return None if copies of them are as good.
 
     Args:
-        parts: Encoded prompts and their row for each sequence, ascending.
+        parts: Of prompts that were encoded together their lengths, and for each sequence which of them it continues,
+            ascending.
+        device: Of the cache.
         min_saved_tokens: Copies of tokens that sharing must save, per prompt.
     """
-    places = [(part, row, prefix.lengths[row]) for part, (prefix, rows) in enumerate(parts) for row in rows]
+    places = [(part, row, lengths[row]) for part, (lengths, rows) in enumerate(parts) for row in rows]
     distinct = sorted(set(places))
     saved = sum(length for _, _, length in places) - sum(length for _, _, length in distinct)
     if saved < min_saved_tokens * len(distinct):
         return None
     number = {place: index for index, place in enumerate(distinct)}
-    device = parts[0][0].logits_PV.device
     return SharedPrompts(distinct, PromptRows([number[place] for place in places], device))
 
 

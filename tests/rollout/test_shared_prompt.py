@@ -10,6 +10,8 @@ from pl_grouprl.rollout.prompt_attention import attend, attending_to_shared_prom
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, find_shared_prompts
 from pl_grouprl.types import SamplingConfig
 
+CPU = torch.device("cpu")
+
 
 def encoded(lengths, generator):
     """Prompts of these lengths in one batch, right-aligned: one layer with 2 key/value heads of 8."""
@@ -38,7 +40,7 @@ def dense(query, keys, values, scale, sinks):
 def test_attention_equals_a_softmax_over_prompt_and_own_tokens(with_sinks):
     generator = torch.Generator().manual_seed(0)
     parts = [(encoded([3, 5], generator), [0, 0, 1]), (encoded([7], generator), [0, 0])]
-    prompts = find_shared_prompts(parts, 0)
+    prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
     indexed = [(prefix.cache, torch.tensor(rows)) for prefix, rows in parts]
     cache = gather_cache(indexed, width=7, limit=20, prompts=prompts)
     (layer,) = cache.layers
@@ -72,7 +74,7 @@ def test_attention_equals_a_softmax_over_prompt_and_own_tokens(with_sinks):
 
 def test_keys_that_are_read_without_the_prompt_are_noticed():
     parts = [(encoded([3], torch.Generator().manual_seed(0)), [0, 0])]
-    prompts = find_shared_prompts(parts, 0)
+    prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
     (layer,) = gather_cache([(parts[0][0].cache, torch.tensor([0, 0]))], 3, 9, prompts).layers
     new = torch.zeros(2, 2, 1, 8, dtype=torch.float64)
     layer.update(new, new)
@@ -81,12 +83,12 @@ def test_keys_that_are_read_without_the_prompt_are_noticed():
 
 
 def test_prompts_are_shared_where_that_saves_copies():
-    prefix = encoded([100, 60], torch.Generator())
-    assert find_shared_prompts([(prefix, [0, 0, 0, 1])]) is None  # 200 tokens for two prompts
-    shared = find_shared_prompts([(prefix, [0, 0, 0, 0, 0, 1, 1, 1])])  # 520
+    lengths = [100, 60]
+    assert find_shared_prompts([(lengths, [0, 0, 0, 1])], CPU) is None  # 200 tokens for two prompts
+    shared = find_shared_prompts([(lengths, [0, 0, 0, 0, 0, 1, 1, 1])], CPU)  # 520
     assert shared.lengths == [100, 60]
     assert shared.rows.counts == [5, 3]
-    assert find_shared_prompts([(prefix, [0, 1])]) is None
+    assert find_shared_prompts([(lengths, [0, 1])], CPU) is None
 
 
 FAMILIES = {
