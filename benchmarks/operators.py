@@ -5,9 +5,11 @@ The profiler's own time is in the figures: shares say more than seconds.
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import Case, profile_cases
 from benchmarks.methods import BASELINE, METHODS, find_method, make_optimizer
-from benchmarks.options import add_shape, begin, change, make_parser, write_json
+from benchmarks.options import add_shape, begin, change, write_json
 
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::"),
@@ -39,7 +41,12 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Profile each method on the profile's first case, print, and write JSON."""
-    parser = make_parser(__doc__, rounds=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(clock="wall")
+    parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="whose first case (default: cpu)")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each runs (default: 1)")
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     names = [method.name for method in METHODS]
     parser.add_argument("--pass", dest="measured", choices=("scoring", "update"), default="update", help="what runs")
     parser.add_argument("--methods", nargs="+", choices=names, default=[BASELINE, "cascade"], metavar="NAME")

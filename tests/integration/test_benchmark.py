@@ -154,6 +154,7 @@ def test_growth_and_sweep_write_figures(load, tmp_path):
 TINY = {
     "attention": "--prefix 8 --rollout 4 --group-size 2 --heads 2 --kv-heads 1 --head-dim 16 --rounds 1",
     "head": "--tokens 256 --vocabulary 2048 --hidden 64 --rounds 1 --checked 4 --methods token_scores",
+    "operators": "--prefix 8 --rollout 4 --group-size 2 --hidden 32 --layers 1 --vocabulary 64",
     "token-groups": "--rows 2 --length 16 --forward-rows 1 --rounds 1",
     "packing": "--batches 1",
     "rollouts": "--prompts 1 --prompt-length 4 --generations 2 --new-tokens 2 --rounds 1 --only generate hf",
