@@ -41,17 +41,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Profile each method on the profile's first case, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(clock="wall")
-    parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="whose first case (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each runs (default: 1)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
-    names = [method.name for method in METHODS]
-    parser.add_argument("--pass", dest="measured", choices=("scoring", "update"), default="update", help="what runs")
-    parser.add_argument("--methods", nargs="+", choices=names, default=[BASELINE, "cascade"], metavar="NAME")
-    add_shape(parser, Case(""))
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     conditions = begin(options)
     case = change(profile_cases(options.profile)[0], options)
     report = {"case": asdict(case), "pass": options.measured, "rows": {}}
@@ -65,6 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(_line(name, row), flush=True)
         write_json(options.output, conditions, report)
     return report
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line; those that describe a case replace the profile's where given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(clock="wall")
+    parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="whose first case (default: cpu)")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each runs (default: 1)")
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    names = [method.name for method in METHODS]
+    parser.add_argument("--pass", dest="measured", choices=("scoring", "update"), default="update", help="what runs")
+    parser.add_argument("--methods", nargs="+", choices=names, default=[BASELINE, "cascade"], metavar="NAME")
+    add_shape(parser, Case(""))
+    return parser.parse_args(arguments)
 
 
 def profile_method(case: Case, name: str, measured: str, rounds: int) -> dict[str, Any]:
