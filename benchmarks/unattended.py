@@ -54,19 +54,19 @@ ALL = ("threads", "clock", "minutes")
 METHODS = ("--methods", "repeated, packed", "prefix_grouper", "cascade")
 PROFILES = {
     "cpu": (
-        Part("packing", 1, ("--batches", "50"), ()),
-        Part("attention", 6, ("--rounds", "3")),
-        Part("scoring", 8, ("--prefix", "1024", "--rounds", "3"), ALL),
-        Part("update", 16, ("--prefix", "1024", "--rounds", "2"), ALL),
-        Part("operators", 4, ("--prefix", "1024"), ("threads",)),
-        Part("head", 8),
-        Part("rollouts", 10, ("--prompts", "1", "--rounds", "2")),
-        Part("step", 8, ("--steps", "8", "--warm-up", "2", "--base-steps", "0")),
+        Part("packing", 2, ("--batches", "20"), ()),
+        Part("attention", 6, ("--prefix", "1024", "--rounds", "2")),
+        Part("scoring", 10, ("--prefix", "512", "--rollout", "64", "--rounds", "2"), ALL),
+        Part("update", 16, ("--prefix", "512", "--rollout", "64", "--rounds", "2"), ALL),
+        Part("operators", 5, ("--prefix", "512", "--rollout", "64"), ("threads",)),
+        Part("head", 8, ("--tokens", "512", "--vocabulary", "32768", "--hidden", "512", "--rounds", "2")),
+        Part("rollouts", 12, ("--prompts", "1", "--new-tokens", "32", "--rounds", "1")),
+        Part("step", 10, ("--config", "grpo_pg", "--steps", "4", "--warm-up", "1", "--base-steps", "0")),
         Part("token-groups", 5, ("--rows", "64", "--length", "1024")),
         Part("growth", 8, ("--prefix", "512", "--rollout", "64", "--rounds", "2"), ALL),
         Part("sweep", 16, ("--prefixes", "512", "1024"), ALL),
         Part("critic-update", 10, ("--rounds", "2"), ALL),
-        Part("balance", 4, ("--rounds", "2"), ("clock",)),
+        Part("balance", 6, ("--rounds", "1"), ("clock",)),
     ),
     "gpu": (
         Part("attention", 5, (*CUDA, "--dtype", "bfloat16", "--prefix", "8192", "--rollout", "1024")),
