@@ -52,21 +52,24 @@ class Part:
 
 ALL = ("threads", "clock", "minutes")
 METHODS = ("--methods", "repeated, packed", "prefix_grouper", "cascade")
+CPU_METHODS = (*METHODS, "repeated, one by one")
+HEAD = ("--methods", "full logits", "token_scores", "token_scores, any head")
+SHORT = ("--prefix", "512", "--rollout", "64")
 PROFILES = {
     "cpu": (
         Part("packing", 2, ("--batches", "20"), ()),
         Part("attention", 6, ("--prefix", "1024", "--rounds", "2")),
-        Part("scoring", 10, ("--prefix", "512", "--rollout", "64", "--rounds", "2"), ALL),
-        Part("update", 16, ("--prefix", "512", "--rollout", "64", "--rounds", "2"), ALL),
-        Part("operators", 5, ("--prefix", "512", "--rollout", "64"), ("threads",)),
-        Part("head", 8, ("--tokens", "512", "--vocabulary", "32768", "--hidden", "512", "--rounds", "2")),
-        Part("rollouts", 12, ("--prompts", "1", "--new-tokens", "32", "--rounds", "1")),
-        Part("step", 10, ("--config", "grpo_pg", "--steps", "4", "--warm-up", "1", "--base-steps", "0")),
-        Part("token-groups", 5, ("--rows", "64", "--length", "1024")),
-        Part("growth", 8, ("--prefix", "512", "--rollout", "64", "--rounds", "2"), ALL),
-        Part("sweep", 16, ("--prefixes", "512", "1024"), ALL),
-        Part("critic-update", 10, ("--rounds", "2"), ALL),
-        Part("balance", 6, ("--rounds", "1"), ("clock",)),
+        Part("scoring", 8, (*SHORT, *CPU_METHODS, "--layers", "2", "--rounds", "2"), ALL),
+        Part("update", 12, (*SHORT, *CPU_METHODS, "--layers", "2", "--rounds", "2"), ALL),
+        Part("operators", 6, SHORT, ("threads",)),
+        Part("head", 8, (*HEAD, "--tokens", "512", "--vocabulary", "32768", "--hidden", "512", "--rounds", "2")),
+        Part("rollouts", 8, ("--prompts", "1", "--new-tokens", "32", "--rounds", "1")),
+        Part("step", 6, ("--config", "grpo_pg", "--steps", "4", "--warm-up", "1", "--base-steps", "0")),
+        Part("token-groups", 4, ("--rows", "64", "--length", "1024")),
+        Part("growth", 10, (*SHORT, "--rounds", "2"), ALL),
+        Part("sweep", 18, ("--prefixes", "512", "1024"), ALL),
+        Part("critic-update", 16, ("--groups", "2", "--layers", "2", "--mini-batches", "2", "--rounds", "2"), ALL),
+        Part("balance", 8, ("--rounds", "1"), ("clock",)),
     ),
     "gpu": (
         Part("attention", 5, (*CUDA, "--dtype", "bfloat16", "--prefix", "8192", "--rollout", "1024")),

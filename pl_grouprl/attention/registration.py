@@ -212,11 +212,21 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def own_implementation(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function that a layer runs under the implementation `name` of transformers."""
+    """The attention function that a layer runs under the implementation `name` of transformers.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
     # "eager" is not registered: each modelling file has its own function of this name, the one of a subclass may not.
-    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
-    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+    for cls in type(module).__mro__:
+        if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None:
+            return function
+    raise RuntimeError(
+        f"{type(module).__name__} runs under attn_implementation={name!r}, which is neither registered with "
+        "transformers nor a function eager_attention_forward in the files of its classes; load the model with "
+        "attn_implementation='sdpa'."
+    )

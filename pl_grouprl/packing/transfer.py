@@ -27,14 +27,27 @@ def move_together(tensors: Mapping[_Name, Tensor], device: torch.device | str) -
     device = torch.device(device)
     if device.type == "cpu" or not tensors:
         return dict(tensors)
-    widest_first = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each begins aligned
-    flat = [tensors[name].contiguous().flatten().view(torch.uint8) for name in widest_first]
-    block = torch.cat(flat)
+    block = _joined(tensors)
     if device.type == "cuda":
         block = block.pin_memory()
-    pieces = block.to(device, non_blocking=True).split([len(part) for part in flat])
+    return _separated(block.to(device, non_blocking=True), tensors)
+
+
+def _joined(tensors: Mapping[_Name, Tensor]) -> Tensor:
+    """One block of bytes, the widest dtypes first, so that each tensor begins aligned."""
+    return torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in _widest_first(tensors)])
+
+
+def _separated(block: Tensor, tensors: Mapping[_Name, Tensor]) -> dict[_Name, Tensor]:
+    """Views of a block that `_joined` made of these tensors."""
+    order = _widest_first(tensors)
+    pieces = block.split([tensors[name].nbytes for name in order])
     moved = {
         name: piece.view(tensors[name].dtype).view(tensors[name].shape)
-        for name, piece in zip(widest_first, pieces, strict=True)
+        for name, piece in zip(order, pieces, strict=True)
     }
     return {name: moved[name] for name in tensors}
+
+
+def _widest_first(tensors: Mapping[_Name, Tensor]) -> list[_Name]:
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())

@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from pl_grouprl.packing import transfer
+
+TENSORS = {
+    "mask": torch.tensor([True, False, True]),
+    "ids": torch.arange(6).view(2, 3),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "half": torch.tensor([0.5, -2.0, 3.0], dtype=torch.bfloat16),
+    "number": torch.tensor(7),
+    "none": torch.empty(0, dtype=torch.long),
+}
+
+
+def test_what_is_joined_is_separated_again():
+    separated = transfer._separated(transfer._joined(TENSORS), TENSORS)
+    assert list(separated) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert separated[name].dtype == tensor.dtype
+        assert torch.equal(separated[name], tensor)
+
+
+def test_on_the_cpu_nothing_is_copied():
+    moved = transfer.move_together(TENSORS, "cpu")
+    assert all(moved[name] is tensor for name, tensor in TENSORS.items())
+
+
+def test_nothing_moves_to_another_device():
+    assert transfer.move_together({}, "meta") == {}
+
+
+def test_another_device_gets_every_shape_and_dtype():
+    moved = transfer.move_together(TENSORS, "meta")
+    assert {name: (own.shape, own.dtype) for name, own in moved.items()} == {
+        name: (own.shape, own.dtype) for name, own in TENSORS.items()
+    }
+    assert all(own.is_meta for own in moved.values())
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_the_same_numbers():
+    moved = transfer.move_together(TENSORS, "cuda")
+    for name, tensor in TENSORS.items():
+        assert torch.equal(moved[name].cpu(), tensor)
