@@ -72,11 +72,11 @@ PROFILES = {
         Part("balance", 8, ("--rounds", "1"), ("clock",)),
     ),
     "gpu": (
-        Part("attention", 5, (*CUDA, "--dtype", "bfloat16", "--prefix", "8192", "--rollout", "1024")),
+        Part("attention", 10, (*CUDA, "--dtype", "bfloat16", "--prefix", "8192", "--rollout", "1024")),
         Part("scoring", 14, (*GPU, *METHODS), ALL),
         Part("update", 30, (*GPU, *METHODS), ALL),
         Part("operators", 3, GPU, ("threads",)),
-        Part("head", 7, CUDA),
+        Part("head", 7, (*CUDA, "--dtype", "bfloat16", "--tokens", "8192", "--most-gib", "20")),
         Part("growth", 7, GPU, ALL),
         Part("sweep", 12, GPU, ALL),
         Part("rollouts", 9, (*CUDA, "--shape", "0.6b", "--dtype", "bfloat16", "--rounds", "2")),
