@@ -132,6 +132,7 @@ def pack(
     model_inputs = {name: moved.pop(name) for name in model_inputs}
     model_inputs |= {name: value.to(device) for name, value in join_media(groups, sharing).items()}
     if sharing == "shared":
+        layout.keep_positions(model_inputs["position_ids"][0])
         model_inputs["prefix_layout"] = layout
     return ScoringBatch(model_inputs, **moved, rollout_lengths=tuple(lengths), layout=layout, sharing=sharing)
 

@@ -130,6 +130,10 @@ class SharedPrefixLayout:
         """`position_ids` on a device."""
         return self.memo(("position_ids", device), lambda: self.position_ids.to(device))
 
+    def keep_positions(self, positions_T: Tensor) -> None:
+        """Take `position_ids` that lie on a device already, for `positions_on` that device."""
+        self.memo(("position_ids", positions_T.device), lambda: positions_T)
+
     @cached_property
     def subtree_stops(self) -> tuple[int, ...]:
         """For each segment the index after the last token of its last descendant, shape [S]."""

@@ -15,7 +15,8 @@ from pl_grouprl.attention.backends import cascade
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.backends.kernels import CUDAKernel
 from pl_grouprl.attention.backends.rule import AttentionRule
-from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.packing import SharedPrefixLayout, pack
+from pl_grouprl.types import Rollout, RolloutGroup
 
 LAYOUTS = {
     "one group": SharedPrefixLayout.from_groups([(20, [5, 7])]),
@@ -50,7 +51,7 @@ def cuda_path(monkeypatch):
         yield
 
 
-def of_a_step(num_layers, layout):
+def of_a_step(num_layers, layout, **inputs):
     """Operators of one step of a Qwen3, forward and backward, all plans made."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -59,9 +60,9 @@ def of_a_step(num_layers, layout):
         num_key_value_heads=2, head_dim=8, dtype=torch.bfloat16,
     )  # fmt: skip
     decoder = Qwen3ForCausalLM._from_config(config).model
-    tokens = torch.arange(layout.num_tokens)[None]
+    inputs = {"input_ids": torch.arange(layout.num_tokens)[None], "prefix_layout": layout, "use_cache": False} | inputs
     with shared_prefix(decoder, "cascade"), Operations() as operations:
-        hidden = decoder(input_ids=tokens, prefix_layout=layout, use_cache=False).last_hidden_state
+        hidden = decoder(**inputs).last_hidden_state
         hidden.sum().backward()
     return operations.counts
 
@@ -73,6 +74,15 @@ def test_a_further_layer_waits_for_nothing_and_builds_nothing(layout):
     further = of_a_step(4, layout) - of_a_step(2, layout)
     assert further["_flash_attention_backward"] == 2 * (1 + max(layout.depths))
     assert not further.keys() & (WAITS | MADE_ON_HOST)
+
+
+def test_before_the_layers_only_positions_of_the_callers_own_are_looked_at():
+    batch = pack([RolloutGroup([5, 6, 7], [Rollout([8, 9]), Rollout([10])])])
+    of_a_step(1, batch.layout, **batch.model_inputs)
+    waits = of_a_step(1, batch.layout, **batch.model_inputs).keys() & WAITS
+    assert waits == {"_local_scalar_dense"}  # of what stands in the mask's place, which is on the CPU always
+    own = {**batch.model_inputs, "position_ids": batch.model_inputs["position_ids"] + 1}
+    assert of_a_step(1, batch.layout, **own)["equal"] == 1
 
 
 @pytest.mark.parametrize(
