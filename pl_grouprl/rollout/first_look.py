@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.rollout.packed_linear import own_weights
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 
 LENGTHS = (3, 8, 9)
@@ -87,7 +88,8 @@ def _ordinary_tokens(model: Any) -> list[int]:
 def _difference(model: Any, prompt: list[int], rollout: Rollout) -> float:
     tokens = torch.tensor(rollout.token_ids, device=next(model.parameters()).device)
     row = torch.cat([tokens.new_tensor(prompt), tokens])[None]
-    logits_TV = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    with own_weights(model):
+        logits_TV = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     never = [token for token in placeholder_ids(model).values() if token < logits_TV.shape[-1]]
     logits_TV[:, never] = -torch.inf
     expected = logits_TV.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].cpu()

@@ -182,6 +182,7 @@ class HFRolloutEngine:
             del parts  # the prompts' caches have been copied
             for (_, prompt, _), rollout in zip(chunk, batch.run(logits), strict=True):
                 groups[prompt].append(rollout)
+            del batch  # its cache, before the next one is made
         return groups
 
     def _chunks(

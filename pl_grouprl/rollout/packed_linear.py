@@ -10,7 +10,7 @@ as much as a few steps, and a copy of these weights until the rollout is over.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,14 +39,29 @@ def packed_linears(model: nn.Module, steps: int) -> Iterator[None]:
     """
     packed: list[nn.Linear] = []
     if steps >= MIN_STEPS and _can_pack():
-        packed = [module for module in _unmerged(model) if isinstance(module, nn.Linear) and _is_plain(module)]
+        packed = [module for module in _unchanging(model) if isinstance(module, nn.Linear) and _is_plain(module)]
     try:
         for module in packed:
-            module.__dict__["forward"] = _forward(module)
+            module.__dict__["forward"] = _PackedForward(module)
         yield
     finally:
         for module in packed:
             module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def own_weights(model: nn.Module) -> Iterator[None]:
+    """Within `packed_linears`: run the layers on their own weights all the same."""
+    packed = {
+        module: own for module in model.modules() if isinstance(own := vars(module).get("forward"), _PackedForward)
+    }
+    for module in packed:
+        del module.__dict__["forward"]
+    try:
+        yield
+    finally:
+        for module, forward in packed.items():
+            module.__dict__["forward"] = forward
 
 
 def _can_pack() -> bool:
@@ -58,12 +73,16 @@ def _can_pack() -> bool:
     return offered and enabled and platform.machine() in ("x86_64", "AMD64")
 
 
-def _unmerged(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those below it; not layers with an adapter merged in, which PEFT may take out in a forward pass."""
-    if not getattr(module, "merged", False):
+def _unchanging(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those below it, but for those whose weights a forward pass may change.
+
+    PEFT takes a merged adapter out where adapters are off; hooks before a forward pass fetch weights, or fake low
+    precision.
+    """
+    if not getattr(module, "merged", False) and not module._forward_pre_hooks:
         yield module
         for child in module.children():
-            yield from _unmerged(child)
+            yield from _unchanging(child)
 
 
 def _is_plain(module: nn.Linear) -> bool:
@@ -75,10 +94,11 @@ def _is_plain(module: nn.Linear) -> bool:
     return floats and weight.dim() == 2 and weight.numel() >= MIN_WEIGHTS
 
 
-def _forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight, bias = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _ROWS), module.bias
+class _PackedForward:
+    """The forward of a layer, on a packed copy of its weight."""
 
-    def forward(input: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    def __init__(self, module: nn.Linear) -> None:
+        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _ROWS), module.bias
 
-    return forward
+    def __call__(self, input: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, self._weight, self._bias, "none", [], "")

@@ -126,7 +126,15 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
 
     Returns:
         Shape [B, H, 1, D].
+
+    Raises:
+        ValueError: If there are several tokens per row.
     """
+    if query.shape[2] != 1:
+        raise ValueError(
+            f"HFRolloutEngine goes on by one token at a time, but the model gave its attention {query.shape[2]} (a "
+            "prompt of its own in each call?). Choose another rollout engine for this model."
+        )
     layer.was_read()
     query_BKRD = query.view(len(query), layer.keys.shape[1], -1, query.shape[-1])
     own_BKRD, own_lse_BKR = _attend_own(query_BKRD, layer, scale)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -50,13 +51,17 @@ class PromptLayer(DynamicLayer):
 
 
 def tag_keys(keys: Tensor, layer: Any) -> None:
-    """Let keys say which cache layer they are from, until somebody computes something else from them."""
-    keys.cache_layer = layer  # type: ignore[attr-defined]
+    """Let keys say which cache layer they are from, until somebody computes something else from them.
+
+    By a weak reference: the layer holds its keys, and a circle would keep both until Python's garbage collection.
+    """
+    keys.cache_layer = ref(layer)  # type: ignore[attr-defined]
 
 
 def layer_of_keys(keys: Tensor) -> Any:
     """The cache layer that these very keys are from, or None."""
-    return getattr(keys, "cache_layer", None)
+    layer = getattr(keys, "cache_layer", None)
+    return None if layer is None else layer()
 
 
 class PromptRows:

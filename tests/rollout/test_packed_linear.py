@@ -4,7 +4,7 @@ from helpers.rollouts import reference_logprobs
 from torch import nn
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.packed_linear import MIN_STEPS, _can_pack, packed_linears
+from pl_grouprl.rollout.packed_linear import MIN_STEPS, _can_pack, own_weights, packed_linears
 from pl_grouprl.types import SamplingConfig
 
 needs_packing = pytest.mark.skipif(not _can_pack(), reason="PyTorch cannot pack weights on this processor")
@@ -43,6 +43,38 @@ def test_only_large_plain_float32_layers_of_long_rollouts_are_packed():
         assert "forward" not in taken.__dict__
     with torch.autocast("cpu"), packed_linears(model, MIN_STEPS):
         assert "forward" not in taken.__dict__
+
+
+@needs_packing
+@torch.no_grad()
+@pytest.mark.parametrize("hooked", [0, 1], ids=["the layer", "what it is in"])
+def test_layers_whose_weights_a_hook_fetches_are_not_packed(hooked):
+    linear, x = nn.Linear(512, 512), torch.randn(3, 512)
+    model = nn.Sequential(linear)
+    expected, kept = model(x), linear.weight.detach().clone()
+
+    def fetch(*_):
+        linear.weight.copy_(kept)
+
+    (linear, model)[hooked].register_forward_pre_hook(fetch)
+    linear.weight.zero_()
+    with packed_linears(model, MIN_STEPS):
+        assert "forward" not in vars(linear)
+        assert torch.equal(model(x), expected)
+
+
+@needs_packing
+@torch.no_grad()
+def test_own_weights_are_run_in_between():
+    linear, x = nn.Linear(512, 512), torch.randn(3, 512)
+    with packed_linears(linear, MIN_STEPS):
+        before = linear(x)
+        linear.weight.mul_(2)  # what must not happen is seen this way
+        assert torch.equal(linear(x), before)
+        with own_weights(linear):
+            changed = linear(x)
+        assert not torch.allclose(changed, before)
+        assert torch.equal(linear(x), before)
 
 
 @needs_packing

@@ -1,3 +1,4 @@
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -136,3 +137,31 @@ def test_attention_implementation_is_restored(make_model):
         with attending_to_shared_prompts(model):
             assert model.config._attn_implementation == f"rollouts_over_{before}"
         assert model.config._attn_implementation == before
+
+
+def test_caches_are_let_go_of_without_garbage_collection():
+    model = tiny_decoder("qwen3")
+    engine = HFRolloutEngine(model, max_sequences=4)
+
+    def sample():
+        prompts = [[1 + (place + first) % 20 for place in range(100)] for first in (0, 1)]  # long enough to be shared
+        return engine.generate(prompts, SamplingConfig(max_new_tokens=4), num_generations=4, seed=0)
+
+    kinds = PromptLayer, ContinuedPromptsLayer
+    sample()  # the first look at the model
+    gc.collect()
+    gc.disable()
+    try:
+        sample()
+        assert not [held for held in gc.get_objects() if isinstance(held, kinds)]
+    finally:
+        gc.enable()
+
+
+def test_several_tokens_at_a_time_are_refused():
+    generator = torch.Generator().manual_seed(0)
+    prefix = encoded([3], generator)
+    prompts = find_shared_prompts([([3], [0, 0])], CPU, 0)
+    (layer,) = gather_cache([(prefix.cache, torch.tensor([0, 0]))], width=3, limit=9, prompts=prompts).layers
+    with pytest.raises(ValueError, match="by one token at a time, but the model gave its attention 2"):
+        attend(torch.zeros(2, 4, 2, 8, dtype=torch.float64), layer, 1.0)
