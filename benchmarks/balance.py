@@ -20,6 +20,7 @@ from torch import distributed
 
 from benchmarks.cases import Case
 from benchmarks.measure import CLOCKS, Conditions
+from benchmarks.options import positive
 from benchmarks.packing import Setting
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.models.score import score
@@ -41,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=12, help="in the batch of both ranks (default: 12)")
-    parser.add_argument("--rollouts", type=int, default=8, help="of each group (default: 8)")
-    parser.add_argument("--prompt", type=int, default=256, help="median tokens of a prompt (default: 256)")
-    parser.add_argument("--rollout", type=int, default=64, help="median tokens of a rollout (default: 64)")
+    parser.add_argument("--groups", type=positive, default=12, help="in the batch of both ranks (default: 12)")
+    parser.add_argument("--rollouts", type=positive, default=8, help="of each group (default: 8)")
+    parser.add_argument("--prompt", type=positive, default=256, help="median tokens of a prompt (default: 256)")
+    parser.add_argument("--rollout", type=positive, default=64, help="median tokens of a rollout (default: 64)")
     parser.add_argument("--sigma", type=float, default=0.6, help="of the logarithm of the lengths (default: 0.6)")
-    parser.add_argument("--budget", type=int, default=4096, help="tokens of a row (default: 4096)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each assignment runs (default: 5)")
+    parser.add_argument("--budget", type=positive, default=4096, help="tokens of a row (default: 4096)")
+    parser.add_argument("--rounds", type=positive, default=5, help="how often each assignment runs (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the batch (default: 0)")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: each process's own processor time")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")

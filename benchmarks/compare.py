@@ -66,7 +66,7 @@ class Comparison:
         ideal_ratio: The same for floating-point operations.
         teraflops: Operations of the shared and of the repeated run, in units of 1e12.
         gradient_mib: What the gradients of all weights take, which is the same for all and part of no peak.
-        fastest_repeated: The repeated run with the smallest median.
+        fastest_repeated: The repeated run with the smallest median, where there are several.
         optimizer: Durations of the optimizer's step alone.
         rows: One for each method.
     """
@@ -124,8 +124,7 @@ def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison
         result.rows.append(row)
         if row.note is None:
             run = method.prepare(case, model, optimizer)
-            with run.patched():
-                row.note = _warm_up(row, run, plan, case, logprobs)
+            row.note = _warm_up(row, run, plan, case, logprobs)
         if row.note is None:
             ready[row.method], contexts[row.method] = partial(PASSES[plan.measured], run), run.patched
     timings = time_in_turns(ready, plan.rounds, deadline, plan.clock, contexts)
@@ -137,17 +136,19 @@ def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison
 
 def _warm_up(row: Row, run: Run, plan: Plan, case: Case, logprobs: dict[str, Tensor]) -> str | None:
     """Run once, measure memory, keep the log-probabilities; return why that is impossible, or None."""
-    function = partial(PASSES[plan.measured], run)
     try:
-        if plan.differences:
-            logprobs[row.method] = run.score()
-        if case.device == "cuda":
-            function()  # what is compiled and allocated on the first call is not counted
-            row.peak_mib = _peak_mib(run, plan.measured, cuda_peak_mib)
-        elif plan.memory:
+        with run.patched():
+            if plan.differences:
+                logprobs[row.method] = run.score()
+            if case.device == "cuda":
+                PASSES[plan.measured](run)  # what is compiled and allocated on the first call is not counted
+                row.peak_mib = _peak_mib(run, plan.measured, cuda_peak_mib)
+            else:
+                _load(run, case, plan.measured)
+        if plan.memory and case.device == "cpu":
             threads = torch.get_num_threads()
             row.peak_mib = in_fresh_process(_peak_of_fresh_process, case, row.method, plan.measured, threads)
-    except RuntimeError as error:  # out of memory, or no such kernel here: the other methods go on
+    except (RuntimeError, ValueError) as error:  # out of memory, or no such kernel here: the other methods go on
         run.model.zero_grad(set_to_none=True)
         logprobs.pop(row.method, None)
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
@@ -158,11 +159,16 @@ def _peak_of_fresh_process(case: Case, method_name: str, measured: Measured, thr
     torch.set_num_threads(threads)
     model, method = case.make_model(), find_method(method_name)
     optimizer = make_optimizer(model) if measured == "update" else None
-    small = replace(case, prefix=min(case.prefix, 64), rollout=min(case.rollout, 16))
     run = method.prepare(case, model, optimizer)
     with run.patched():
-        PASSES[measured](method.prepare(small, model, optimizer))  # what is loaded on the first call is not counted
+        _load(run, case, measured)
         return _peak_mib(run, measured, resident_peak_mib)
+
+
+def _load(run: Run, case: Case, measured: Measured) -> None:
+    """Run a small case once: what is loaded on the first call is not measured."""
+    small = replace(case, prefix=min(case.prefix, 64), rollout=min(case.rollout, 16))
+    PASSES[measured](run.method.prepare(small, run.model, run.optimizer))
 
 
 def _peak_mib(run: Run, measured: Measured, meter: Callable[[Callable[[], Any]], float]) -> float:
@@ -176,7 +182,8 @@ def _relate(result: Comparison, timings: dict[str, Timing], logprobs: dict[str, 
     """Fill in what a row says in relation to others and to the device."""
     sharing = {row.method: find_method(row.method).sharing for row in result.rows}
     repeated = [name for name in timings if sharing[name] == "repeated"]
-    result.fastest_repeated = min(repeated, key=lambda name: timings[name].median, default=None)
+    if len(repeated) > 1:
+        result.fastest_repeated = min(repeated, key=lambda name: timings[name].median)
     peak, tokens = peak_flops(result.case.dtype), sum(result.case.layout.repeated_lengths)
     for row in result.rows:
         if row.method not in timings:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.cases import QWEN3_0_6B, Case
 from benchmarks.measure import Timing, cuda_peak_mib, time_in_turns
-from benchmarks.options import add_shape, begin, change, make_parser, write_json
+from benchmarks.options import add_shape, begin, change, make_parser, positive, write_json
 from benchmarks.rollout_data import compression_of, draw_rollouts
 from benchmarks.training_steps import CriticUpdate, MeasuredGroupPPO, MeasuredPPO, Models, WholeStep
 
@@ -82,8 +82,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure", nargs="+", choices=("critic", "steps"), default=["critic", "steps"])
     parser.add_argument("--targets", nargs="+", type=float, default=[0.5, 0.75, 0.9], help="of the compression")
     parser.add_argument("--step-target", type=float, default=0.75, help="the target of the whole steps, one of those")
-    parser.add_argument("--max-size", type=int, default=16, help="most tokens of a token group (default: 16)")
-    parser.add_argument("--mini-batches", type=int, default=4, help="updates per rollout, beside one (default: 4)")
+    parser.add_argument("--max-size", type=positive, default=16, help="most tokens of a token group (default: 16)")
+    parser.add_argument("--mini-batches", type=positive, default=4, help="updates per rollout, beside one (default: 4)")
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference is scored too")
     parser.add_argument("--backend", default="cascade", help="of the shared prefix (default: cascade)")
     add_shape(parser, CPU_CASE)

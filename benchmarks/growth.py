@@ -17,7 +17,7 @@ from benchmarks.cases import QWEN3_0_6B, Case
 from benchmarks.compare import FORWARDS, PASSES, Plan, compare
 from benchmarks.figure import draw_growth
 from benchmarks.methods import METHODS, find_method
-from benchmarks.options import add_memory, add_shape, begin, change, make_parser, write_json
+from benchmarks.options import add_memory, add_shape, begin, change, make_parser, positive, write_json
 
 CASES = {
     "cpu": Case("Qwen3 shape", prefix=1024, rollout=128),
@@ -55,11 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     end = time.monotonic() + 60 * options.minutes
     result: dict[str, Any] = {"case": asdict(case), "method": options.method, "measured": options.measured, "rows": []}
     print(f"{options.measured} with {options.method}: {replace(case, group_size=0)}", flush=True)
-    for number, size in enumerate(options.group_sizes):
+    group_sizes = sorted(set(options.group_sizes))
+    for number, size in enumerate(group_sizes):
         if number and time.monotonic() > end:
             print(f"G = {size} and more left out: --minutes {options.minutes:g} are over.")
             break
-        seconds = (end - time.monotonic()) / (len(options.group_sizes) - number)
+        seconds = (end - time.monotonic()) / (len(group_sizes) - number)
         result["rows"].append(measure(replace(case, group_size=size), plan, seconds))
         result["lines"] = fit_all(result["rows"])
         write_json(options.output, conditions, result)
@@ -72,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = make_parser(__doc__, minutes=4.0)
     shared = [method.name for method in METHODS if method.sharing == "shared"]
-    parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 8, 16, 32, 64], metavar="G")
+    parser.add_argument("--group-sizes", nargs="+", type=positive, default=[4, 8, 16, 32, 64], metavar="G")
     parser.add_argument("--method", choices=shared, default="cascade", help="default: cascade")
     parser.add_argument("--pass", dest="measured", choices=list(PASSES), default="update", help="default: update")
     add_memory(parser)
@@ -119,13 +120,14 @@ def fit(tokens: Sequence[float], costs: Sequence[float]) -> Line:
 def table(result: dict[str, Any]) -> str:
     """Sizes with their deviations from the lines."""
     titles = "".join(f" {name:>9} {'of line':>8}" for name in ("seconds", "peak MiB", "TFLOP"))
-    lines = [f"{'G':>4} {'tokens':>8}{titles}"]
+    lines = [f"{'G':>4} {'tokens':>8}{titles} {'s/TFLOP':>8}"]
     seen = {quantity: iter(line["deviations"]) for quantity, line in result.get("lines", {}).items()}
     for row in result["rows"]:
         cells = [f"{row['group_size']:4} {row['tokens']:8,}"]
         for quantity, kind in (("seconds", "9.3f"), ("peak_mib", "9,.0f"), ("teraflops", "9.3f")):
             cells.append(format(row[quantity], kind) if row.get(quantity) else f"{'':9}")
             cells.append(f"{next(seen[quantity]):+8.1%}" if quantity in seen and row.get(quantity) else f"{'':8}")
+        cells.append(f"{row['seconds'] / row['teraflops']:8.2f}" if row.get("seconds") else "")
         lines.append(" ".join(cells) + (f"  not run: {row['note']}" if row["note"] else ""))
     for quantity, line in result.get("lines", {}).items():
         lines.append(

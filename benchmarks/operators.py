@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import Case, profile_cases
 from benchmarks.methods import BASELINE, METHODS, find_method, make_optimizer
-from benchmarks.options import add_shape, begin, change, write_json
+from benchmarks.options import add_shape, begin, change, positive, write_json
 
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::"),
@@ -62,8 +62,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(clock="wall")
     parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="whose first case (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each runs (default: 1)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--rounds", type=positive, default=1, help="how often each runs (default: 1)")
+    parser.add_argument("--threads", type=positive, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     names = [method.name for method in METHODS]
     parser.add_argument("--pass", dest="measured", choices=("scoring", "update"), default="update", help="what runs")

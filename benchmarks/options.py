@@ -16,6 +16,17 @@ from benchmarks.measure import CLOCKS, Conditions
 SHAPE_OPTIONS = [field.name for field in fields(Case) if field.name not in ("name", "device", "checkpointing")]
 
 
+def positive(text: str) -> int:
+    """A number of something on the command line: a positive integer.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
 def make_parser(description: str | None, *, rounds: int = 3, minutes: float = 8.0) -> argparse.ArgumentParser:
     """A parser with what every benchmark takes; the arguments are defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,8 +41,10 @@ def make_parser(description: str | None, *, rounds: int = 3, minutes: float = 8.
 def add_common(parser: argparse.ArgumentParser, rounds: int | None = None) -> None:
     """Threads, clock and output, and rounds where there are any."""
     if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds, help=f"how often each is timed (default: {rounds})")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+        parser.add_argument(
+            "--rounds", type=positive, default=rounds, help=f"how often each is timed (default: {rounds})"
+        )
+    parser.add_argument("--threads", type=positive, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: processor time, with --threads 1")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, and OUTPUT.png where there is a figure")
 
@@ -41,7 +54,8 @@ def add_shape(parser: argparse.ArgumentParser, case: Case, *, without: tuple[str
     for name in SHAPE_OPTIONS:
         if name not in without:
             default = getattr(case, name)
-            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(default), help=f"cpu: {default}")
+            kind = positive if isinstance(default, int) else type(default)
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, help=f"cpu: {default}")
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +64,16 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def change(case: Case, options: argparse.Namespace) -> Case:
-    """The case with the sizes that the command line gives."""
+    """The case with the sizes that the command line gives.
+
+    Raises:
+        SystemExit: If there is no such model.
+    """
     given = {name: getattr(options, name, None) for name in SHAPE_OPTIONS}
-    return replace(case, **{name: size for name, size in given.items() if size is not None})
+    case = replace(case, **{name: size for name, size in given.items() if size is not None})
+    if case.heads % case.kv_heads:
+        raise SystemExit(f"--heads {case.heads} is no multiple of --kv-heads {case.kv_heads}.")
+    return case
 
 
 def begin(options: argparse.Namespace) -> Conditions:

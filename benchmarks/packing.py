@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.options import positive
 from pl_grouprl.packing import ModelCost, balance, imbalance, plan_rows
 
 QWEN3_0_6B = ModelCost(2 * 440.5e6, {None: 28 * 16 * 4 * 128}, 2 * 1024 * 151_936)
@@ -79,8 +80,8 @@ COLUMNS = {
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Parse the command line, count, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=200, help="random batches of each setting (default: 200)")
-    parser.add_argument("--ranks", type=int, default=8, help="simulated ranks (default: 8)")
+    parser.add_argument("--batches", type=positive, default=200, help="random batches of each setting (default: 200)")
+    parser.add_argument("--ranks", type=positive, default=8, help="simulated ranks (default: 8)")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     options = parser.parse_args(arguments)
     print(f"{options.batches} batches each, {options.ranks} ranks, costs of the shape of Qwen3-0.6B")

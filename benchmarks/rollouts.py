@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns
+from benchmarks.options import positive
 from pl_grouprl.models.weight_stream import checkpoint_weights
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine
 from pl_grouprl.types import SamplingConfig
@@ -70,19 +71,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (default: small)")
-    parser.add_argument("--prompts", type=int, default=4, help="different prompts (default: 4)")
-    parser.add_argument("--prompt-length", type=int, default=1024, help="tokens of each (default: 1024)")
-    parser.add_argument("--generations", type=int, default=8, help="rollouts of each prompt (default: 8)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each rollout (default: 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
+    parser.add_argument("--prompts", type=positive, default=4, help="different prompts (default: 4)")
+    parser.add_argument("--prompt-length", type=positive, default=1024, help="tokens of each (default: 1024)")
+    parser.add_argument("--generations", type=positive, default=8, help="rollouts of each prompt (default: 8)")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="tokens of each rollout (default: 64)")
+    parser.add_argument("--rounds", type=positive, default=3, help="how often each runs (default: 3)")
     parser.add_argument("--minutes", type=float, default=30.0, help="no round begins later than that (default: 30)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--threads", type=int, help="of PyTorch and vLLM")
+    parser.add_argument("--threads", type=positive, help="of PyTorch and vLLM")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall or processor time (default: wall)")
     parser.add_argument("--only", nargs="+", choices=METHODS, help="leave the others out")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.prompt_length < 2:
+        parser.error("--prompt-length is 1; what goes on from a copied cache needs 2 tokens.")
+    return options
 
 
 def make_model(shape: str, dtype: torch.dtype) -> Any:

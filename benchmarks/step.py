@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.config_file import build_run, read_config
-from benchmarks.options import add_common, begin_on, write_json
+from benchmarks.options import add_common, begin_on, positive, write_json
 from benchmarks.step_parts import MODEL_WORK, OVERHEAD, TOKEN_GROUPS, StepParts
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=["default"],
         help=f"the config's architecture, or one with {LARGER}",
     )
-    parser.add_argument("--steps", type=int, default=30, help="steps that are measured (default: 30)")
+    parser.add_argument("--steps", type=positive, default=30, help="steps that are measured (default: 30)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before them (default: 5)")
     parser.add_argument("--base-steps", type=int, default=600, help="of the base policy's training (default: 600)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")

@@ -17,7 +17,7 @@ from benchmarks.cases import QWEN3_0_6B, QWEN3_4B, Case
 from benchmarks.compare import FORWARDS, PASSES, Comparison, Measured, Plan, compare
 from benchmarks.figure import draw_sweep
 from benchmarks.methods import BASELINE, METHODS, find_method
-from benchmarks.options import add_memory, add_shape, begin, change, make_parser, write_json
+from benchmarks.options import add_memory, add_shape, begin, change, make_parser, positive, write_json
 from pl_grouprl.packing import Sharing
 
 CASES = {
@@ -68,9 +68,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = make_parser(__doc__, rounds=1, minutes=5.0)
     shared = [method.name for method in METHODS if method.sharing == "shared"]
-    parser.add_argument("--prefixes", nargs="+", type=int, metavar="P", help=f"cpu: {PREFIXES['cpu']}")
-    parser.add_argument("--ratios", nargs="+", type=int, default=[1, 2, 4, 8], metavar="P/R")
-    parser.add_argument("--group-sizes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="G")
+    parser.add_argument("--prefixes", nargs="+", type=positive, metavar="P", help=f"cpu: {PREFIXES['cpu']}")
+    parser.add_argument("--ratios", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="P/R")
+    parser.add_argument("--group-sizes", nargs="+", type=positive, default=[2, 4, 8, 16], metavar="G")
     parser.add_argument("--method", choices=shared, default="cascade", help="of the shared runs (default: cascade)")
     parser.add_argument("--pass", dest="measured", choices=list(PASSES), default="update", help="default: update")
     add_memory(parser)
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def grid(case: Case, prefixes: Sequence[int], ratios: Sequence[int], group_sizes: Sequence[int]) -> list[Case]:
     """All combinations."""
-    sizes = [(p, p // ratio, g) for p in prefixes for ratio in ratios for g in group_sizes]
+    sizes = [(p, max(p // ratio, 1), g) for p in prefixes for ratio in ratios for g in group_sizes]
     return [replace(case, prefix=p, rollout=r, group_size=g) for p, r, g in sizes]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import resident_peak_mib, time_in_turns
-from benchmarks.options import add_common, begin_on, write_json
+from benchmarks.options import add_common, begin_on, positive, write_json
 from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages
 
 ARCHITECTURE = {
@@ -92,10 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=512, help="B (default: 512)")
-    parser.add_argument("--length", type=int, default=4096, help="T (default: 4096)")
-    parser.add_argument("--max-size", type=int, default=16, help="M (default: 16)")
-    parser.add_argument("--forward-rows", type=int, default=8, help="rows of the timed forward (default: 8)")
+    parser.add_argument("--rows", type=positive, default=512, help="B (default: 512)")
+    parser.add_argument("--length", type=positive, default=4096, help="T (default: 4096)")
+    parser.add_argument("--max-size", type=positive, default=16, help="M (default: 16)")
+    parser.add_argument("--forward-rows", type=positive, default=8, help="rows of the timed forward (default: 8)")
     parser.add_argument("--step", type=Path, help="JSON of `step`, for the share of a GROUP PPO step")
     add_common(parser, rounds=3)
     return parser.parse_args(arguments)

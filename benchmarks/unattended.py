@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,14 +98,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = parse(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
-    try:
+    with exiting_on(signal.SIGTERM, signal.SIGHUP):  # so that the part that runs is ended too
         summary = run_parts(options)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     print("\n" + "\n".join(f"{own['part']:14} {own['outcome']:7} {own['seconds']:6.1f} s" for own in summary))
     if any(own["outcome"] != "done" for own in summary):
         raise SystemExit(1)
+
+
+@contextmanager
+def exiting_on(*signals: signal.Signals) -> Iterator[None]:
+    """Let signals end the program as an exception does."""
+    before = {own: signal.signal(own, lambda number, _: sys.exit(128 + number)) for own in signals}
+    try:
+        yield
+    finally:
+        for own, handler in before.items():
+            signal.signal(own, handler)
 
 
 def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -117,11 +125,12 @@ def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
     end = time.monotonic() + 60 * options.minutes
     summary: list[dict[str, Any]] = []
     for number, (label, weight, part) in enumerate(commands):
-        left = end - time.monotonic()
+        left = max(end - time.monotonic(), 0.0)
         limit = left * weight / sum(other for _, other, _ in commands[number:])
         command = test_command() if part is None else part_command(part, options, limit)
         print(f"\n=== {label}: at most {limit:.0f} of {left:.0f} s\n{' '.join(command)}", flush=True)
-        summary.append({"part": label, **run_limited(command, limit)})
+        record = run_limited(command, limit) if left else {"outcome": "ended", "seconds": 0.0, "exit_code": None}
+        summary.append({"part": label, **record})
         (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return summary
 

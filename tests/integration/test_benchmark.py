@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -196,7 +197,7 @@ def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, 
     assert raised.value.code == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(own["part"], own["outcome"]) for own in summary] == [("wrong", "failed"), ("packing", "done")]
-    assert "invalid int value: 'zero'" in summary[0]["stderr"][-1]
+    assert "'zero' is no positive integer" in summary[0]["stderr"][-1]
     assert (tmp_path / "packing.json").exists()
     monkeypatch.setitem(unattended.PROFILES, "cpu", parts[1:])
     with pytest.raises(SystemExit):
@@ -204,6 +205,60 @@ def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, 
     assert "--only sweep is no part of --profile cpu" in capsys.readouterr().err
     unattended.main(["--output", str(tmp_path)])
     assert "done" in capsys.readouterr().out
+
+
+def test_no_part_begins_when_the_time_is_over(load, tmp_path):
+    with pytest.raises(SystemExit) as raised:
+        load("unattended").main(["--minutes", "0", "--only", "packing", "--output", str(tmp_path)])
+    assert raised.value.code == 1
+    assert json.loads((tmp_path / "summary.json").read_text()) == [
+        {"part": "packing", "outcome": "ended", "seconds": 0.0, "exit_code": None}
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_as_an_exception_does(load, number):
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as raised, load("unattended").exiting_on(number):
+        signal.raise_signal(number)
+    assert raised.value.code == 128 + number
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("scoring", ["--rounds", "0"], "'0' is no positive integer"),
+        ("scoring", ["--group-size", "0"], "'0' is no positive integer"),
+        ("sweep", ["--ratios", "0"], "'0' is no positive integer"),
+        ("update", ["--heads", "3", "--kv-heads", "2"], "--heads 3 is no multiple of --kv-heads 2"),
+        ("rollouts", ["--prompt-length", "1"], "needs 2 tokens"),
+    ],
+)
+def test_wrong_sizes_are_refused(load, capsys, name, options, said):
+    with pytest.raises(SystemExit) as raised:
+        load("__main__").main([name, *options])
+    assert said in f"{raised.value} {capsys.readouterr().err}"
+
+
+def test_a_method_that_cannot_run_leaves_the_others(load, monkeypatch):
+    methods, compare = load("methods"), load("compare")
+    shared_prefix = methods.shared_prefix
+
+    def refuse(model, backend):
+        if backend == "reference":
+            raise ValueError("not this model\nfor a reason")
+        return shared_prefix(model, backend)
+
+    monkeypatch.setattr(methods, "shared_prefix", refuse)
+    case = replace(load("cases").Case("tiny"), prefix=4, rollout=2, group_size=2, hidden=8, layers=1, vocabulary=10)
+    names = ["repeated, packed", "reference"]
+    plan = compare.Plan([methods.find_method(name) for name in names], "scoring", rounds=1, memory=False)
+    ran, left = compare.compare(case, plan).rows
+    assert ran.timing is not None
+    assert ran.share_of_fastest is None  # there is nothing to choose from
+    assert left.timing is None
+    assert left.note == "ValueError: not this model"
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(load, tmp_path):
