@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from benchmarks.allocator import keep_freed
+
 COMMANDS = {
     "attention": "attention of one layer, each backend against the prompt repeated",
     "scoring": "log-probabilities of groups without gradient: time, memory, share of the ideal",
@@ -49,4 +51,5 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
+    keep_freed()
     main()

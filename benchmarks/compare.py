@@ -140,11 +140,10 @@ def _warm_up(row: Row, run: Run, plan: Plan, case: Case, logprobs: dict[str, Ten
         with run.patched():
             if plan.differences:
                 logprobs[row.method] = run.score()
+            if plan.measured == "update" or not plan.differences:
+                PASSES[plan.measured](run)  # what is loaded, compiled and allocated on the first call is not counted
             if case.device == "cuda":
-                PASSES[plan.measured](run)  # what is compiled and allocated on the first call is not counted
                 row.peak_mib = _peak_mib(run, plan.measured, cuda_peak_mib)
-            else:
-                _load(run, case, plan.measured)
         if plan.memory and case.device == "cpu":
             threads = torch.get_num_threads()
             row.peak_mib = in_fresh_process(_peak_of_fresh_process, case, row.method, plan.measured, threads)
@@ -159,16 +158,11 @@ def _peak_of_fresh_process(case: Case, method_name: str, measured: Measured, thr
     torch.set_num_threads(threads)
     model, method = case.make_model(), find_method(method_name)
     optimizer = make_optimizer(model) if measured == "update" else None
+    small = replace(case, prefix=min(case.prefix, 64), rollout=min(case.rollout, 16))
     run = method.prepare(case, model, optimizer)
     with run.patched():
-        _load(run, case, measured)
+        PASSES[measured](method.prepare(small, model, optimizer))  # what is loaded on the first call is not counted
         return _peak_mib(run, measured, resident_peak_mib)
-
-
-def _load(run: Run, case: Case, measured: Measured) -> None:
-    """Run a small case once: what is loaded on the first call is not measured."""
-    small = replace(case, prefix=min(case.prefix, 64), rollout=min(case.rollout, 16))
-    PASSES[measured](run.method.prepare(small, run.model, run.optimizer))
 
 
 def _peak_mib(run: Run, measured: Measured, meter: Callable[[Callable[[], Any]], float]) -> float:

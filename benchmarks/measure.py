@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.allocator import give_back_freed
 
 MIB = 2**20
 
@@ -107,15 +108,8 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.compare", "transformers.models.qwen3.modeling_qwen3"])
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_give_back_freed) as fresh:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=give_back_freed) as fresh:
         return fresh.submit(function, *arguments).result()
-
-
-def _give_back_freed() -> None:
-    """Let glibc map each block of 64 KiB or more on its own, and never keep one for later."""
-    map_threshold = -3  # M_MMAP_THRESHOLD of malloc.h; setting it ends its growth with each block freed
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(map_threshold, 2**16)
 
 
 def resident_peak_mib(function: Callable[[], Any]) -> float:
