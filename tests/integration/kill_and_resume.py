@@ -1,10 +1,11 @@
-"""kill -9 at random moments, also inside saves; then resume, and compare with the run that was never disturbed.
+"""kill -9 at random moments of every phase; then resume, and compare with the run that was never disturbed.
 
     python tests/integration/kill_and_resume.py --runs 20 --strategy single
 
-Half of the runs are killed after a random time, the others at a random change of the file system within a random save.
-All ranks die. The run goes on from the newest complete checkpoint, if there is one, as `--ckpt_path last` finds it.
-Weights, moments, counters and random numbers of all ranks must end bit-identical. Exit code 0: all did.
+Runs are killed in turn after a random time, at a random change of the file system within a save, in a rollout, in a
+reward call, and in an update. With several ranks, a random one dies first and the others follow. The run resumes from
+the newest complete checkpoint, if there is one, as `--ckpt_path last` finds it. Weights, moments, counters and random
+numbers of all ranks must end bit-identical. Exit code 0: all did.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
@@ -39,6 +44,9 @@ from lightning.pytorch import Callback
 from pl_grouprl.utilities import checkpoint_files
 from pl_grouprl.utilities.checkpoint_files import newest_complete, settle
 
+PHASES = {"time": 0, "save": 150, "rollout": 6, "reward": 4, "update": 16}
+"""Where a run is killed, and the largest number of the call in which it is; `time` counts none."""
+
 
 class Begun(Callback):
     """Tells the parent that the training has begun."""
@@ -50,40 +58,86 @@ class Begun(Callback):
         self.path.touch()
 
 
-def die_in_a_save(number: int) -> None:
-    """Kill this process at its n-th change of the file system by saves."""
-    count = 0
+@dataclass(frozen=True)
+class Death:
+    """Where a run dies.
 
-    def counting(function):
-        def call(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
+    Attributes:
+        phase: One of `PHASES`.
+        number: In which call of the phase, from 1.
+        delay: Seconds from the start of that call, or of the training.
+        rank: Which rank dies first.
+    """
 
-        return call
+    phase: str
+    number: int = 0
+    delay: float = 0.0
+    rank: int = 0
 
-    os.replace, os.fsync, shutil.rmtree = counting(os.replace), counting(os.fsync), counting(shutil.rmtree)
-    checkpoint_files._describe = counting(checkpoint_files._describe)
+    @classmethod
+    def draw(cls, phase: str, draw: random.Random, ranks: int, seconds: float) -> Death:
+        """A random one in a run of so many seconds."""
+        if phase == "time":
+            return cls(phase, delay=draw.uniform(0, 0.9 * seconds))
+        rank = 0 if phase == "save" else draw.randrange(ranks)  # under DDP rank 0 alone writes
+        return cls(phase, draw.randint(1, PHASES[phase]), draw.uniform(0, 0.03), rank)
+
+    def prepare(self, module: Any) -> None:
+        """Make this process die there."""
+        calls = 0
+
+        def counting(function: Any, strike: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == self.number:
+                    strike()
+                return function(*args, **kwargs)
+
+            return call
+
+        def soon() -> None:
+            threading.Timer(self.delay, die).start()
+
+        if self.phase == "save":
+            os.replace, os.fsync, shutil.rmtree = (counting(f, die) for f in (os.replace, os.fsync, shutil.rmtree))
+            checkpoint_files._describe = counting(checkpoint_files._describe, die)
+        elif self.phase == "rollout":
+            module.generate = counting(module.generate, soon)
+        elif self.phase == "update":
+            module.training_step = counting(module.training_step, soon)
+        elif self.phase == "reward":
+            random.random = counting(random.random, die)  # once in each call of the reward function
+
+
+def die() -> None:
+    """End this process so that no handler sees it."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(
-    folder: Path, strategy: str, rank: int, algorithm: str, change: int = 0, checkpoint: Path | None = None
+    folder: Path,
+    strategy: str,
+    rank: int,
+    algorithm: str,
+    death: Death | None = None,
+    checkpoint: Path | None = None,
 ) -> None:
     """One rank of a run; writes its final state."""
-    if change and rank == 0:
-        die_in_a_save(change)
     module = make_module(algorithm)
+    if death is not None and death.rank == rank:
+        death.prepare(module)
     trainer = make_trainer(folder, strategy, [checkpointing(folder), Begun(folder / f"begun-{rank}")])
     trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
     torch.save(final_state(trainer, module), folder / f"final-{rank}.pt")
 
 
-def start(folder: Path, strategy: str, algorithm: str, change: int = 0, checkpoint: Path | None = None) -> list[int]:
+def start(
+    folder: Path, strategy: str, algorithm: str, death: Death | None = None, checkpoint: Path | None = None
+) -> list[int]:
     """Fork the ranks of a run."""
     return fork_ranks(
-        strategy, lambda rank: train(folder, strategy, rank, algorithm, change, checkpoint), folder / "log.txt"
+        strategy, lambda rank: train(folder, strategy, rank, algorithm, death, checkpoint), folder / "log.txt"
     )
 
 
@@ -102,6 +156,29 @@ def newest(folder: Path) -> Path | None:
     if torn:
         raise RuntimeError(f"torn checkpoints: {torn}")
     return path
+
+
+def run_until_death(folder: Path, strategy: str, algorithm: str, death: Death) -> list[int]:
+    """Start a run and let it die; the exit codes of its ranks."""
+    pids = start(folder, strategy, algorithm, death)
+    if death.phase == "time":
+        while not (folder / "begun-0").exists():
+            time.sleep(0.001)
+        time.sleep(death.delay)
+    else:
+        while os.waitid(os.P_PID, pids[death.rank], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.001)
+    kill(pids)
+    return wait_for(pids)
+
+
+def ends_the_same(expected: list[dict], end: list[dict], found: Path | None) -> bool:
+    """Whether a resumed run ended as the undisturbed one."""
+    if found is not None and checkpoint_files.about(found)["step"] == expected[0]["counters"][-1]:
+        for left, right in zip(expected, end, strict=True):
+            # Killed after the last step: nothing is trained any more, so no random numbers are drawn.
+            right |= {"random": left["random"], "counters": left["counters"]}
+    return all(map(same, expected, end))
 
 
 def main() -> int:
@@ -125,35 +202,21 @@ def main() -> int:
     expected = finish(whole, pids, ranks)
     seconds = time.monotonic() - begun
     print(f"{options.strategy}, {options.algorithm}: undisturbed {seconds:.1f} s", flush=True)
-    wrong = 0
+    wrong, killed = 0, Counter()
     for number in range(options.runs):
         folder = root / str(number)
         folder.mkdir()
-        change = draw.randint(1, 150) if number % 2 else 0
-        pids = start(folder, options.strategy, options.algorithm, change)
-        if change:
-            while os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                time.sleep(0.001)
-            moment = f"change {change} of the file system"
-        else:
-            while not (folder / "begun-0").exists():
-                time.sleep(0.001)
-            after = draw.uniform(0, 0.9 * seconds)
-            time.sleep(after)
-            moment = f"{after:.2f} s"
-        kill(pids)
-        codes = wait_for(pids)
+        death = Death.draw(list(PHASES)[number % len(PHASES)], draw, ranks, seconds)
+        codes = run_until_death(folder, options.strategy, options.algorithm, death)
+        killed[death.phase] += codes[death.rank] == -signal.SIGKILL
         found = newest(folder)
         end = finish(folder, start(folder, options.strategy, options.algorithm, checkpoint=found), ranks)
-        if found is not None and checkpoint_files.about(found)["step"] == expected[0]["counters"][-1]:
-            for left, right in zip(expected, end, strict=True):
-                # Killed after the last step: nothing is trained any more, so no random numbers go on.
-                right |= {"random": left["random"], "counters": left["counters"]}
-        equal = all(map(same, expected, end))
+        equal = ends_the_same(expected, end, found)
         wrong += not equal
         where = "the start" if found is None else found.name
-        print(f"{number}: killed at {moment} {codes}, resumed from {where}: {'same' if equal else 'OTHER'}", flush=True)
+        print(f"{number}: {death} {codes}, resumed from {where}: {'same' if equal else 'OTHER'}", flush=True)
         shutil.rmtree(folder)
+    print("killed: " + ", ".join(f"{count} by {phase}" for phase, count in killed.items()))
     print(f"{options.runs - wrong} of {options.runs} runs end bit-identical")
     shutil.rmtree(root)
     return wrong

@@ -1,0 +1,124 @@
+"""A long run with everything on: does memory grow, and is anything left behind?
+
+    python tests/attacks/soak.py --steps 300
+
+Trains a tiny policy with a reward worker, validation, checkpoints, loggers, tables, export and summary; reads this
+process's resident memory after each step, and fits a line over the steps after the first third. When the run has
+ended, counts the threads, open files, processes and temporary files that it left. Exit code 0: memory grew by less
+than a MiB per 100 steps, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+
+import numpy as np
+from forked_runs import make_data, make_module, make_trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from worker_rewards import length
+
+from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint
+
+LIMIT = 1.0
+"""MiB per 100 steps."""
+FEWEST_STEPS = 100
+"""A shorter run's growth says nothing, and is not judged."""
+
+
+class Memory(Callback):
+    """Resident memory of this process after each step, in MiB."""
+
+    def __init__(self) -> None:
+        self.resident: list[float] = []
+
+    def on_train_batch_end(self, *args):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.resident.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+    def growth(self) -> float:
+        """Slope of a line through the last two thirds, in MiB per 100 steps."""
+        settled = self.resident[len(self.resident) // 3 :]
+        return float(np.polyfit(range(len(settled)), settled, 1)[0]) * 100
+
+
+def train(folder: Path, steps: int) -> Memory:
+    """Run it all."""
+    memory = Memory()
+    callbacks = [
+        SafeCheckpoint(every_n_train_steps=25, save_last=True),
+        CompletionsTable(every_n_steps=10),
+        ExportPolicy(),
+        RunSummary(),
+        memory,
+    ]
+    loggers = [CSVLogger(folder, name="soak"), TensorBoardLogger(folder, name="soak")]
+    module = make_module("grpo", length, reward_workers=1, reward_timeout=60.0)
+    trainer = make_trainer(
+        folder, "single", callbacks, logger=loggers, max_epochs=-1, max_steps=steps, val_check_interval=50
+    )
+    trainer.fit(module, make_data())
+    return memory
+
+
+def children() -> list[str]:
+    """Processes that this one started and that still run, zombies included."""
+    own = str(os.getpid())
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, fields = status.read_text().rsplit(")", 1)
+        except OSError:  # it has just ended
+            continue
+        if fields.split()[1] == own:
+            found.append(name + ")")
+    return found
+
+
+def left() -> dict[str, set[str]]:
+    """What there is now, by kind."""
+    descriptors = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            descriptors[entry.name] = f"{entry.name} -> {os.readlink(entry)}"
+        except OSError:  # the one that lists them
+            continue
+    return {
+        "threads": {thread.name for thread in threading.enumerate()},
+        "open files": set(descriptors.values()),
+        "processes": set(children()),
+        "temporary files": {str(path) for path in Path(tempfile.gettempdir()).rglob("*")},
+    }
+
+
+def main() -> int:
+    """Train, print the figures; 1 where memory grew or something is left."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, tempfile.TemporaryDirectory(prefix="soak-") as own:
+        tempfile.tempdir = os.environ["TMPDIR"] = own
+        train(Path(folder) / "first", 20)  # what is loaded once stays
+        before = left()
+        memory = train(Path(folder) / "second", options.steps)
+        remains = {kind: sorted(now - before[kind]) for kind, now in left().items()}
+        tempfile.tempdir = None
+    growth = memory.growth()
+    counts = ", ".join(f"{len(names)} {kind}" for kind, names in remains.items())
+    print(f"{options.steps} steps: memory grew by {growth:.2f} MiB per 100 steps; left: {counts}")
+    for kind, names in remains.items():
+        if names:
+            print(f"  {kind}: {', '.join(names)}")
+    grew = growth >= LIMIT and options.steps >= FEWEST_STEPS
+    return int(grew or any(remains.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
