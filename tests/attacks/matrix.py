@@ -23,7 +23,94 @@ ROWS: tuple[Row, ...] = (
     Row(
         "kill -9 at a random moment: in saves, rollouts, rewards, updates",
         "the newest complete checkpoint loads, and the resumed run ends bit-exact",
-        ("tests/integration/test_kill_and_resume.py",),
+        (
+            "tests/integration/test_kill_and_resume.py",
+            "tests/callbacks/test_safe_checkpoint.py::test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint",
+            "tests/callbacks/test_safe_checkpoint.py::test_kills_in_a_row_keep_the_checkpoint_that_is_there",
+        ),
+    ),
+    Row(
+        "resume at every step, between updates of one batch of rollouts, on other ranks",
+        "bit-exact",
+        (
+            "tests/algorithms/test_grpo_training.py::test_resume_at_every_step_is_exact",
+            "tests/algorithms/test_ppo_resume.py",
+            "tests/algorithms/test_saved_state.py",
+            "tests/algorithms/test_ranks.py",
+            "tests/algorithms/test_rollout_ahead.py::test_resume_at_every_step_is_exact",
+            "tests/data/test_prompt_resume.py",
+        ),
+    ),
+    Row(
+        "SIGTERM, SIGUSR1, Ctrl-C in a rollout, reward, update or save, to one rank",
+        "a checkpoint at the next safe point, then the end; no deadlock",
+        ("tests/callbacks/test_stop_on_signal.py",),
+    ),
+    Row(
+        "disk full or read-only under a checkpoint",
+        "an error that says so; the former checkpoint still loads",
+        (
+            "tests/callbacks/test_safe_checkpoint.py::test_a_full_disk_is_an_error_and_the_former_checkpoint_loads",
+            "tests/callbacks/test_safe_checkpoint.py::test_the_reason_of_the_file_system_is_told",
+            "tests/callbacks/test_safe_checkpoint.py::test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step",
+            "tests/callbacks/test_safe_checkpoint.py::test_a_save_without_permission_is_an_error",
+            "tests/callbacks/test_safe_checkpoint.py::test_nothing_goes_through_the_folder_for_temporary_files",
+        ),
+    ),
+    Row(
+        "a reward raises, hangs, gives the wrong length, None, NaN or infinity",
+        "retried, its rollout masked and counted, aborted above a set share; the function is named; a hang is killed",
+        (
+            "tests/rewards/test_apply_rewards.py",
+            "tests/rewards/test_reward_failures.py",
+            "tests/rewards/test_reward_workers.py",
+        ),
+    ),
+    Row(
+        "equal rewards, groups of one, groups of all sizes, a rank with nothing to train",
+        "advantages zero or as the formula says, no NaN, all ranks step together, the gradient of one rank",
+        (
+            "tests/algorithms/test_grpo_edges.py",
+            "tests/algorithms/test_dynamic_sampling.py",
+            "tests/algorithms/test_global_denominators.py",
+            "tests/functional/test_advantages.py",
+        ),
+    ),
+    Row(
+        "empty completions, end tokens at once, padding on either side, prompts over the limit",
+        "finite, and equal to the unpadded, unshared result; too long is refused or cut before the rollout",
+        (
+            "tests/rollout/contract",
+            "tests/attention/test_transparent.py",
+            "tests/models/test_score.py",
+        ),
+    ),
+    Row(
+        "malformed rows, missing columns, empty data, less than a batch",
+        "an error at setup with the row or column",
+        ("tests/data/test_prompt_sources.py", "tests/data/test_prompt_data_module.py"),
+    ),
+    Row(
+        "NaN or infinity in a loss or gradient",
+        "all ranks skip the step, nothing moves; the end after some in a row",
+        (
+            "tests/algorithms/test_grpo_training.py::test_a_step_that_is_not_finite_is_skipped",
+            "tests/algorithms/test_grpo_training.py::test_too_many_steps_that_are_not_finite_end_the_run",
+            "tests/algorithms/test_ppo_parts.py::test_a_step_that_is_not_finite_moves_neither",
+        ),
+    ),
+    Row(
+        "the tokens of one rollout change",
+        "no log-probability or gradient of another changes by a bit",
+        (
+            "tests/models/test_score.py::test_one_rollout_moves_no_bit_of_the_others",
+            "tests/models/test_score.py::test_one_rollout_moves_no_bit_of_the_gradient_of_the_others",
+        ),
+    ),
+    Row(
+        "a sampling server that is stopped, slow or lying; weights that did not arrive",
+        "retried, then an error; checksums after each sync; nothing is trained on stale samples",
+        ("tests/rollout/server", "tests/algorithms/test_weight_sync.py", "tests/rollout/test_weights.py"),
     ),
     Row(
         "300 steps",
