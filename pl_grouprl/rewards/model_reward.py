@@ -47,6 +47,8 @@ class ModelReward:
         attn_implementation: As in transformers.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
+        allow_mismatched_weights: As in `PretrainedPolicy`: weights that may be missing from the folder, left over or of
+            another shape.
 
     Raises:
         FileNotFoundError: If `model` is a path that is no folder.
@@ -71,6 +73,7 @@ class ModelReward:
         attn_implementation: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        allow_mismatched_weights: Sequence[str] = (),
     ) -> None:
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"ModelReward.sharing is {sharing!r}; pass 'shared' or 'repeated'.")
@@ -90,7 +93,12 @@ class ModelReward:
         self._checkpoint: PretrainedPolicy | None = None
         if isinstance(model, str):
             self._checkpoint = PretrainedPolicy(
-                model, dtype, attn_implementation, revision=revision, trust_remote_code=trust_remote_code
+                model,
+                dtype,
+                attn_implementation,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                allow_mismatched_weights=tuple(allow_mismatched_weights),
             )
         self._loaded: tuple[Any, Any, int] | None = None
 
