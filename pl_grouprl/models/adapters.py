@@ -159,7 +159,9 @@ class LoRAAdapter(LoRAOptions):
     def _saved_config(self, path: str) -> LoraConfig:
         from peft import LoraConfig, PeftConfig
 
-        config = PeftConfig.from_pretrained(str(Path(path).expanduser()) if path.startswith("~") else path)
+        location = str(Path(path).expanduser()) if path.startswith("~") else path
+        with readable_weights(location, f"the adapter of path {path!r}"):
+            config = PeftConfig.from_pretrained(location)
         if not isinstance(config, LoraConfig):
             raise ValueError(f"adapter path {path!r} holds a {config.peft_type} adapter; pass one of LoRA or DoRA.")
         config.inference_mode = False

@@ -5,6 +5,7 @@ transformers draws a weight that the files lack at random, and leaves out one th
 
 from __future__ import annotations
 
+import json
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -163,22 +164,29 @@ def readable_weights(location: str, owner: str) -> Iterator[None]:
     Raises:
         ValueError: With the file, where it can be told, and the cause.
     """
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (SafetensorError, RuntimeError, FileNotFoundError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("Unrecognized"):  # type of model
+    except Exception as error:
+        conversions = _conversion_errors(error)
+        file = _damaged_file(Path(location)) if isinstance(error, (OSError, RuntimeError, *_unreadable())) else None
+        absent = isinstance(error, FileNotFoundError) and Path(location).is_dir()
+        if not (conversions or file or absent or isinstance(error, _unreadable())):
             raise
-        damaged = _damaged_file(Path(location)) or location
-        cause = "; ".join(_conversion_errors(error)) or " ".join(str(error).split())
+        cause = "; ".join(conversions) or " ".join(str(error).split())
         raise ValueError(
-            f"{owner} cannot be loaded: {damaged}: {cause:.500} ({type(error).__name__}). Copy or save it again."
+            f"{owner} cannot be loaded: {file or location}: {cause:.500} ({type(error).__name__}). Copy or save it again."
         ) from error
 
 
+def _unreadable() -> tuple[type[Exception], ...]:
+    """Errors that say of themselves that a file is damaged."""
+    from safetensors import SafetensorError
+
+    return SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError
+
+
 def _damaged_file(folder: Path) -> Path | None:
-    """The first file of weights that cannot be opened, or None."""
+    """The first file of weights, or JSON file, that cannot be opened, or None."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -186,6 +194,11 @@ def _damaged_file(folder: Path) -> Path | None:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError):
+            return file
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, OSError):
             return file
     return next((file for file in sorted(folder.glob("*.bin")) if not zipfile.is_zipfile(file)), None)
 

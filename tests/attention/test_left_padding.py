@@ -150,8 +150,8 @@ def test_both_checks_see_columns(monkeypatch):
 def test_a_model_that_gives_nan_is_named_as_their_source():
     """float64: the mask's lowest number is infinite in the float32 in which this family takes its softmax."""
     message = (
-        r"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in torch.float64; with "
-        r"a shared prefix it does not. Look at its weights, or load it in another dtype"
+        r"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in torch.float64; "
+        r"with a shared prefix it does not. Look at its weights, or load it in another dtype"
     )
     with (
         pytest.raises(UnsupportedModelError, match=message) as caught,

@@ -143,7 +143,7 @@ def test_a_nan_is_not_a_pass():
     assert not check_parity(model).passed
     with pytest.raises(
         UnsupportedModelError,
-        match="the model itself gives NaN or infinity for a few tokens .* with a shared prefix as well",
+        match=r"the model itself gives NaN or infinity for a few tokens .* with a shared prefix as well",
     ):
         check_parity(other)
 
