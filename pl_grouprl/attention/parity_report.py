@@ -124,7 +124,7 @@ class ParityReport:
     def passed(self) -> bool:
         """Whether all differences are what rounding explains (a NaN is not)."""
         own = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
-        parts = [*self.layers, *([self.padded] if self.padded else [])]
+        parts: list[LayerParity | PaddedParity] = [*self.layers, *([self.padded] if self.padded else [])]
         return all(self._within(*differences) for differences in (own, *(part.differences for part in parts)))
 
     def _within(self, largest: float, mean: float, gradient: float) -> bool:
