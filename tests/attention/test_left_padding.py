@@ -5,8 +5,7 @@ import torch
 from helpers.tiny_models import gradients, repeated_rows, tiny_model, worst_gradient_error
 from torch import nn
 
-from pl_grouprl.attention import UnsupportedModelError, check_parity, patch, shared_prefix
-from pl_grouprl.attention.row_scale import rescale_by_column
+from pl_grouprl.attention import UnsupportedModelError, check_parity, patch, row_scale, shared_prefix
 
 ROWS = repeated_rows(0, [24, 24], 4, 9)
 
@@ -128,7 +127,7 @@ def test_other_models_that_differ_through_padding_are_found_and_run_as_they_are(
 
 
 def by_position(module, query, layout, columns_T=None):
-    return rescale_by_column(module, query, layout)
+    return row_scale.rescale_by_column(module, query, layout)
 
 
 def test_both_checks_see_columns(monkeypatch):

@@ -174,18 +174,14 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(
-    ("damage", "cause"),
-    [
-        (cut, "SafetensorError"),
-        (lambda path: path.write_bytes(b""), "SafetensorError"),
-        (lambda path: path.write_bytes(b"x" * 1000), "SafetensorError"),
-    ],
-)
-def test_a_damaged_file_is_named(folder, damage, cause):
+@pytest.mark.parametrize("damage", ["cut", "empty", "other bytes"])
+def test_a_damaged_file_is_named(folder, damage):
     path = Path(folder) / "model.safetensors"
-    damage(path)
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {path}: .*{cause}.*Copy or save it again"):
+    if damage == "cut":
+        cut(path)
+    else:
+        path.write_bytes(b"" if damage == "empty" else b"x" * 1000)
+    with pytest.raises(ValueError, match=rf"cannot be loaded: {path}: .*SafetensorError.*Copy or save it again"):
         PretrainedPolicy(folder).load()
 
 
@@ -285,6 +281,7 @@ def adapter(tmp_path, folder):
         (lambda weights, name: weights.update({name: torch.zeros(5, 32)}), r"{name} \(\[5, 32\], and \[4, 32\] in the"),
         (lambda weights, name: weights[name].fill_(math.inf), r"weights with NaN or infinity.*{name}"),
     ],
+    ids=["missing", "left over", "of another shape", "not finite"],
 )
 def test_adapters(folder, adapter, edit, message):
     PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
