@@ -142,7 +142,7 @@ def check_finite(weights: dict[str, Tensor], owner: str) -> None:
     if broken:
         dtype = next(iter(broken.values())).dtype
         raise ValueError(
-            f"{owner} has {len(broken)} weights with NaN or infinity, as loaded in {dtype}: "
+            f"{owner} has NaN or infinity in {len(broken)} of its weights, as loaded in {dtype}: "
             f"{_listed(sorted(broken))}. Use weights from before they became so, or a dtype with their range."
         )
 

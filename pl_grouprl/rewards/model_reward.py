@@ -13,6 +13,7 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.models.loading import check_patterns
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.probe import check_causal, check_score_head
 from pl_grouprl.models.score import hidden_states
@@ -81,6 +82,7 @@ class ModelReward:
             raise ValueError(f"ModelReward.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
         if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
             raise ValueError(f"ModelReward.label is {label!r}; pass the number of a label, counted from 0.")
+        check_patterns(allow_mismatched_weights, "ModelReward")
         _check_types(model, tokenizer)
         get_backend(attention_backend)  # an unknown name is an error here, not at the first reward
         self.model = model

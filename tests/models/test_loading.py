@@ -77,7 +77,7 @@ CASES = {
         replaced(UP, torch.zeros(40, 32)),
         rf"of another shape: {UP} \(\[40, 32\], and \[48, 32\] in the model\)",
     ),
-    "not finite": (with_nan(UP), rf"has 1 weights with NaN or infinity, as loaded in torch.float32: {UP}"),
+    "not finite": (with_nan(UP), rf"has NaN or infinity in 1 of its weights, as loaded in torch.float32: {UP}"),
 }
 
 
@@ -220,7 +220,8 @@ def test_weights_that_the_dtype_cannot_hold(folder):
     change(folder, replaced(UP, torch.full((48, 32), 1e6)))
     PretrainedPolicy(folder, dtype="bfloat16").load()
     with pytest.raises(
-        ValueError, match=rf"NaN or infinity, as loaded in torch.float16: {UP}.*a dtype with their range"
+        ValueError,
+        match=rf"NaN or infinity in 1 of its weights, as loaded in torch.float16: {UP}.*a dtype with their range",
     ):
         PretrainedPolicy(folder, dtype="float16").load()
 
@@ -253,6 +254,8 @@ def test_reward_models_without_a_score(tmp_path):
     with pytest.raises(RewardConfigurationError, match=r"ModelReward\('.*'\): .*missing from it: score.weight"):
         ModelReward(str(tmp_path)).set_up()
     ModelReward(str(tmp_path), allow_mismatched_weights=["score.*"]).set_up()
+    with pytest.raises(ValueError, match=r"ModelReward.allow_mismatched_weights is 'score'; pass a list of names"):
+        ModelReward(str(tmp_path), allow_mismatched_weights="score")
     tiny_model("llama").save_pretrained(tmp_path / "other")
     edit_config(tmp_path / "other", architectures=["LlamaForSequenceClassification"], num_labels=1)
     with pytest.raises(RewardConfigurationError, match=r"missing from it: score.weight; unknown to the model: lm_head"):
@@ -279,7 +282,7 @@ def adapter(tmp_path, folder):
         (lambda weights, name: weights.pop(name), r"differ: missing from it: {name}"),
         (lambda weights, name: weights.update(x=torch.zeros(2)), r"differ: unknown to the model: x"),
         (lambda weights, name: weights.update({name: torch.zeros(5, 32)}), r"{name} \(\[5, 32\], and \[4, 32\] in the"),
-        (lambda weights, name: weights[name].fill_(math.inf), r"weights with NaN or infinity.*{name}"),
+        (lambda weights, name: weights[name].fill_(math.inf), r"has NaN or infinity in 1 of its weights.*{name}"),
     ],
     ids=["missing", "left over", "of another shape", "not finite"],
 )
