@@ -80,6 +80,9 @@ FORESTS = {
 }
 """Prompts longer than a window of 8, rollouts shorter and longer, an empty one, segments of one token."""
 
+PADDED = {"a batch padded on the right": 0, "a batch padded on the left": 5}
+"""Columns of padding in front of the longest prompt."""
+
 
 def try_family(family: Family, backend: str = "auto") -> Outcome:
     """Build one family and compare its two paths on all forests."""
@@ -95,12 +98,12 @@ def try_family(family: Family, backend: str = "auto") -> Outcome:
     try:
         with shared_prefix(model, backend):
             shared = {name: _run(model, forest, partial(_shared, model, forest)) for name, forest in FORESTS.items()}
-        rows = _padded_rows(model, backend)
+        rows = {name: _padded_rows(model, backend, left) for name, left in PADDED.items()}
     except Exception as error:
         return Outcome(family, "refused", layers, reason=_reason(error), expected=_is_ours(error))
     logprobs = {name: (shared[name][0] - repeated[name][0]).abs().max().item() for name in FORESTS}
     gradients = [_difference(shared[name][1], repeated[name][1]) for name in FORESTS]
-    logprobs["a padded batch"] = rows
+    logprobs |= rows
     logprob, gradient = _largest(logprobs.values()), _largest(gradients)
     if logprob <= MAX_LOGPROB and gradient <= MAX_GRADIENT:
         return Outcome(family, "exact", layers, logprob, gradient)
@@ -184,13 +187,23 @@ def _looks_at_the_longest(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _padded_rows(model: PreTrainedModel, backend: str) -> float:
-    """Largest difference of a log-probability between an ordinary padded batch in the context and outside of it."""
+def _padded_rows(model: PreTrainedModel, backend: str, left: int) -> float:
+    """Largest difference of a log-probability between an ordinary padded batch in the context and outside of it.
+
+    Prompts are padded on the left, with `left` columns at least, and completions on the right.
+    """
     generator = random.Random(0)
-    prompt = [generator.randrange(1, TOKENS) for _ in range(20)]
-    rows = [prompt + [generator.randrange(1, TOKENS) for _ in range(length)] for length in (14, 3, 9)]
-    tokens = torch.tensor([row + [0] * (34 - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (34 - len(row)) for row in rows])
+
+    def draw(count: int) -> list[int]:
+        return [generator.randrange(1, TOKENS) for _ in range(count)]
+
+    prompts = [draw(20), draw(20 - left)]
+    rows = [(prompts[number], draw(length)) for number, length in ((0, 14), (0, 3), (0, 9), (1, 12), (1, 5))]
+    tokens, mask = torch.zeros(len(rows), 34 + left, dtype=torch.long), torch.zeros(len(rows), 34 + left)
+    for number, (prompt, completion) in enumerate(rows):
+        first, row = 20 + left - len(prompt), torch.tensor(prompt + completion)
+        tokens[number, first : first + len(row)], mask[number, first : first + len(row)] = row, 1
+    mask = mask.long()
     try:
         expected = _logits(model, tokens, attention_mask=mask).log_softmax(-1)[mask.bool()]
     except Exception:  # the model itself does not run on a padded batch

@@ -168,7 +168,7 @@ class PolicyModule(SavedStateModule):
         from pl_grouprl.attention import check_parity
 
         with self.support.whole_weights(self.policy):
-            return [check_parity(self.policy, backend=self.attention_backend)]
+            return [check_parity(self.policy, backend=self.attention_backend, padded_rows=False)]
 
     def scored_models(self) -> list[Any]:
         """Transformers models that read rollouts in training, each with shared prefixes. A subclass adds its own."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.parity_report import TOLERANCES, LayerParity, ParityReport
+from pl_grouprl.attention.padded_parity import padded_parity, relative_difference
+from pl_grouprl.attention.parity_report import TOLERANCES, LayerParity, PaddedParity, ParityReport
 from pl_grouprl.attention.patch import SharedPrefix, shared_prefix
 from pl_grouprl.attention.support import find_decoder, frequencies_move
 from pl_grouprl.packing import ScoringBatch, pack
@@ -30,9 +32,16 @@ MAX_SPANNED = {"cpu": 1024, "cuda": 8192}
 
 
 def check_parity(
-    model: PreTrainedModel, groups: Sequence[RolloutGroup] | None = None, *, backend: str = "auto"
+    model: PreTrainedModel,
+    groups: Sequence[RolloutGroup] | None = None,
+    *,
+    backend: str = "auto",
+    padded_rows: bool = True,
 ) -> ParityReport:
     """Run groups through the repeated path, one sequence at a time, and through the shared one, and compare.
+
+    Then a short padded batch goes through the model as it is and in a `shared_prefix` context, as in a training loop
+    that knows nothing of packed rows.
 
     The logits are the model's own on both paths. Nothing of the model changes: no gradient is left behind. A model
     with dropout, or with reentrant activation checkpointing (which knows only `backward`), is compared in eval mode,
@@ -42,6 +51,7 @@ def check_parity(
         model: A causal language model.
         groups: What to compare on; by default two small random groups, one rollout of them empty.
         backend: Attention backend of the shared path.
+        padded_rows: Leave the padded batch out with False: whoever packs the rows never runs one in the context.
 
     Raises:
         UnsupportedModelError: If the model cannot share prefixes.
@@ -56,7 +66,16 @@ def check_parity(
         logits = model(**batch.model_inputs, use_cache=False, return_dict=True).logits[0]
         return _gather(logits.index_select(0, batch.predict_index_N), batch.targets_N)
 
-    return compare_paths(model, from_sequence, from_batch, groups, backend=backend)
+    report = compare_paths(model, from_sequence, from_batch, groups, backend=backend)
+    return replace(report, padded=_padded(model, backend)) if padded_rows else report
+
+
+def _padded(model: PreTrainedModel, backend: str) -> PaddedParity:
+    config = find_decoder(model).config
+    longest = getattr(config, "max_position_embeddings", None)
+    groups = random_groups(config.vocab_size, longest=longest)
+    with _comparable_mode(model), torch.enable_grad():
+        return padded_parity(model, shared_prefix(model, backend), groups, _compared_weights(model), longest)
 
 
 def compare_paths(
@@ -166,7 +185,7 @@ def _shared_run(
         patch.only = None
     difference_N = (repeated[0] - shared_N).detach().abs()
     largest, mean = (difference_N.max().item(), difference_N.mean().item()) if len(difference_N) else (0.0, 0.0)
-    return largest, mean, _relative_difference(repeated[1], gradients)
+    return largest, mean, relative_difference(repeated[1], gradients)
 
 
 def _spans(config: Any) -> list[int]:
@@ -207,17 +226,6 @@ def _gather(logits: Tensor, targets_N: Tensor) -> Tensor:
 def _probe(logprobs_N: Tensor) -> Tensor:
     """A loss whose gradient differs from token to token, so that no error cancels."""
     return (logprobs_N * torch.linspace(0.5, 1.5, len(logprobs_N), device=logprobs_N.device)).sum()
-
-
-def _relative_difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> float:
-    squared_error, squared_norm = 0.0, 0.0
-    for one, other in zip(expected, actual, strict=True):
-        if one is None and other is None:
-            continue
-        a, b = (torch.zeros(()) if grad is None else grad.double() for grad in (one, other))
-        squared_error += (a - b).square().sum().item()
-        squared_norm += a.square().sum().item()
-    return (squared_error / squared_norm) ** 0.5 if squared_norm else squared_error**0.5
 
 
 def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:

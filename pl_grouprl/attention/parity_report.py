@@ -60,6 +60,28 @@ class LayerParity:
 
 
 @dataclass(frozen=True)
+class PaddedParity:
+    """Differences between a padded batch in a `shared_prefix` context and outside of it.
+
+    Attributes:
+        max_logprob_difference: As in `ParityReport`, like the others.
+        mean_logprob_difference: Mean of the same.
+        gradient_difference: Of all gradients of the model.
+        reason: Why the batch went through untouched, or None where its prefixes were shared.
+    """
+
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    gradient_difference: float
+    reason: str | None = None
+
+    @property
+    def differences(self) -> tuple[float, float, float]:
+        """The three differences."""
+        return self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference
+
+
+@dataclass(frozen=True)
 class ParityReport:
     """Differences between the shared and the repeated path.
 
@@ -79,6 +101,7 @@ class ParityReport:
         longest_span: Tokens of the model's longest window or chunk, which shows in longer sequences only; 0 if it has
             none.
         layers: The same by kind of layer.
+        padded: The same for a short batch padded on the left and the right; None where that was not compared.
     """
 
     model: str
@@ -95,12 +118,14 @@ class ParityReport:
     longest_sequence: int = 0
     longest_span: int = 0
     layers: tuple[LayerParity, ...] = ()
+    padded: PaddedParity | None = None
 
     @property
     def passed(self) -> bool:
         """Whether all differences are what rounding explains (a NaN is not)."""
         own = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
-        return all(self._within(*differences) for differences in (own, *(layer.differences for layer in self.layers)))
+        parts: list[LayerParity | PaddedParity] = [*self.layers, *([self.padded] if self.padded else [])]
+        return all(self._within(*differences) for differences in (own, *(part.differences for part in parts)))
 
     def _within(self, largest: float, mean: float, gradient: float) -> bool:
         exact = self.dtype in (torch.float32, torch.float64)
@@ -131,9 +156,18 @@ class ParityReport:
                 f"  {layer.kind:<{kinds}}  {layer.count:>6}  {layer.backend:<18}  {largest}  {mean}  {gradient}   "
                 f"{self.token_ratio:>11.2f}{verdict}"
             )
+        if self.padded is not None:
+            lines.append(self._padded_line(self.padded))
         if self.longest_span >= self.longest_sequence:
             lines.append(f"  no sequence was longer than the model's window or chunk of {self.longest_span} tokens")
         return "\n".join(lines)
+
+    def _padded_line(self, padded: PaddedParity) -> str:
+        if padded.reason is not None:
+            return f"  a padded batch goes through untouched: {padded.reason}"
+        largest, mean, gradient = (f"{difference:.1e}" for difference in padded.differences)
+        verdict = "" if self._within(*padded.differences) else "  FAILED"
+        return f"  a padded batch differs by {largest} (mean {mean}), its gradients by {gradient}{verdict}"
 
     def raise_if_failed(self) -> None:
         """Stop a run whose shared path differs.

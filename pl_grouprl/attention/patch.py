@@ -23,10 +23,19 @@ from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.prefix_states import check_prefix_states
 from pl_grouprl.attention.registration import LayoutCall, register
-from pl_grouprl.attention.rows import SharedRows, hand_back_router_logits, has_holes, pads_left, share_rows, unsharable
+from pl_grouprl.attention.row_scale import scales_by_row
+from pl_grouprl.attention.rows import (
+    SharedRows,
+    hand_back_router_logits,
+    has_holes,
+    has_padding,
+    pads_left,
+    share_rows,
+    unsharable,
+)
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
 from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, install, stateful_mixers
-from pl_grouprl.attention.structure import check_structure
+from pl_grouprl.attention.structure import Padding, check_structure, differing_padding
 from pl_grouprl.attention.support import (
     check_supported,
     find_backbone,
@@ -101,6 +110,8 @@ class SharedPrefix:
         # OPT's default positions count the tokens of the attention mask, not the columns.
         self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
         self._positions_are_relative = positions_are_relative(self.decoder)
+        self._counts_columns = any(scales_by_row(module) for module in self.decoder.modules())
+        self._differing_padding: Padding | None = None
         self._frequencies_move = frequencies_move(self.decoder)
         self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(self.decoder))
         self._labels_need_padding = False
@@ -191,9 +202,11 @@ class SharedPrefix:
             return "its padding lies between tokens, which windows, chunks and states count"
         if self._padding_reaches_states and pads_left(kwargs.get("attention_mask")):
             return "its padding on the left reaches the states of its layers through a bias"
+        if self._differs_through_padding(kwargs.get("attention_mask")):
+            return f"a run of a few tokens with {self._differing_padding} was not the model's own"
         shared = share_rows(
             kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
-            positions_are_relative=self._positions_are_relative,
+            positions_are_relative=self._positions_are_relative, by_column=self._counts_columns,
             min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
         )  # fmt: skip
         if shared is None:
@@ -262,11 +275,13 @@ class SharedPrefix:
         positions = kwargs.get("position_ids")
         positions = layout.position_ids[layout.given :] if positions is None else positions
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
+        columns_T = None if rows is None else rows.columns_T
+        call = _OwnCall(layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache, columns_T=columns_T)
         changed = {
             "position_ids": row_of_positions(positions.to(tokens.device)),
             # Of two dimensions and full of ones: the model makes its masks, which is where ours says what they are.
             "attention_mask": torch.ones(1, layout.num_queries, dtype=torch.long, device=tokens.device),
-            "prefix_layout": _OwnCall(layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache),
+            "prefix_layout": call,
             "past_key_values": None,
             "use_cache": False,
         }
@@ -305,28 +320,43 @@ class SharedPrefix:
         outer = _IN_FORCE[self.decoder][0]
         if outer is not self:  # which has looked already, and whose backend runs the calls
             self.layers, self._positions_are_relative = outer.layers, outer._positions_are_relative
+            self._differing_padding = outer._differing_padding
             return
         seen = _SEEN.setdefault(self.decoder, {})
         # A layer that was exchanged is looked at again.
         built_of = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
         if built_of not in seen:
-            listeners, self.listeners, paused, self.paused = self.listeners, [], self.paused, True
-            last_call = self.last_call
-            try:
-                relative = check_structure(self.model, self._max_depth)
-            finally:
-                self.listeners, self.paused, self.last_call = listeners, paused, last_call
-            seen[built_of] = None if relative is None else (self.layers, relative)
+            seen[built_of] = self._first_look()
+        found = seen[built_of]
+        if found is not None:
+            self.layers, relative, self._differing_padding = found
+            self._positions_are_relative = self._positions_are_relative and relative
+
+    def _first_look(self) -> _Look | None:
+        listeners, self.listeners = self.listeners, []
+        last_call, paused, least = self.last_call, self.paused, self.min_saved_tokens
+        try:
+            self.paused = True
+            relative = check_structure(self.model, self._max_depth)
             if relative is None:
                 _LOG.warning(
                     "%s was not compared on a few tokens with a shared and a repeated prefix, as its weights are not "
                     "whole here (sharded, quantized or on meta); check_parity compares it.",
                     type(self.model).__name__,
                 )
-        found = seen[built_of]
-        if found is not None:
-            self.layers, relative = found
-            self._positions_are_relative = self._positions_are_relative and relative
+                return None
+            self._positions_are_relative, self.min_saved_tokens = self._positions_are_relative and relative, 1
+            return self.layers, relative, differing_padding(self.decoder, self._set_paused)
+        finally:
+            self.listeners, self.last_call, self.paused, self.min_saved_tokens = listeners, last_call, paused, least
+
+    def _set_paused(self, paused: bool) -> None:
+        self.paused = paused
+
+    def _differs_through_padding(self, mask: Tensor | None) -> bool:
+        if self._differing_padding is None:
+            return False
+        return has_padding(mask) if self._differing_padding == "padding" else pads_left(mask)
 
     def describe(self) -> str:
         """Which backend runs which layers, in words: `window 512: cascade (20 layers); full: cascade (4 layers)`."""
@@ -402,9 +432,10 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 
 
 _Kinds = dict[str, tuple[str, int]]
-_SEEN: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[_Kinds, bool] | None]] = WeakKeyDictionary()
-"""For each decoder, by backend and modules: the kinds of layers, and whether it sees distances only; None: not looked.
-"""
+_Look = tuple[_Kinds, bool, Padding | None]
+_SEEN: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Look | None]] = WeakKeyDictionary()
+"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and with which padding
+it differs; None: not looked."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from pl_grouprl.attention.compiled import attend_compiled
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
 from pl_grouprl.attention.prefix_states import PrefixStates
-from pl_grouprl.attention.row_scale import rescale_by_position, scales_by_row
+from pl_grouprl.attention.row_scale import rescale_by_column, scales_by_row
 from pl_grouprl.attention.row_shards import RowShards
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -44,6 +44,7 @@ class LayoutCall:
         only: The kind of layer that the chosen backend runs, other attention runs the `reference`; None is any.
         shards: How the row lies on several ranks; None where this one has all of it.
         states: What the row's given tokens left, or, where none are given, what its tokens leave is recorded there.
+        columns_T: Columns of the tokens in the caller's rows, where a layer counts them; None: its positions.
     """
 
     layout: SharedPrefixLayout
@@ -52,6 +53,7 @@ class LayoutCall:
     only: str | None = None
     shards: RowShards | None = None
     states: PrefixStates | None = None
+    columns_T: Tensor | None = None
     _rules: dict[tuple[int, ...], tuple[Tensor, MaskRule | None]] = field(default_factory=dict, repr=False)
 
     def mask_rule(self, mask: Any) -> MaskRule | None:
@@ -155,7 +157,7 @@ def _attend_packed(
     kind, rule = rule.kind, rule.narrowed(call.layout)
     call.reached.add(id(module))
     if scales_by_row(module):
-        query = rescale_by_position(module, query, call.layout)
+        query = rescale_by_column(module, query, call.layout, call.columns_T)
     if call.only not in (None, kind):
         backend = get_backend("reference")
     elif backend.name == "auto":

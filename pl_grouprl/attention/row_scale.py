@@ -1,7 +1,8 @@
-"""Llama 4 scales the queries of its layers without rotary embedding by their place in the row; here, by their position.
+"""Llama 4 scales the queries of its layers without rotary embedding by their column in the row, padding included.
 
-The factor is 1 + attn_scale * log(1 + floor((place + 1) / floor_scale)) (arXiv:2501.19399, as transformers computes it
-from the index of the token in the row). In a packed row the index is not the position, so the factor is exchanged.
+The factor is 1 + attn_scale * log(1 + floor((column + 1) / floor_scale)) (arXiv:2501.19399, as transformers computes it
+from the index of the token in the row). In a packed row the index is not the column that the token would have in a row
+of its own, so the factor is exchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +18,23 @@ def scales_by_row(module: nn.Module) -> bool:
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
-def rescale_by_position(module: nn.Module, query: Tensor, layout: SharedPrefixLayout) -> Tensor:
-    """Replace the factor of each query's index in the row by that of its position; [1, H, S, D] to the same."""
-    positions = layout.positions_on(query.device)[layout.given :]
-    rows = torch.arange(len(positions), device=query.device)
-    ratio_T = _factor(module, positions) / _factor(module, rows)
+def rescale_by_column(
+    module: nn.Module, query: Tensor, layout: SharedPrefixLayout, columns_T: Tensor | None = None
+) -> Tensor:
+    """Replace the factor of each query's index in the packed row by that of its column; [1, H, S, D] to the same.
+
+    Args:
+        module: The attention layer.
+        query: With the factor of its index.
+        layout: Of the packed row.
+        columns_T: Where the tokens stood in the caller's rows; by default each sequence begins in column 0.
+    """
+    columns = layout.positions_on(query.device)[layout.given :] if columns_T is None else columns_T
+    rows = torch.arange(len(columns), device=query.device)
+    ratio_T = _factor(module, columns) / _factor(module, rows)
     return query * ratio_T[:, None].to(query.dtype)
 
 
-def _factor(module: nn.Module, places: Tensor) -> Tensor:
-    steps = torch.floor((places.float() + 1) / module.floor_scale)  # type: ignore[operator]
+def _factor(module: nn.Module, columns: Tensor) -> Tensor:
+    steps = torch.floor((columns.float() + 1) / module.floor_scale)  # type: ignore[operator]
     return 1 + module.attn_scale * torch.log1p(steps)  # type: ignore[operator]

@@ -32,6 +32,7 @@ class SharedRows:
         position_ids: Their positions, shape [1, T].
         packed_index: For each token of each row its place in the packed row, shape [B, L]; 0 at padding.
         kept: Where the rows have tokens, shape [B, L]; None if there is no padding.
+        columns_T: Columns of the packed tokens in their rows, shape [T], if tokens were compared by them.
     """
 
     layout: SharedPrefixLayout
@@ -39,6 +40,7 @@ class SharedRows:
     position_ids: Tensor
     packed_index: Tensor
     kept: Tensor | None
+    columns_T: Tensor | None = None
 
     @property
     def padding_fraction(self) -> float:
@@ -131,6 +133,11 @@ def has_holes(attention_mask: Tensor | None) -> bool:
     return bool((starts.sum(dim=1) > 1).any())
 
 
+def has_padding(attention_mask: Tensor | None) -> bool:
+    """Whether a row of a padding mask [B, L] has padding."""
+    return attention_mask is not None and not bool(attention_mask.all())
+
+
 def pads_left(attention_mask: Tensor | None) -> bool:
     """Whether a row of a padding mask [B, L] begins with padding."""
     return attention_mask is not None and bool((attention_mask[:, 0] == 0).any())
@@ -143,6 +150,7 @@ def share_rows(
     group_ids: Sequence[Hashable] | Tensor | None = None,
     *,
     positions_are_relative: bool = True,
+    by_column: bool = False,
     min_saved_tokens: int = 16,
     max_depth: int | None = None,
 ) -> SharedRows | None:
@@ -155,6 +163,8 @@ def share_rows(
         group_ids: One per row; only rows of the same group are compared.
         positions_are_relative: Whether the model sees distances only (rotary embeddings), so that rows whose
             positions differ by a constant share all the same.
+        by_column: The model counts columns, padding included, whatever the positions: only tokens in the same column
+            are shared.
         min_saved_tokens: A prefix is shared where that saves at least this many tokens.
         max_depth: Deepest forest to build; None is any.
 
@@ -177,7 +187,8 @@ def share_rows(
         positions = positions - first
     source = [columns[row][kept[row]] + row * width for row in range(batch)]
     tokens, flat_positions = input_ids.cpu().flatten(), positions.flatten()
-    rows = [list(zip(tokens[index].tolist(), flat_positions[index].tolist(), strict=True)) for index in source]
+    compared = [tokens, flat_positions, *([columns.flatten()] if by_column else [])]
+    rows = [list(zip(*(values[index].tolist() for values in compared), strict=True)) for index in source]
     names: list[Hashable] = [0] * batch if group_ids is None else _names(group_ids)
     forest = _Forest(rows, names, min_saved_tokens, max_depth)
     if forest.num_tokens == sum(map(len, rows)):
@@ -194,6 +205,7 @@ def share_rows(
         position_ids=flat_positions[taken][None].to(device),
         packed_index=packed_index.to(device),
         kept=None if bool(kept.all()) else kept.to(device),
+        columns_T=(taken % width).to(device) if by_column else None,
     )
 
 

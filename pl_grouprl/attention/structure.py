@@ -7,9 +7,9 @@ of. A forest of a few tokens costs two short calls and shows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ _ALLOWED = {torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Mean difference of hidden states over their mean size that rounding explains; of wider types `_ALLOWED_WIDE`."""
 
 _ALLOWED_WIDE = 1e-4
+
+Padding = Literal["padding", "padding on the left"]
+"""Rows that are run as they are, as a look at a few tokens showed a difference."""
 
 _FORESTS = {
     None: SharedPrefixLayout([5, 3, 2, 4, 1, 3, 4], [None, 0, 1, 1, 0, None, 5]),
@@ -64,19 +67,85 @@ def check_structure(model: PreTrainedModel, max_depth: int | None) -> bool | Non
                     f"otherwise ({type(error).__name__}: {error})"
                 )
             raise refusal(model, _without_remedy(reason)) from error
-    difference, size = 0.0, 0.0
-    for row, leaf in enumerate(layout.leaves):
-        path = layout.path(leaf).to(tokens.device)
-        expected = rows[row, : len(path)].float()
-        difference += (shared[path].float() - expected).abs().sum().item()
-        size += expected.abs().sum().item()
-    if not difference <= _ALLOWED.get(shared.dtype, _ALLOWED_WIDE) * size:  # a NaN is refused too
-        raise refusal(
-            model,
-            f"its hidden states of a few tokens differ between a shared and a repeated prefix by "
-            f"{difference / max(size, 1e-30):.1e} of their size, so it mixes tokens in a way that is not known here.",
-        )
+    pairs = [
+        (shared[layout.path(leaf).to(tokens.device)], rows[row, : len(layout.path(leaf))])
+        for row, leaf in enumerate(layout.leaves)
+    ]
+    found, expected = (torch.cat(states) for states in zip(*pairs, strict=True))
+    difference = _relative_difference(found, expected)
+    if not difference <= _allowed(found):  # a NaN is refused too
+        raise refusal(model, *_what_differs(found, expected, difference))
     return relative
+
+
+def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
+    """Run a small padded batch as it is and with its prefixes shared, and say with which padding the results differ.
+
+    Prompts are padded on the left and completions on the right. Where that differs, right padding is tried alone.
+
+    Args:
+        decoder: One that `check_structure` has accepted, in a `shared_prefix` context.
+        set_paused: Lets ordinary calls through that context untouched, or has them shared.
+    """
+    kinds: tuple[tuple[Padding, int], ...] = (("padding on the left", 6), ("padding", 0))
+    differing: Padding | None = None
+    with _plainly(decoder):
+        for kind, left in kinds:
+            inputs = _padded_rows(decoder, left)
+            kept = inputs["attention_mask"].bool()
+            try:
+                set_paused(True)
+                expected = _run(decoder, inputs)[kept]
+                set_paused(False)
+                found = _run(decoder, inputs)[kept]
+            except Exception:  # which the caller gets from the model itself, if it is the model's
+                differing = kind
+                continue
+            if _relative_difference(found, expected) <= _allowed(found):
+                break
+            differing = kind
+    return differing
+
+
+def _padded_rows(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
+    """Two groups of two rows, shape [4, 18]; the first group's prompt begins behind `left` columns of padding."""
+    vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
+    columns = torch.arange(18, device=decoder.device)
+    spans = [(left, 12, 18), (left, 12, 15), (0, 13, 18), (0, 13, 17)]  # where a row, its completion and its end begin
+    rows = [
+        columns + 20 * (number // 2) + 7 * number * (columns >= start) for number, (_, start, _) in enumerate(spans)
+    ]
+    kept = [(columns >= first) & (columns < stop) for first, _, stop in spans]
+    return {"input_ids": torch.stack(rows) % vocabulary, "attention_mask": torch.stack(kept).long()}
+
+
+def _relative_difference(found: Tensor, expected: Tensor) -> float:
+    size = expected.float().abs().sum().item()
+    return (found.float() - expected.float()).abs().sum().item() / max(size, 1e-30)
+
+
+def _allowed(states: Tensor) -> float:
+    return _ALLOWED.get(states.dtype, _ALLOWED_WIDE)
+
+
+def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[str, ...]:
+    """Why two runs of the same tokens are not the same, and for NaN which run has them, and what to do about it."""
+    shared, repeated = (not bool(states.isfinite().all()) for states in (found, expected))
+    if repeated:
+        where = "with a shared prefix as well" if shared else "with a shared prefix it does not"
+        return (
+            f"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in "
+            f"{found.dtype}; {where}.",
+            "Look at its weights, or load it in another dtype (float32) or with another attn_implementation.",
+        )
+    if shared:
+        return (
+            "its hidden states of a few tokens are NaN or infinite with a shared prefix, and not with a repeated one.",
+        )
+    return (
+        f"its hidden states of a few tokens differ between a shared and a repeated prefix by {difference:.1e} of their "
+        "size, so it mixes tokens in a way that is not known here.",
+    )
 
 
 def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:

@@ -134,12 +134,14 @@ def check_supported(model: PreTrainedModel) -> None:
         raise refusal(model, reason)
 
 
-def refusal(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
+_REMEDY = "Train it with sharing='repeated', or choose another decoder; docs/models.md lists those that are exact."
+
+
+def refusal(model: PreTrainedModel, reason: str, remedy: str = _REMEDY) -> UnsupportedModelError:
     """The error that names the model, the reason and the remedy."""
     config = find_decoder(model).config
     return UnsupportedModelError(
-        f"model {type(model).__name__} (model_type={config.model_type!r}) cannot share prefixes: {reason} "
-        "Train it with sharing='repeated', or choose another decoder; docs/models.md lists those that are exact."
+        f"model {type(model).__name__} (model_type={config.model_type!r}) cannot share prefixes: {reason} {remedy}"
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
+from pl_grouprl.models.loading import WeightMismatch, check_finite, check_mismatch, readable_weights
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -158,7 +159,9 @@ class LoRAAdapter(LoRAOptions):
     def _saved_config(self, path: str) -> LoraConfig:
         from peft import LoraConfig, PeftConfig
 
-        config = PeftConfig.from_pretrained(str(Path(path).expanduser()) if path.startswith("~") else path)
+        location = str(Path(path).expanduser()) if path.startswith("~") else path
+        with readable_weights(location, f"the adapter of path {path!r}"):
+            config = PeftConfig.from_pretrained(location)
         if not isinstance(config, LoraConfig):
             raise ValueError(f"adapter path {path!r} holds a {config.peft_type} adapter; pass one of LoRA or DoRA.")
         config.inference_mode = False
@@ -311,18 +314,27 @@ def _load_weights(model: Any, path: str, name: str) -> None:
     """Load an adapter's weights.
 
     Raises:
-        ValueError: If its layers are not those of the model's adapter.
+        ValueError: If they are not those of the model's adapter, not finite, or unreadable.
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    saved = load_peft_weights(str(Path(path).expanduser()) if path.startswith("~") else path, device="cpu")
+    location, owner = str(Path(path).expanduser()) if path.startswith("~") else path, f"the adapter of path {path!r}"
+    with readable_weights(location, owner):
+        saved = load_peft_weights(location, device="cpu")
     state = {key.removeprefix(_KEY_PREFIX): value for key, value in saved.items()}
-    differing = sorted(state.keys() ^ get_peft_model_state_dict(model, adapter_name=name).keys())
-    if differing:
-        raise ValueError(
-            f"the adapter of path {path!r} does not fit {type(model).__name__}: {len(differing)} weights are on one "
-            f"side alone, such as {differing[0]!r}; pass the base model that it was trained on."
-        )
+    expected = get_peft_model_state_dict(model, adapter_name=name)
+    mismatch = WeightMismatch(
+        tuple(expected.keys() - state.keys()),
+        tuple(state.keys() - expected.keys()),
+        {
+            key: (state[key].shape, expected[key].shape)
+            for key in state.keys() & expected.keys()
+            if state[key].shape != expected[key].shape
+        },
+    )
+    remedy = "Pass the base model that it was trained on, and all of its files."
+    check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", remedy=remedy)
+    check_finite(state, owner)
     set_peft_model_state_dict(model, state, adapter_name=name)
 
 

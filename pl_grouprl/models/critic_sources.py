@@ -99,6 +99,8 @@ class PretrainedCritic:
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         head_std: As in `PolicyCopyCritic`, where the checkpoint brings no head.
         seed: Of the new value head.
+        allow_mismatched_weights: As in `PretrainedPolicy`. The head that is left out, and the new one, need not be
+            named.
     """
 
     path: str
@@ -110,6 +112,7 @@ class PretrainedCritic:
     trust_remote_code: bool = False
     head_std: float = DEFAULT_HEAD_STD
     seed: int = 0
+    allow_mismatched_weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_head_std(self, self.head_std)
@@ -120,8 +123,8 @@ class PretrainedCritic:
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If the model knows fewer tokens than the policy, is not causal, or scores a sequence otherwise
-                than by its head at the last token.
+            ValueError: If the model knows fewer tokens than the policy, is not causal, scores a sequence otherwise than
+                by its head at the last token, or its weights are not those of its config.
         """
         owner = f"PretrainedCritic(path={self.path!r})"
         config = self._checkpoint.load_config()
@@ -156,6 +159,7 @@ class PretrainedCritic:
             self.disable_dropout,
             self.revision,
             self.trust_remote_code,
+            allow_mismatched_weights=self.allow_mismatched_weights,
         )
 
 

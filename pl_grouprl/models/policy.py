@@ -14,6 +14,7 @@ from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
+from pl_grouprl.models.loading import check_patterns, load_model
 from pl_grouprl.models.media import language_model_class
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class PretrainedPolicy:
             uncompiled.
         gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False where
             they do not say otherwise.
+        allow_mismatched_weights: Names, or glob patterns, of weights that may be missing from the folder, left over in
+            it, or of another shape; any other is an error. What the model has of them is drawn at random, the same in
+            every run.
 
     Raises:
         FileNotFoundError: If `path` looks like a folder and is none.
@@ -72,10 +76,12 @@ class PretrainedPolicy:
     adapter: LoRAAdapter | None = None
     compile_layers: bool = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    allow_mismatched_weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_folder(self.path, "model path")
         self._check_checkpointing()
+        check_patterns(self.allow_mismatched_weights, type(self).__name__)
         if Path(self.path).expanduser().joinpath("adapter_config.json").is_file():
             self._refuse_adapter()
 
@@ -84,7 +90,8 @@ class PretrainedPolicy:
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If `path` is that of an adapter, or `adapter` does not fit the model.
+            ValueError: If `path` is that of an adapter, its weights are not those of the model, or `adapter` does not
+                fit the model.
         """
         model = self.load_as(language_model_class(self.load_config()))
         if self.adapter is not None:
@@ -110,14 +117,20 @@ class PretrainedPolicy:
             auto_class: Its name in transformers: `AutoModel`, `AutoModelForSequenceClassification`.
 
         Raises:
-            ValueError: If `path` is that of an adapter.
+            ValueError: If `path` is that of an adapter, or weights are missing, left over, of another shape, not finite
+                or unreadable.
         """
-        import transformers
-
         config = self.load_config()
         options = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
-        model = getattr(transformers, auto_class).from_pretrained(
-            self._location, config=config, dtype=self.dtype, **options, **self._hub_options
+        model = load_model(
+            auto_class,
+            self._location,
+            owner=f"model path {self.path!r}",
+            allowed=self.allow_mismatched_weights,
+            config=config,
+            dtype=self.dtype,
+            **options,
+            **self._hub_options,
         )
         if has_adapters(model):  # transformers has loaded its base too, and frozen both
             self._refuse_adapter()

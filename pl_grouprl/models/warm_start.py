@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
+from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.distributed import derive_seed
 
 if TYPE_CHECKING:
@@ -109,13 +110,12 @@ class WarmStartedPolicy:
 
     def load(self) -> nn.Module:
         """Return the warm-started policy, from the cache where it is there. With several ranks, rank 0 trains it."""
-        from transformers import AutoModelForCausalLM
-
         folder = self.folder
         with _rank_zero_first():
             if not folder.is_dir():
                 self._make(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        owner = f"the cached policy {str(folder)!r} (remove the folder and it is made again)"
+        model = load_model("AutoModelForCausalLM", str(folder), owner=owner, dtype=torch.float32)
         if self.adapter is not None:
             self.adapter.add_to(model)
         if self.compile_layers:

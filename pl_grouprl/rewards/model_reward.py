@@ -13,6 +13,7 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.models.loading import check_patterns
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.probe import check_causal, check_score_head
 from pl_grouprl.models.score import hidden_states
@@ -47,6 +48,8 @@ class ModelReward:
         attn_implementation: As in transformers.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
+        allow_mismatched_weights: As in `PretrainedPolicy`: weights that may be missing from the folder, left over or of
+            another shape.
 
     Raises:
         FileNotFoundError: If `model` is a path that is no folder.
@@ -71,6 +74,7 @@ class ModelReward:
         attn_implementation: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        allow_mismatched_weights: Sequence[str] = (),
     ) -> None:
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"ModelReward.sharing is {sharing!r}; pass 'shared' or 'repeated'.")
@@ -78,6 +82,7 @@ class ModelReward:
             raise ValueError(f"ModelReward.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
         if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
             raise ValueError(f"ModelReward.label is {label!r}; pass the number of a label, counted from 0.")
+        check_patterns(allow_mismatched_weights, "ModelReward")
         _check_types(model, tokenizer)
         get_backend(attention_backend)  # an unknown name is an error here, not at the first reward
         self.model = model
@@ -90,7 +95,12 @@ class ModelReward:
         self._checkpoint: PretrainedPolicy | None = None
         if isinstance(model, str):
             self._checkpoint = PretrainedPolicy(
-                model, dtype, attn_implementation, revision=revision, trust_remote_code=trust_remote_code
+                model,
+                dtype,
+                attn_implementation,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                allow_mismatched_weights=tuple(allow_mismatched_weights),
             )
         self._loaded: tuple[Any, Any, int] | None = None
 

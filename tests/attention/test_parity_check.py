@@ -15,7 +15,7 @@ from pl_grouprl.attention import (
     shared_prefix,
 )
 from pl_grouprl.attention.backends import cascade, choice
-from pl_grouprl.attention.parity_report import TOLERANCES, Tolerance
+from pl_grouprl.attention.parity_report import TOLERANCES, PaddedParity, Tolerance
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -141,7 +141,10 @@ def test_a_nan_is_not_a_pass():
         for one in (model, other):
             one.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
     assert not check_parity(model).passed
-    with pytest.raises(UnsupportedModelError, match="by nan of their size"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"the model itself gives NaN or infinity for a few tokens .* with a shared prefix as well",
+    ):
         check_parity(other)
 
 
@@ -216,7 +219,7 @@ def test_the_report_reads_well():
         token_ratio=2.5,
         tolerance=Tolerance(1e-4, 1e-3),
     )
-    first, allowed, *_, whole = str(report).splitlines()
+    first, allowed, *_, whole, padded = str(report).splitlines()
     assert first.startswith(
         "parity of shared and repeated prefix: passed (LlamaForCausalLM, torch.float32, cpu, sequences of up to 36 "
     )
@@ -225,7 +228,21 @@ def test_the_report_reads_well():
     )
     assert allowed.endswith("; allowed 1e-04 and 1e-03")
     assert whole.split() == ["whole", "model", "2", "auto", "2.0e-06", "1.0e-07", "3.0e-06", "2.50"]
+    assert padded.startswith("  a padded batch differs by ")
     failed = dataclasses.replace(report, gradient_difference=2e-3)
     assert not failed.passed
     assert ": FAILED (" in str(failed)
-    assert str(failed).splitlines()[-1].endswith("FAILED")
+    assert str(failed).splitlines()[-2].endswith("FAILED")
+    assert str(dataclasses.replace(report, padded=None)).splitlines()[-1].split() == whole.split()
+
+
+def test_a_padded_batch_is_judged_too():
+    report = check_parity(tiny_model())
+    assert report.padded.reason is None
+    assert max(report.padded.differences) < 1e-4
+    wrong = dataclasses.replace(report, padded=dataclasses.replace(report.padded, gradient_difference=2e-3))
+    assert not wrong.passed
+    assert str(wrong).splitlines()[-1].endswith("its gradients by 2.0e-03  FAILED")
+    left = dataclasses.replace(report, padded=PaddedParity(0.0, 0.0, 0.0, reason="it has one row"))
+    assert str(left).splitlines()[-1] == "  a padded batch goes through untouched: it has one row"
+    assert check_parity(tiny_model(), padded_rows=False).padded is None

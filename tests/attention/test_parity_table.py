@@ -32,7 +32,8 @@ def test_one_row_for_each_kind_of_layer():
     assert lines[3].split()[:3] == ["full", "1", "cascade"]
     assert lines[4].split()[:4] == ["window", "8", "2", "cascade"]
     assert lines[5].split()[:4] == ["whole", "model", "3", "auto"]
-    assert len(lines) == 6
+    assert lines[6].startswith("  a padded batch differs by ")
+    assert len(lines) == 7
 
 
 def test_layers_with_a_state_have_a_row():
@@ -58,8 +59,8 @@ def test_the_kind_that_is_off_is_named(monkeypatch, broken_kind):
             parameter *= 1.5  # scores that are far enough from zero for their scale to matter
     monkeypatch.setattr("pl_grouprl.attention.patch.check_structure", lambda *args: None)
     report = check_parity(model, random_groups(0, SHAPES), backend="cascade")
-    failed = {line.split("  ")[1] for line in str(report).splitlines() if line.endswith("FAILED")}
-    assert failed == {broken_kind, "whole model"}
+    failed = {line.split("  ")[1].split(" differs")[0] for line in str(report).splitlines() if line.endswith("FAILED")}
+    assert failed == {broken_kind, "whole model", "a padded batch"}
     assert not report.passed
     with pytest.raises(ParityError, match=rf"{broken_kind} .*FAILED"):
         report.raise_if_failed()

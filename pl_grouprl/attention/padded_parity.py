@@ -1,0 +1,104 @@
+"""Is an ordinary padded batch the same inside `shared_prefix`? Log-probabilities and gradients of a few rows compared.
+
+Legend: R rows, C tokens of the longest completion, N response tokens of all rows one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from pl_grouprl.attention.parity_report import PaddedParity
+from pl_grouprl.attention.patch import SharedPrefix, in_force, sharing_paused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pl_grouprl.types import RolloutGroup
+
+_MARGIN = 8
+"""Columns of padding in front of the longest prompt."""
+
+
+class _Rows(NamedTuple):
+    """Prompts padded on the left, completions on the right: columns up to `start` hold prompts."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    start: int
+
+    def logprobs(self, model: PreTrainedModel) -> Tensor:
+        """Of the completions' tokens, shape [N]."""
+        completions_RC = self.input_ids[:, self.start :]
+        logits = model(
+            input_ids=self.input_ids, attention_mask=self.attention_mask, use_cache=False, return_dict=True
+        ).logits[:, self.start - 1 : -1]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+        return wide.gather(-1, completions_RC[..., None])[..., 0][self.attention_mask[:, self.start :].bool()]
+
+
+def padded_parity(
+    model: PreTrainedModel,
+    patch: SharedPrefix,
+    groups: Sequence[RolloutGroup],
+    weights: Sequence[nn.Parameter],
+    longest: int | None = None,
+) -> PaddedParity:
+    """Run one padded batch of all rollouts as it is, and in a `shared_prefix` context, and compare.
+
+    Args:
+        model: A causal language model.
+        patch: A context that is not in force.
+        groups: A few short prompts with their rollouts.
+        weights: Whose gradients are compared.
+        longest: Tokens that a row may have; None is any number.
+    """
+    rows = _pad(groups, longest, model.device)
+
+    def run(context: AbstractContextManager[Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        with context:
+            logprobs_N = rows.logprobs(model)
+            weighed = logprobs_N * torch.linspace(0.5, 1.5, len(logprobs_N), device=logprobs_N.device)
+            return logprobs_N.detach(), torch.autograd.grad(weighed.sum(), weights, allow_unused=True)
+
+    expected_N, expected = run(sharing_paused(model))
+    found_N, found = run(patch)
+    difference_N = (found_N - expected_N).abs()
+    call = (in_force(model) or patch).last_call  # of an outer context, which runs the calls
+    return PaddedParity(
+        difference_N.max().item(),
+        difference_N.mean().item(),
+        relative_difference(expected, found),
+        reason=None if call is None else call.reason,
+    )
+
+
+def relative_difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> float:
+    """Norm of the difference of two lists of gradients over the norm of the first; None counts as zero."""
+    squared_error, squared_norm = 0.0, 0.0
+    for one, other in zip(expected, actual, strict=True):
+        if one is None and other is None:
+            continue
+        a, b = (torch.zeros(()) if grad is None else grad.double() for grad in (one, other))
+        squared_error += (a - b).square().sum().item()
+        squared_norm += a.square().sum().item()
+    return (squared_error / squared_norm) ** 0.5 if squared_norm else squared_error**0.5
+
+
+def _pad(groups: Sequence[RolloutGroup], longest: int | None, device: torch.device) -> _Rows:
+    sequences = [(group.prompt_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
+    start = max(len(prompt) for prompt, _ in sequences)
+    width = max(len(completion) for _, completion in sequences)
+    start += _MARGIN if longest is None else max(min(_MARGIN, longest - start - width), 0)
+
+    def laid_out(prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+        return pad(torch.tensor([*prompt, *completion]), (start - len(prompt), width - len(completion)))
+
+    tokens = torch.stack([laid_out(prompt, completion) for prompt, completion in sequences])
+    mask = torch.stack([laid_out([1] * len(prompt), [1] * len(completion)) for prompt, completion in sequences])
+    return _Rows(tokens.to(device), mask.to(device), start)

@@ -1,0 +1,242 @@
+"""Loading a transformers model so that every weight of it comes from its files, and every weight of the files is in it.
+
+transformers draws a weight that the files lack at random, and leaves out one that the model lacks, with a log line.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.utilities.distributed import derive_seed
+
+OPTION = "allow_mismatched_weights"
+"""What the option is called wherever weights are loaded."""
+
+_CHECKED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_NAMED = 6
+"""How many weights an error names."""
+
+
+@dataclass(frozen=True)
+class WeightMismatch:
+    """Where the weights of a folder and of a model differ, before any value is compared.
+
+    Attributes:
+        missing: Names of weights that the folder lacks.
+        unexpected: Names of weights that the model lacks.
+        misshaped: By name the shape in the folder and in the model.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    misshaped: dict[str, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """All of them."""
+        return {*self.missing, *self.unexpected, *self.misshaped}
+
+    def without(self, patterns: Iterable[str]) -> WeightMismatch:
+        """What is left when names that a glob pattern matches are taken out."""
+        left = {name for name in self.names if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+        return WeightMismatch(
+            tuple(name for name in self.missing if name in left),
+            tuple(name for name in self.unexpected if name in left),
+            {name: shapes for name, shapes in self.misshaped.items() if name in left},
+        )
+
+    def __str__(self) -> str:
+        """Such as `missing from it: a.weight; of another shape: b.weight ([3, 4], and [48, 32] in the model)`."""
+        shapes = [
+            f"{name} ({list(own)}, and {list(model)} in the model)" for name, (own, model) in self.misshaped.items()
+        ]
+        kinds = {
+            "missing from it": sorted(self.missing),
+            "unknown to the model": sorted(self.unexpected),
+            "of another shape": sorted(shapes),
+        }
+        return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+
+
+def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[str] = (), **options: Any) -> Any:
+    """Load a model of transformers, and refuse it unless the files hold its weights, no others, all of them finite.
+
+    `AutoModel` has no head, so that of the files is left out. Weights that transformers itself leaves out of a family's
+    files, or expects to be left over, are no mismatch; nor is the second name of a tied weight.
+
+    Args:
+        auto_class: Name of a class in transformers.
+        location: Folder or hub name.
+        owner: What the location is, for errors: `model path 'x'`.
+        allowed: Glob patterns of names of weights that may be missing, left over or of another shape. The model's are
+            then drawn at random, the same on every rank and in every run.
+        **options: Of `from_pretrained`.
+
+    Raises:
+        OSError: If there is no such folder or hub name.
+        ValueError: If weights are missing, left over, of another shape, not finite or unreadable, or a pattern matches
+            nothing.
+    """
+    import transformers
+
+    with _repeatable(allowed), readable_weights(location, owner):
+        model, found = getattr(transformers, auto_class).from_pretrained(
+            location, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    unexpected = found["unexpected_keys"]
+    if auto_class == "AutoModel":
+        unexpected = {name for name in unexpected if not _belongs_to_a_head(name, model)}
+    misshaped = {name: (own, expected) for name, own, expected in found["mismatched_keys"]}
+    mismatch = WeightMismatch(tuple(found["missing_keys"]), tuple(unexpected), misshaped)
+    check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", allowed)
+    check_finite(model.state_dict(), owner)
+    return model
+
+
+def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str] = (), remedy: str = "") -> None:
+    """Refuse weights that do not fit.
+
+    Args:
+        mismatch: What was found.
+        refusal: Beginning of the error.
+        allowed: Glob patterns of names that may differ.
+        remedy: What to do instead of the default: to choose a folder that fits, or to allow the names.
+
+    Raises:
+        ValueError: With their names; or with a pattern that matches none.
+    """
+    unused = [pattern for pattern in allowed if not any(fnmatchcase(name, pattern) for name in mismatch.names)]
+    if unused:
+        raise ValueError(
+            f"{OPTION} has {unused[0]!r}, which matches no weight that is missing, unknown or of another shape "
+            f"(those are {_listed(sorted(mismatch.names))}); leave it out."
+        )
+    left = mismatch.without(allowed)
+    if left.names:
+        remedy = remedy or (
+            f"Use weights that belong to its config.json, or name in {OPTION} (glob patterns) those that may be drawn "
+            "at random or left out."
+        )
+        raise ValueError(f"{refusal}: {len(left.names)} of its weights differ: {left}. {remedy}")
+
+
+@torch.no_grad()
+def check_finite(weights: dict[str, Tensor], owner: str) -> None:
+    """Refuse weights with NaN or infinity in them.
+
+    Raises:
+        ValueError: With their names, and the dtype in which they were loaded.
+    """
+    broken = {name: weight for name, weight in weights.items() if not _is_finite(weight)}
+    if broken:
+        dtype = next(iter(broken.values())).dtype
+        raise ValueError(
+            f"{owner} has NaN or infinity in {len(broken)} of its weights, as loaded in {dtype}: "
+            f"{_listed(sorted(broken))}. Use weights from before they became so, or a dtype with their range."
+        )
+
+
+def check_patterns(patterns: Any, owner: str) -> None:
+    """Refuse what is no sequence of glob patterns.
+
+    Raises:
+        ValueError: With the value.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(f"{owner}.{OPTION} is {patterns!r}; pass a list of names of weights or of glob patterns.")
+
+
+@contextmanager
+def readable_weights(location: str, owner: str) -> Iterator[None]:
+    """Name the file where reading a folder's weights fails.
+
+    Raises:
+        ValueError: With the file, where it can be told, and the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        conversions = _conversion_errors(error)
+        file = _damaged_file(Path(location)) if isinstance(error, (OSError, RuntimeError, *_unreadable())) else None
+        absent = isinstance(error, FileNotFoundError) and Path(location).is_dir()
+        if not (conversions or file or absent or isinstance(error, _unreadable())):
+            raise
+        cause = "; ".join(conversions) or " ".join(str(error).split())
+        place, kind = file or location, type(error).__name__
+        raise ValueError(f"{owner} cannot be loaded: {place}: {cause:.500} ({kind}). Copy or save it again.") from error
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """Errors that say of themselves that a file is damaged."""
+    from safetensors import SafetensorError
+
+    return SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    """The first file of weights, or JSON file, that cannot be opened, or None."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return file
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, OSError):
+            return file
+    return next((file for file in sorted(folder.glob("*.bin")) if not zipfile.is_zipfile(file)), None)
+
+
+def _conversion_errors(error: BaseException) -> list[str]:
+    """Weights that could not be put into the model's form: transformers names them in a log line, not in its error."""
+    trace = error.__traceback__
+    while trace is not None:
+        report = getattr(trace.tb_frame.f_locals.get("loading_info"), "conversion_errors", None)
+        if report:
+            return [f"{name}: {' '.join(str(cause).split()):.200}" for name, cause in sorted(report.items())]
+        trace = trace.tb_next
+    return []
+
+
+def _belongs_to_a_head(name: str, model: Any) -> bool:
+    """Whether a left-over weight is outside of what `AutoModel` loads: its first part is none of the model's."""
+    own = {model.base_model_prefix, *(child for child, _ in model.named_children())}
+    return name.partition(".")[0] not in own
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """In one pass, without a copy: the smallest and the largest value are NaN where one of them is."""
+    if weight.dtype not in _CHECKED_DTYPES or weight.is_meta or not weight.numel():
+        return True
+    return all(bool(torch.isfinite(value)) for value in torch.aminmax(weight))
+
+
+@contextmanager
+def _repeatable(allowed: Sequence[str]) -> Iterator[None]:
+    """Draw allowed weights by a seed of their own, and leave the global random numbers alone."""
+    if not allowed:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed("new weights", 0))
+        yield
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (", ".join(names[:_NAMED]) or "none") + more

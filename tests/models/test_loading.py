@@ -1,0 +1,343 @@
+"""Weights that are missing, left over, of another shape, not finite or unreadable are errors wherever models load."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_models import random_groups, tiny_model
+from helpers.tiny_vision import tiny_vision_model
+from safetensors.torch import load_file, save_file
+
+from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.models.critic_sources import PretrainedCritic
+from pl_grouprl.models.policy import PretrainedPolicy
+from pl_grouprl.models.warm_start import WarmStartedPolicy
+from pl_grouprl.rewards import ModelReward
+from pl_grouprl.rewards.base import RewardConfigurationError
+
+ROOT = Path(__file__).resolve().parents[2]
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def change(folder, edit, file="model.safetensors"):
+    """Take out, add or replace tensors of a saved model."""
+    path = Path(folder) / file
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def edit_config(folder, **fields):
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def without(name):
+    return lambda weights: weights.pop(name)
+
+
+def replaced(name, tensor):
+    return lambda weights: weights.update({name: tensor})
+
+
+def with_nan(name):
+    return lambda weights: weights[name].flatten()[5:6].fill_(math.nan)
+
+
+def classifier(**options):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = tiny_model("llama").config.to_dict() | {"num_labels": 1} | options
+    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**config))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "model"
+    tiny_model("llama").save_pretrained(path)
+    return str(path)
+
+
+CASES = {
+    "missing": (
+        without(UP),
+        rf"1 of its weights differ: missing from it: {UP}\. Use weights that belong to its config",
+    ),
+    "missing head": (without("lm_head.weight"), r"missing from it: lm_head.weight"),
+    "left over": (
+        replaced("model.layers.2.mlp.up_proj.weight", torch.zeros(48, 32)),
+        r"unknown to the model: model.layers.2.mlp.up_proj.weight",
+    ),
+    "of another shape": (
+        replaced(UP, torch.zeros(40, 32)),
+        rf"of another shape: {UP} \(\[40, 32\], and \[48, 32\] in the model\)",
+    ),
+    "not finite": (with_nan(UP), rf"has NaN or infinity in 1 of its weights, as loaded in torch.float32: {UP}"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_policy_whose_weights_do_not_fit_is_refused(folder, case):
+    edit, message = CASES[case]
+    change(folder, edit)
+    with pytest.raises(ValueError, match=message) as caught:
+        PretrainedPolicy(folder).load()
+    assert f"model path {folder!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("own", ["llama", "qwen3"])
+def test_weights_of_another_architecture_are_refused(tmp_path, own):
+    other = {"llama": "qwen3", "qwen3": "llama"}[own]
+    tiny_model(own).save_pretrained(tmp_path)
+    edit_config(tmp_path, model_type=other, architectures=[type(tiny_model(other)).__name__])
+    kind = "unknown to the model" if own == "qwen3" else "missing from it"
+    with pytest.raises(ValueError, match=rf"does not fit \w+: 4 of its weights differ: {kind}: .*k_norm.weight"):
+        PretrainedPolicy(str(tmp_path)).load()
+
+
+def test_a_config_with_other_sizes_is_refused(folder):
+    edit_config(folder, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"9 of its weights differ: unknown to the model: model.layers.1.* and 3 more"):
+        PretrainedPolicy(folder).load()
+    edit_config(folder, num_hidden_layers=2, vocab_size=70)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight \(\[61, 32\], and \[70, 32\] in the model\)"):
+        PretrainedPolicy(folder).load()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma2", "opt"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_whole_folders_load_as_before(tmp_path, family, tied):
+    """Tied weights have one name in the file, experts are stored one by one, buffers not at all."""
+    saved = tiny_model(family, tie_word_embeddings=tied, **({"word_embed_proj_dim": 32} if family == "opt" else {}))
+    saved.save_pretrained(tmp_path, max_shard_size="20KB")
+    loaded = PretrainedPolicy(str(tmp_path)).load()
+    assert all(torch.equal(*pair) for pair in zip(saved.parameters(), loaded.parameters(), strict=True))
+
+
+def test_experts(tmp_path):
+    """transformers puts them together, and says what went wrong in a log line alone."""
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    for number, (edit, message) in enumerate(
+        [
+            (without(name), r"of another shape: model.layers.0.mlp.experts.down_proj \(\[3, 32, 16\]"),
+            (replaced(name, torch.zeros(3, 5)), r"cannot be loaded: .*model.layers.0.mlp.experts.down_proj"),
+        ]
+    ):
+        path = tmp_path / str(number)
+        tiny_model("qwen3_moe").save_pretrained(path)
+        change(path, edit)
+        with pytest.raises(ValueError, match=message):
+            PretrainedPolicy(str(path)).load()
+
+
+def test_a_vision_tower(tmp_path):
+    tiny_vision_model("qwen3_vl").save_pretrained(tmp_path)
+    PretrainedPolicy(str(tmp_path)).load()
+    name = next(key for key in load_file(tmp_path / "model.safetensors") if "visual" in key)
+    change(tmp_path, without(name))
+    with pytest.raises(ValueError, match=rf"missing from it: {name}"):
+        PretrainedPolicy(str(tmp_path)).load()
+
+
+def test_listed_weights_may_differ_and_are_the_same_in_every_run(folder):
+    change(folder, without("lm_head.weight"))
+    change(folder, replaced("extra.weight", torch.zeros(2)))
+    policy = PretrainedPolicy(folder, allow_mismatched_weights=("lm_head.weight", "extra.*"))
+    torch.manual_seed(0)
+    expected_next = torch.rand(2)
+    heads = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        heads.append(policy.load().lm_head.weight)
+        if not seed:
+            assert torch.equal(torch.rand(2), expected_next)  # global random numbers are left alone
+    assert torch.equal(*heads)
+    assert heads[0].std() > 0
+    with pytest.raises(ValueError, match=r"differ: unknown to the model: extra.weight\."):
+        PretrainedPolicy(folder, allow_mismatched_weights=("lm_head.weight",)).load()
+
+
+def test_a_pattern_that_matches_nothing_is_refused(folder):
+    message = r"allow_mismatched_weights has 'lm_hed\*', which matches no weight .* \(those are none\); leave it out"
+    with pytest.raises(ValueError, match=message):
+        PretrainedPolicy(folder, allow_mismatched_weights=("lm_hed*",)).load()
+    with pytest.raises(ValueError, match=r"PretrainedPolicy.allow_mismatched_weights is 'lm_head'; pass a list of"):
+        PretrainedPolicy(folder, allow_mismatched_weights="lm_head")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other bytes"])
+def test_a_damaged_file_is_named(folder, damage):
+    path = Path(folder) / "model.safetensors"
+    if damage == "cut":
+        cut(path)
+    else:
+        path.write_bytes(b"" if damage == "empty" else b"x" * 1000)
+    with pytest.raises(ValueError, match=rf"cannot be loaded: {path}: .*SafetensorError.*Copy or save it again"):
+        PretrainedPolicy(folder).load()
+
+
+def test_shards_and_their_index(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    kept = shards[1].read_bytes()
+    cut(shards[1])
+    with pytest.raises(ValueError, match=rf"cannot be loaded: {shards[1]}: "):
+        PretrainedPolicy(str(tmp_path)).load()
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=rf"cannot be loaded: .*{shards[1].name}"):
+        PretrainedPolicy(str(tmp_path)).load()
+    shards[1].write_bytes(kept)
+    name = next(iter(load_file(shards[1])))
+    change(tmp_path, lambda weights: weights.update({"x": weights.pop(name)}), shards[1].name)
+    with pytest.raises(ValueError, match=rf"missing from it: {name}; unknown to the model: x"):
+        PretrainedPolicy(str(tmp_path)).load()
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*model.safetensors.index.json: .*JSONDecodeError"):
+        PretrainedPolicy(str(tmp_path)).load()
+
+
+def test_a_damaged_pickle_file_is_named(folder):
+    weights = load_file(Path(folder) / "model.safetensors")
+    (Path(folder) / "model.safetensors").unlink()
+    path = Path(folder) / "pytorch_model.bin"
+    torch.save(weights, path)
+    PretrainedPolicy(folder).load()
+    cut(path)
+    with pytest.raises(ValueError, match=rf"cannot be loaded: {path}: "):
+        PretrainedPolicy(folder).load()
+
+
+def test_weights_that_the_dtype_cannot_hold(folder):
+    change(folder, replaced(UP, torch.full((48, 32), 1e6)))
+    PretrainedPolicy(folder, dtype="bfloat16").load()
+    with pytest.raises(
+        ValueError,
+        match=rf"NaN or infinity in 1 of its weights, as loaded in torch.float16: {UP}.*a dtype with their range",
+    ):
+        PretrainedPolicy(folder, dtype="float16").load()
+
+
+def test_critics(tmp_path, folder):
+    """The head of a language model is left out and a value head is new; a classifier's head must be there."""
+    policy = tiny_model("llama")
+    PretrainedCritic(folder).load(policy)
+    base = tmp_path / "base"
+    policy.model.save_pretrained(base)
+    PretrainedCritic(str(base)).load(policy)
+    change(base, replaced("layers.2.mlp.up_proj.weight", torch.zeros(48, 32)))
+    with pytest.raises(ValueError, match=r"does not fit LlamaModel: .*unknown to the model: layers.2.mlp"):
+        PretrainedCritic(str(base)).load(policy)
+    change(folder, replaced("model.layers.2.mlp.up_proj.weight", torch.zeros(48, 32)))
+    with pytest.raises(ValueError, match=r"unknown to the model: model.layers.2.mlp.up_proj.weight\."):
+        PretrainedCritic(folder).load(policy)
+    PretrainedCritic(folder, allow_mismatched_weights=("model.layers.2.*",)).load(policy)
+    scored = tmp_path / "scored"
+    classifier().save_pretrained(scored)
+    PretrainedCritic(str(scored)).load(policy)
+    change(scored, without("score.weight"))
+    with pytest.raises(ValueError, match=r"missing from it: score.weight"):
+        PretrainedCritic(str(scored)).load(policy)
+
+
+def test_reward_models_without_a_score(tmp_path):
+    classifier().save_pretrained(tmp_path)
+    change(tmp_path, without("score.weight"))
+    with pytest.raises(RewardConfigurationError, match=r"ModelReward\('.*'\): .*missing from it: score.weight"):
+        ModelReward(str(tmp_path)).set_up()
+    ModelReward(str(tmp_path), allow_mismatched_weights=["score.*"]).set_up()
+    with pytest.raises(ValueError, match=r"ModelReward.allow_mismatched_weights is 'score'; pass a list of names"):
+        ModelReward(str(tmp_path), allow_mismatched_weights="score")
+    tiny_model("llama").save_pretrained(tmp_path / "other")
+    edit_config(tmp_path / "other", architectures=["LlamaForSequenceClassification"], num_labels=1)
+    with pytest.raises(RewardConfigurationError, match=r"missing from it: score.weight; unknown to the model: lm_head"):
+        ModelReward(str(tmp_path / "other")).set_up()
+
+
+def test_a_policy_is_not_made_of_a_reward_model(tmp_path):
+    classifier().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing from it: lm_head.weight; unknown to the model: score.weight"):
+        PretrainedPolicy(str(tmp_path)).load()
+
+
+@pytest.fixture
+def adapter(tmp_path, folder):
+    pytest.importorskip("peft")
+    path = tmp_path / "adapter"
+    PretrainedPolicy(folder, adapter=LoRAAdapter(r=4)).load().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda weights, name: weights.pop(name), r"differ: missing from it: {name}"),
+        (lambda weights, name: weights.update(x=torch.zeros(2)), r"differ: unknown to the model: x"),
+        (lambda weights, name: weights.update({name: torch.zeros(5, 32)}), r"{name} \(\[5, 32\], and \[4, 32\] in the"),
+        (lambda weights, name: weights[name].fill_(math.inf), r"has NaN or infinity in 1 of its weights.*{name}"),
+    ],
+    ids=["missing", "left over", "of another shape", "not finite"],
+)
+def test_adapters(folder, adapter, edit, message):
+    PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
+    file = "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.mlp.gate_proj.lora_A.weight"
+    change(adapter, lambda weights: edit(weights, name), file)
+    message = message.format(name=name.removeprefix("base_model.model."))
+    with pytest.raises(ValueError, match=rf"the adapter of path '{adapter}' .*{message}"):
+        PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
+
+
+def test_damaged_adapters(folder, adapter):
+    cut(adapter / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"cannot be loaded: {adapter}/adapter_model.safetensors: "):
+        PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"the adapter of path '{adapter}' cannot be loaded: .*JSONDecodeError"):
+        PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
+
+
+def test_the_cache_of_a_warm_start(tmp_path):
+    from pl_grouprl.data import MostFrequentDigit
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    source = WarmStartedPolicy(
+        MostFrequentDigit(prompt_length=8), {"model_type": "llama", **sizes}, steps=0, cache_dir=str(tmp_path)
+    )
+    source.load()
+    change(source.folder, without(UP))
+    message = rf"the cached policy '{source.folder}' \(remove the folder and it is made again\) does not fit .*{UP}"
+    with pytest.raises(ValueError, match=message):
+        source.load()
+    shutil.rmtree(source.folder)
+    source.load()
+
+
+def test_the_command_line_exits_with_the_names(folder):
+    """`parity`, which passed with random weights, on a folder without one of its weights."""
+    change(folder, without(UP))
+    command = [sys.executable, str(ROOT / "cli.py"), "parity", "--model", folder]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert ended.returncode == 1
+    assert f"missing from it: {UP}" in ended.stderr
+    assert "passed" not in ended.stdout
+
+
+def test_rollouts_of_a_policy_that_loads(folder):
+    """And nothing else about a good folder has changed: it scores what the saved model scores."""
+    from pl_grouprl.models.score import rollout_logprobs
+
+    groups = random_groups(0, [(9, [4, 6])])
+    expected, found = (
+        rollout_logprobs(model, groups, sharing="repeated")
+        for model in (tiny_model("llama"), PretrainedPolicy(folder).load())
+    )
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
