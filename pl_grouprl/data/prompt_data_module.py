@@ -212,6 +212,11 @@ class PromptDataModule(LightningDataModule):
     def _eval_loader(self, split: str) -> EvalPromptLoader:
         return EvalPromptLoader(self.prompts[split], batch_size=self.val_batch_size, **self._ranks())
 
+    @property
+    def num_train_batches(self) -> int:
+        """Batches of an epoch, each counted as often as it comes."""
+        return len(self._loader())
+
     def _loader(self) -> TrainPromptLoader:
         """The loader that training reads; one at the start of the data outside a run."""
         return self._train_loader or self.train_dataloader()

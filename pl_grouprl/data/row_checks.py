@@ -22,8 +22,7 @@ def check_values(values: Any, where: str) -> None:
     """
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"{where}: a row must be an object with columns, not {type(values).__name__}; "
-            'write {"prompt": ..., ...}.'
+            f'{where}: a row must be an object with columns, not {type(values).__name__}; write {{"prompt": ..., ...}}.'
         )
     for name, value in values.items():
         if not isinstance(name, str):
