@@ -44,17 +44,28 @@ def check_prompts(
     """
     new_tokens = sampling.max_new_tokens if getattr(engine, "reserves_max_new_tokens", False) else 1
     for name, limit in (limits | _engine_limit(engine)).items():
-        room = limit - new_tokens
-        longer = [prompt for prompt in prompts if prompt.num_tokens > room]
-        if longer:
-            remedy = f"set data.max_prompt_length={room} (overlong_prompts says whether to drop or truncate), or "
-            raise ValueError(
-                f"{longer[0].where or split}: the prompt has {longer[0].num_tokens} tokens, which with {new_tokens} new "
-                f"ones (max_new_tokens={sampling.max_new_tokens}) exceeds the model's {name}={limit}, as {len(longer)} "
-                f"of {len(prompts)} prompts of `{split}` do (the longest has {max(prompt.num_tokens for prompt in longer)}); "
-                f"{remedy if room > 0 else ''}lower sampling.max_new_tokens."
-            )
-    for prompt in prompts if vocab_size is not None else ():
+        reason = f"with {new_tokens} new ones exceeds the model's {name}={limit}"
+        _refuse_longer(prompts, split, limit - new_tokens, reason)
+    if vocab_size is not None:
+        _refuse_unknown_tokens(prompts, split, vocab_size)
+
+
+def _refuse_longer(prompts: Sequence[Prompt], split: str, room: int, reason: str) -> None:
+    longer = [prompt for prompt in prompts if prompt.num_tokens > room]
+    if not longer:
+        return
+    longest = max(prompt.num_tokens for prompt in longer)
+    remedy = "lower sampling.max_new_tokens"
+    if room > 0:
+        remedy = f"set data.max_prompt_length={room} (overlong_prompts: drop or truncate), or {remedy}"
+    raise ValueError(
+        f"{longer[0].where or split}: the prompt has {longer[0].num_tokens} tokens, which {reason}, as {len(longer)} "
+        f"of {len(prompts)} prompts of `{split}` do (the longest has {longest}); {remedy}."
+    )
+
+
+def _refuse_unknown_tokens(prompts: Sequence[Prompt], split: str, vocab_size: int) -> None:
+    for prompt in prompts:
         if max(prompt.token_ids) >= vocab_size:
             raise ValueError(
                 f"{prompt.where or split}: the prompt holds the token id {max(prompt.token_ids)}, but the model has "

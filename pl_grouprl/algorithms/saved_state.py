@@ -137,8 +137,8 @@ class SavedStateModule(pl.LightningModule):
         """Let a resumed run go on: with the next epoch, where one was complete, its data, and its random numbers.
 
         Lightning forgets the position in the data where a schedule has asked for the number of steps, which sets up the
-        loader before its state is known, and where an epoch was complete. Random numbers are set last, because what makes the run ready draws some too;
-        on the ranks that there were.
+        loader before its state is known, and where an epoch was complete. Random numbers are set last, because what
+        makes the run ready draws some too; on the ranks that there were.
         """
         loop = self.trainer.fit_loop
         states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []

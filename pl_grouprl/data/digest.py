@@ -40,9 +40,9 @@ def plain(value: Any) -> Any:
 
 def _encode(value: Any) -> str:
     try:
-        return json.dumps(value, sort_keys=True, default=_describe)
+        return _ENCODER.encode(value)
     except TypeError:  # names that are no strings, or cannot be sorted
-        return json.dumps(_with_text_names(value), sort_keys=True, default=_describe)
+        return _ENCODER.encode(_with_text_names(value))
 
 
 def _with_text_names(value: Any) -> Any:
@@ -63,3 +63,6 @@ def _describe(value: Any) -> Any:
     if type(value).__module__ in ("datetime", "decimal", "uuid", "pathlib", "fractions"):
         return [kind, str(value)]
     return [kind, *(str(getattr(value, name, "")) for name in ("size", "mode", "filename"))]
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, default=_describe)

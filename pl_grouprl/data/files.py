@@ -74,9 +74,9 @@ def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
         yield from _array_rows(text, file)
         return
     # Split at line feeds only: str.splitlines would also split at separators that JSON strings may contain.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield f"{file}, line {number}", _parse(line, 0, f"{file}, line {number}", ends=True)[0]
+    for number, written in enumerate(text.split("\n"), start=1):
+        if written.strip():
+            yield f"{file}, line {number}", _parse(written, 0, f"{file}, line {number}", ends=True)[0]
 
 
 def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:

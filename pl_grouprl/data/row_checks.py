@@ -75,16 +75,15 @@ def shorten(value: Any, length: int = 80) -> str:
 
 def _broken_text(value: Any) -> str | None:
     """The first code point of a value that UTF-8 cannot express."""
-    found = [value]
+    found, seen = [value], set()  # a row in memory may hold itself
     while found:
         value = found.pop()
         if isinstance(value, str):
             if not value.isascii() and (broken := _surrogate(value)):
                 return broken
-        elif isinstance(value, Mapping):
-            found += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple)):
-            found += value
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            found += [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
     return None
 
 
