@@ -15,7 +15,8 @@ def limits_of_source(source: PolicySource) -> dict[str, int]:
     if load_config is not None:
         limit = getattr(load_config().get_text_config(decoder=True), "max_position_embeddings", None)
     else:
-        limit = getattr(source, "architecture", {}).get("max_position_embeddings")
+        architecture = getattr(source, "architecture", None)
+        limit = architecture.get("max_position_embeddings") if isinstance(architecture, dict) else None
     return {} if limit is None else {"max_position_embeddings": int(limit)}
 
 
