@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
     for split in SPLITS:
         read = read_rows(options.input, split)
         rows = convert_rows(read, split)
+        if not rows:
+            raise SystemExit(f"{split}: none of {len(read)} rows has a number as answer; nothing is written.")
         write_rows(rows, options.output / f"{split}.parquet")
         print(f"{options.output / f'{split}.parquet'}: {len(rows)} of {len(read)} rows, those with a number as answer")
 

@@ -31,6 +31,7 @@ class Prompt:
         columns: Every other column of the row; reward functions receive them.
         data_source: Name under which validation metrics are reported.
         media: What a processor made of the prompt's images and videos beside the tokens; see `Media`. Empty for text.
+        where: The file and line, or the row, that it was read from, for error messages; empty where that is not known.
     """
 
     token_ids: list[int]
@@ -38,6 +39,12 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     data_source: str = "default"
     media: Media = field(default_factory=dict)
+    where: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens as the model reads them; with images and videos that were not processed yet, at least as many."""
+        return len(self.token_ids)
 
     def open(self) -> Prompt:
         """The prompt as the model reads it: itself, unless its images and videos have still to be processed."""

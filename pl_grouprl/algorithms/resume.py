@@ -13,7 +13,7 @@ from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.options import differing_options
 
 
-def set_right_progress(checkpoint: dict[str, Any]) -> bool:
+def set_right_progress(checkpoint: dict[str, Any], num_batches: int | None = None) -> bool:
     """Let the counters of a checkpoint say where the run stood, at whatever moment of its loops it was saved.
 
     Lightning counts an epoch as done before it saves the last checkpoint of a run, also where the run only stopped in
@@ -22,6 +22,8 @@ def set_right_progress(checkpoint: dict[str, Any]) -> bool:
 
     Args:
         checkpoint: What Lightning has loaded and is about to restore; changed in place.
+        num_batches: Batches of an epoch now, where that is known. An epoch that has had as many is complete, though it
+            was longer then.
 
     Returns:
         Whether an epoch was complete, so that the next one begins.
@@ -30,7 +32,8 @@ def set_right_progress(checkpoint: dict[str, Any]) -> bool:
     if loop is None:
         return False
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
-    at_end = bool(batches["is_last_batch"])
+    too_many = num_batches is not None and batches["current"]["ready"] >= num_batches
+    at_end = batches["is_last_batch"] = bool(batches["is_last_batch"] or too_many)
     for counts in (epochs["current"], epochs["total"]):
         if at_end:
             counts["ready"] = counts["processed"] = counts["completed"] = counts["started"]

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from pl_grouprl.algorithms.evaluation import evaluation_metrics
 from pl_grouprl.algorithms.metrics import Record, summarize
 from pl_grouprl.algorithms.policy_module import PolicyModule, evaluating
+from pl_grouprl.algorithms.prompt_checks import check_prompts, limits_of_source
 from pl_grouprl.algorithms.sampler_check import SamplerCheck
 from pl_grouprl.algorithms.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.data.loaders import PromptBatch
@@ -28,6 +29,7 @@ from pl_grouprl.rewards import (
 )
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
@@ -119,14 +121,37 @@ class SamplingModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Refuse prompts that lack what a reward function needs, before anything is loaded."""
         super().setup(stage)
-        prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts", {})
-        for split in _SPLITS_OF_STAGE.get(stage, ()):
-            check_columns(prompts.get(split, ()), self.rewards, split)
+        for split, prompts in self._prompts_of(stage).items():
+            check_columns(prompts, self.rewards, split)
+        self._check_prompts(stage, limits_of_source(self.policy_source))
         self._weight_sync.forget()  # a former run's sampler may be gone
         self._sampler_check.forget()
         self._end_workers()  # of a run that an exception has ended
         if self.reward_workers:
             self._workers = RewardWorkers(prepare_rewards(self.rewards), self.reward_workers, self.reward_timeout)
+
+    def configure_model(self) -> None:
+        """Load the models, and refuse prompts that they cannot take, which only the models themselves may know."""
+        super().configure_model()
+        if self._trainer is not None and self.trainer.state.fn is not None:
+            self._check_prompts(self.trainer.state.fn.value, length_limits(self.policy), vocabulary(self.policy))
+
+    def on_train_epoch_start(self) -> None:
+        """Log how many prompts were dropped and truncated."""
+        super().on_train_epoch_start()
+        metrics = getattr(getattr(self.trainer, "datamodule", None), "metrics", None)
+        if metrics is not None:
+            self.log_dict(metrics(), batch_size=1, sync_dist=True)
+
+    def _prompts_of(self, stage: str) -> dict[str, Sequence[Prompt]]:
+        """The prompts that a stage uses, by split, where the data module has them."""
+        prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts", {})
+        return {split: prompts[split] for split in _SPLITS_OF_STAGE.get(stage, ()) if split in prompts}
+
+    def _check_prompts(self, stage: str, limits: dict[str, int], vocab_size: int | None = None) -> None:
+        for split, prompts in self._prompts_of(stage).items():
+            sampling = self.sampling if split == "train" else self.val_sampling
+            check_prompts(prompts, split, sampling, self.engine, limits, vocab_size)
 
     def load_models(self) -> None:
         """Load the policy, and refuse an engine that cannot be given its weights."""

@@ -118,7 +118,8 @@ class SavedStateModule(pl.LightningModule):
         Raises:
             ValueError: If a part refuses its state.
         """
-        self._begins_epoch = set_right_progress(checkpoint)
+        datamodule = getattr(self._trainer, "datamodule", None) if self.is_resumed else None
+        self._begins_epoch = set_right_progress(checkpoint, getattr(datamodule, "num_train_batches", None))
         state = checkpoint.get(KEY, {})
         for name, part in self.saved_state().items():
             if name in state:
@@ -135,12 +136,14 @@ class SavedStateModule(pl.LightningModule):
     def on_train_start(self) -> None:
         """Let a resumed run go on: with the next epoch, where one was complete, its data, and its random numbers.
 
-        Lightning forgets the position in the data where a schedule has asked for the number of steps: that sets up the
-        loader before its state is known. Random numbers are set last, because what makes the run ready draws some too;
-        on the ranks that there were.
+        Lightning forgets the position in the data where a schedule has asked for the number of steps, which sets up the
+        loader before its state is known, and where an epoch was complete. Random numbers are set last, because what
+        makes the run ready draws some too; on the ranks that there were.
         """
         loop = self.trainer.fit_loop
-        loop._load_combined_loader_states()  # in time for a loader that reads nothing before the first batch
+        states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+        if states and loop._combined_loader is not None:
+            loop._combined_loader._load_state_dicts(states)  # in time: nothing is read before the first batch
         if self._begins_epoch:
             loop.epoch_loop.restarting = False
             self._begins_epoch = False

@@ -148,6 +148,7 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
                 f"  {name:<19} first {values['first']:.3f}, last {values['last']:.3f}, "
                 f"lowest over the last quarter {values['min_last_quarter']:.3f}"
             )
+    lines += _prompt_lines(statistics)
     for name, label, form in (
         ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),
         ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
@@ -163,3 +164,17 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
     if folder is not None:
         lines.append(f"  run folder          {folder}")
     return "\n".join(lines)
+
+
+def _prompt_lines(statistics: Statistics) -> list[str]:
+    """Prompts that were not used as they are; nothing where all were."""
+    lines = []
+    for split, prefix in (("training", "data/"), ("validation", "data/val_")):
+        dropped, truncated = (
+            statistics.get(f"{prefix}{what}_prompts", {"last": 0.0})["last"] for what in ("dropped", "truncated")
+        )
+        if dropped or truncated:
+            lines.append(
+                f"  {split} prompts".ljust(22) + f"{dropped:.0f} dropped, {truncated:.0f} truncated (too long)"
+            )
+    return lines

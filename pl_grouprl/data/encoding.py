@@ -1,11 +1,11 @@
-"""From a row to a `Prompt`: finds the prompt among the columns, tokenizes it, keeps to the length limit."""
+"""From a row to a `Prompt`: finds the prompt among the columns and tokenizes it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pl_grouprl.data.media_places import (
     check_contents,
@@ -16,10 +16,9 @@ from pl_grouprl.data.media_places import (
     without_empty_keys,
 )
 from pl_grouprl.data.media_prompts import MediaPrompt, check_media, check_processor_options, count_media
+from pl_grouprl.data.row_checks import check_columns_of, shorten
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.types import Messages, Prompt
-
-OverlongPrompts = Literal["drop", "truncate", "error"]
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ class EncodingOptions:
     """How rows become prompts; the fields are documented at `PromptDataModule`."""
 
     prompt_column: str = "prompt"
-    max_prompt_length: int | None = None
-    overlong_prompts: OverlongPrompts = "drop"
     add_special_tokens: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     image_column: str = "images"
@@ -45,22 +42,11 @@ class EncodingOptions:
                 columns[kind] = kind
         return columns
 
-    def __post_init__(self) -> None:
-        if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise ValueError(
-                f"max_prompt_length is {self.max_prompt_length}; it must be at least 1, or None for no limit."
-            )
-        if self.overlong_prompts not in ("drop", "truncate", "error"):
-            raise ValueError(
-                f"overlong_prompts is {self.overlong_prompts!r}; it must be 'drop', 'truncate' or 'error'."
-            )
-
 
 def encode_rows(
     rows: Sequence[SourceRow],
     tokenizer: Any,
     options: EncodingOptions,
-    split: str,
     load_processor: Callable[[], Any] | None = None,
     reads_media: bool = False,
 ) -> list[Prompt]:
@@ -70,18 +56,16 @@ def encode_rows(
         rows: The prompt column holds a string, which is tokenized as it is, or messages, which go through the
             tokenizer's chat template. All other columns are kept for reward functions.
         tokenizer: A transformers tokenizer.
-        options: Column name, length limit, tokenizer and template options.
-        split: Names the data in messages.
+        options: Column names, tokenizer and template options.
         load_processor: Returns a transformers processor; called if a row has images or videos, or `reads_media`.
         reads_media: Whether the model reads images or videos: text is then searched for tags and tokens of them.
 
     Returns:
-        The prompts in the order of the rows, without those dropped for their length. Images and videos are processed
-        when a prompt is opened; to know its length under a limit they are processed once here, and not kept.
+        A prompt for each row, of whatever length. Images and videos are processed when a prompt is opened.
 
     Raises:
-        ValueError: If a row lacks the prompt, the prompt is malformed or has no tokens, or is too long and the policy
-            says `error`; if images or videos cannot be read or placed; if none is left. The row is named.
+        ValueError: If a row lacks the prompt, the prompt is malformed or has no tokens, or if images or videos cannot
+            be read or placed. The row is named.
     """
     read = [_read_prompt(row, options) for row in rows]
     made: dict[int, Prompt] = {}
@@ -97,7 +81,7 @@ def encode_rows(
             raise ValueError(
                 f"{row.where}: the prompt has no tokens; remove the row or fill its {options.prompt_column!r}."
             )
-    return _limit_length(prompts, [row.where for row in rows], options, split)
+    return prompts
 
 
 def _text_prompts(
@@ -152,7 +136,8 @@ def _media_prompts(
 
 def _other_columns(row: SourceRow, options: EncodingOptions) -> dict[str, Any]:
     columns = {name: value for name, value in row.values.items() if name != options.prompt_column}
-    return {"columns": columns, "data_source": str(row.values.get("data_source") or "default")}
+    source = str(row.values.get("data_source") or "default")
+    return {"columns": columns, "data_source": source, "where": row.where}
 
 
 def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: EncodingOptions) -> Any:
@@ -194,16 +179,19 @@ def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions
 
 def _read_prompt(row: SourceRow, options: EncodingOptions) -> str | Messages:
     (where, values), column = row, options.prompt_column
-    if values.get(column) is None:
+    if column not in values:
         raise ValueError(
             f"{where}: no column {column!r}; the row has {sorted(values)}. Name the right one with prompt_column."
         )
+    check_columns_of(values, column, where)
+    if values[column] is None:
+        raise ValueError(f"{where}: column {column!r} is null; write the prompt, or remove the row.")
     prompt = values[column]
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Sequence) or not prompt or not all(_is_message(message) for message in prompt):
         raise ValueError(
-            f"{where}: column {column!r} is {_shorten(prompt)}; it must be a string or a list of messages, each with "
+            f"{where}: column {column!r} is {shorten(prompt)}; it must be a string or a list of messages, each with "
             "'role' and 'content'."
         )
     messages = [dict(message) for message in prompt]
@@ -253,42 +241,3 @@ def _render(messages: Any, where: str, template: Any, options: EncodingOptions) 
         )
     except Exception as error:  # templates are small programs that raise errors of their own
         raise ValueError(f"{where}: the chat template refused the messages ({error}); correct the row.") from error
-
-
-def _limit_length(prompts: list[Prompt], wheres: Sequence[str], options: EncodingOptions, split: str) -> list[Prompt]:
-    """Apply the length policy; the prompts that are kept."""
-    limit = options.max_prompt_length
-    if limit is None:
-        return prompts
-    lengths = [len(prompt.open().token_ids) for prompt in prompts]
-    overlong = [index for index, length in enumerate(lengths) if length > limit]
-    if not overlong:
-        return prompts
-    count = f"{len(overlong)} of {len(prompts)} prompts"
-    uncut = [index for index in overlong if isinstance(prompts[index], MediaPrompt)]
-    if options.overlong_prompts == "error" or (options.overlong_prompts == "truncate" and uncut):
-        first = overlong[0] if options.overlong_prompts == "error" else uncut[0]
-        remedy = "set overlong_prompts to 'drop'" + (" (images are not cut)" if uncut else " or 'truncate'")
-        raise ValueError(
-            f"{wheres[first]}: the prompt has {lengths[first]} tokens, more than max_prompt_length={limit} "
-            f"({count} have); raise the limit, or {remedy}."
-        )
-    if options.overlong_prompts == "truncate":
-        log.info("%s: %s are longer than %d tokens; only their last %d are kept.", split, count, limit, limit)
-        for index in overlong:
-            prompts[index].token_ids = prompts[index].token_ids[-limit:]
-        return prompts
-    if len(overlong) == len(prompts):
-        raise ValueError(
-            f"PromptDataModule(`{split}`): all {len(prompts)} prompts are longer than max_prompt_length={limit} (the "
-            f"shortest has {min(lengths)} tokens) and would be dropped; raise the limit or set "
-            "overlong_prompts='truncate'."
-        )
-    log.info("%s: %s are longer than %d tokens and are dropped.", split, count, limit)
-    dropped = set(overlong)
-    return [prompt for index, prompt in enumerate(prompts) if index not in dropped]
-
-
-def _shorten(value: Any, length: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= length else text[:length] + "..."

@@ -108,6 +108,8 @@ def _naming(image: Any) -> Iterator[None]:
     """Turn what PIL raises about an image into one kind of error that names it."""
     try:
         yield
-    except (OSError, SyntaxError) as error:  # PIL raises the latter for some broken files
+    except ValueError:
+        raise
+    except Exception as error:  # for broken files PIL raises whatever its formats do, and for bombs an error of its own
         name = repr(str(image)) if isinstance(image, (str, Path)) else "the image"
         raise ValueError(f"{name} cannot be read: {error}") from error

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pl_grouprl.data.epoch_order import EpochOrder
 from pl_grouprl.types import Prompt
 
 
@@ -47,15 +48,17 @@ class PromptBatch:
 class TrainPromptLoader:
     """Yields each batch of prompts as often as it is trained on, epoch after epoch, and knows where it stands.
 
-    Lightning sees `len(loader)` batches per epoch. The order of the prompts depends on (seed, epoch) alone. Each rank
-    takes every `num_replicas`-th prompt of a batch, so ranks may have one prompt more or less.
+    Lightning sees `len(loader)` batches per epoch. The order of the prompts depends on (seed, epoch) and on which rows
+    are used, see `EpochOrder`. Each rank takes every `num_replicas`-th prompt of a batch, so ranks may have one prompt
+    more or less.
 
     It is not a torch DataLoader: those get samplers injected, and an unsized one is fetched one batch ahead, which
     would start a rollout one optimizer step too early. The epoch comes through `set_epoch`, which Lightning calls on
-    the attribute `sampler`. The position goes into checkpoints through `state_dict`; it holds for any number of ranks.
+    the attribute `sampler`. The position goes into checkpoints through `state_dict`; it holds for any number of ranks,
+    and where other rows are used: the epoch then continues with prompts that it has not had.
 
     Args:
-        prompts: All prompts, the same on every rank.
+        prompts: All prompts that are used, the same on every rank.
         batch_size: Prompts of one rollout, over all ranks.
         updates_per_rollout: How often each batch is yielded in a row.
         shuffle: Draw a new order in each epoch.
@@ -63,6 +66,8 @@ class TrainPromptLoader:
         drop_last: Leave out the prompts of an epoch that do not fill a batch.
         num_replicas: Number of ranks that share the data.
         rank: This rank.
+        rows: The row of each prompt in the data, where rows were dropped; rising. None: prompts and rows are the same.
+        num_rows: How many rows the data has; needed with `rows`.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class TrainPromptLoader:
         drop_last: bool = True,
         num_replicas: int = 1,
         rank: int = 0,
+        rows: Sequence[int] | None = None,
+        num_rows: int | None = None,
     ) -> None:
         self.prompts = prompts
         self.num_replicas = num_replicas
@@ -86,10 +93,13 @@ class TrainPromptLoader:
             "shuffle": shuffle,
             "seed": seed,
             "drop_last": drop_last,
-            "num_prompts": len(prompts),
+            "num_prompts": len(prompts) if num_rows is None else num_rows,
         }
         self._check()
+        rows = range(len(prompts)) if rows is None else rows
+        self._order = EpochOrder(rows, self._settings["num_prompts"], seed=seed, shuffle=shuffle)
         self._epoch = 0
+        self._first_rollout = 0
         self._position = 0
         self._announced_epoch: int | None = None
         self._resumed = False
@@ -97,8 +107,7 @@ class TrainPromptLoader:
     @property
     def rollouts_per_epoch(self) -> int:
         """Number of different batches in an epoch."""
-        full, rest = divmod(len(self.prompts), self._settings["batch_size"])
-        return full + (rest > 0 and not self._settings["drop_last"])
+        return self._num_batches(len(self.prompts))
 
     def __len__(self) -> int:
         return self.rollouts_per_epoch * self._settings["updates_per_rollout"]
@@ -115,7 +124,7 @@ class TrainPromptLoader:
         when it resumes, under `max_steps`, from a checkpoint that was made at the end of an epoch.
         """
         if self._announced_epoch is None:
-            self._epoch, self._position = epoch, 0
+            self._epoch, self._position, self._first_rollout = epoch, 0, epoch * self.rollouts_per_epoch
         elif epoch != self._announced_epoch:
             self._begin_next_epoch()
         self._announced_epoch = epoch
@@ -129,21 +138,20 @@ class TrainPromptLoader:
         if not self._resumed or self._position >= len(self):
             self._begin_next_epoch()
         self._resumed = False
-        order, updates = self._order(self._epoch), self._settings["updates_per_rollout"]
+        order, updates = self._order.rows(self._epoch), self._settings["updates_per_rollout"]
         while self._position < len(self):
             batch_index, update_index = divmod(self._position, updates)
             self._position += 1
             yield PromptBatch(
                 self._share(self._batch(order, batch_index)),
-                rollout_number=self._epoch * self.rollouts_per_epoch + batch_index,
+                rollout_number=self._first_rollout + batch_index,
                 update_index=update_index,
                 num_updates=updates,
             )
 
     def peek(self, rollout_number: int) -> list[Prompt]:
         """Return this rank's prompts of a rollout, whether or not it has come; nothing moves."""
-        epoch, batch_index = divmod(rollout_number, self.rollouts_per_epoch)
-        return self._share(self._batch(self._order(epoch), batch_index))
+        return self._share(self._rows_of(rollout_number))
 
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
         """Draw prompts beside a rollout's regular ones, to replace groups that teach nothing (dynamic sampling).
@@ -170,24 +178,34 @@ class TrainPromptLoader:
         for name, value in (("count", count), ("rollout_number", rollout_number), ("attempt", attempt)):
             if value < 0:
                 raise ValueError(f"draw_extra: {name} is {value}; it must be 0 or larger.")
-        epoch, batch_index = divmod(rollout_number, self.rollouts_per_epoch)
         # The last number keeps this stream apart from those of the epochs' orders: seeds are filled up with zeros.
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
-        order = rng.permutation(len(self.prompts))
-        regular = np.isin(order, self._batch(self._order(epoch), batch_index))
+        order = self._order.kept(rng.permutation(self._order.num_rows))
+        regular = np.isin(order, self._rows_of(rollout_number))
         dealt = np.concatenate([self._deal(order[~regular], attempt), self._deal(order[regular], attempt)])
-        return [self.prompts[index] for index in dealt[:count]]
+        return [self.prompts[index] for index in self._order.prompts(dealt[:count])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of batches yielded in it, and the settings on which their meaning depends."""
-        position = {"epoch": self._epoch, "position": self._position, "announced_epoch": self._announced_epoch}
+        """Return where the loader stands, the rows that this epoch has begun with, and what that depends on."""
+        begun = -(-self._position // self._settings["updates_per_rollout"]) * self._settings["batch_size"]
+        position = {
+            "epoch": self._epoch,
+            "position": self._position,
+            "announced_epoch": self._announced_epoch,
+            "first_rollout": self._first_rollout,
+            "begun": self._order.rows(self._epoch)[:begun].tolist(),
+        }
         return position | self._settings
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, on any number of ranks.
 
+        Other rows may be used than when it was saved. What has begun in the epoch stays as it was, and does not come
+        again. The epoch has the length that it has now, and is over where that many batches have been.
+
         Raises:
-            ValueError: If the settings differ: the position would mean other prompts.
+            ValueError: If the settings differ: the position would mean other prompts. Or if the epoch is over, and
+                the batch that it stands at has not been trained as often as it should.
         """
         differences = [
             f"{name} was {state_dict.get(name)!r} and is {value!r}"
@@ -199,27 +217,46 @@ class TrainPromptLoader:
                 f"The checkpoint was made with other training data: {'; '.join(differences)}. Its position in the data "
                 "has no meaning here; set what it was, or start a new run from the checkpoint's weights."
             )
-        self._epoch, self._position = state_dict["epoch"], state_dict["position"]
-        self._announced_epoch = state_dict["announced_epoch"]
-        self._resumed = True
+        epoch, position = state_dict["epoch"], state_dict["position"]
+        batches = -(-position // self._settings["updates_per_rollout"])
+        # States without these two are of runs that dropped no row.
+        begun = state_dict.get("begun", self._order.all_rows(epoch)[: batches * self._settings["batch_size"]])
+        first = state_dict.get("first_rollout", epoch * self._num_batches(self._order.num_rows))
+        self._announced_epoch, self._resumed = state_dict["announced_epoch"], True
+        if batches <= self.rollouts_per_epoch:
+            self._epoch, self._position, self._first_rollout = epoch, position, first
+            self._order.begin_with(epoch, begun)
+            return
+        if position % self._settings["updates_per_rollout"]:
+            raise ValueError(
+                f"The checkpoint is in the middle of the updates of batch {batches} of an epoch that has "
+                f"{self.rollouts_per_epoch} batches with these prompts ({len(self.prompts)} of {self._order.num_rows} "
+                "rows); keep max_prompt_length and overlong_prompts, or resume where a batch of rollouts ends."
+            )
+        self._epoch, self._position, self._first_rollout = epoch + 1, 0, first + batches
 
     def _begin_next_epoch(self) -> None:
         """Go to the start of the next epoch, or stay there if nothing of the present one was read."""
         if self._position > 0:
+            self._first_rollout += self.rollouts_per_epoch
             self._epoch, self._position, self._resumed = self._epoch + 1, 0, False
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self._settings["shuffle"]:
-            return np.arange(len(self.prompts))
-        return np.random.default_rng((self._settings["seed"], epoch)).permutation(len(self.prompts))
+    def _num_batches(self, prompts: int) -> int:
+        full, rest = divmod(prompts, self._settings["batch_size"])
+        return full + (rest > 0 and not self._settings["drop_last"])
+
+    def _rows_of(self, rollout_number: int) -> np.ndarray:
+        """The rows of a rollout's batch."""
+        epochs, batch_index = divmod(rollout_number - self._first_rollout, self.rollouts_per_epoch)
+        return self._batch(self._order.rows(self._epoch + epochs), batch_index)
 
     def _batch(self, order: np.ndarray, batch_index: int) -> np.ndarray:
         size = self._settings["batch_size"]
         return order[batch_index * size : (batch_index + 1) * size]
 
-    def _share(self, indices: np.ndarray) -> list[Prompt]:
+    def _share(self, rows: np.ndarray) -> list[Prompt]:
         """This rank's prompts of a batch."""
-        return [self.prompts[index] for index in indices[self.rank :: self.num_replicas]]
+        return [self.prompts[index] for index in self._order.prompts(rows[self.rank :: self.num_replicas])]
 
     def _deal(self, indices: np.ndarray, attempt: int) -> np.ndarray:
         """Put this rank's share of the indices first, from where the attempt begins, and the other ranks' after it."""

@@ -15,29 +15,34 @@ _OWN = ("image", "video", "url", "path", "base64")
 
 
 def check_contents(messages: Messages, where: str) -> None:
-    """Check the contents of messages as far as images and videos are concerned.
+    """Check the contents of messages.
 
-    Contents that are strings are left to the chat template, and so is what a tool returned.
+    What a tool returned is left to the chat template.
 
     Args:
         messages: Each has `role` and `content`.
         where: Names the row.
 
     Raises:
-        ValueError: If a user says nothing (None), a part has no type, or holds an image in the way of a web API.
+        ValueError: If a user says nothing (None), a content is no text or list of parts, a part has no type, or holds
+            an image in the way of a web API.
     """
     for number, message in enumerate(messages):
         content, place = message["content"], f"{where}: messages[{number}].content"
         if content is None and message["role"] in ("user", "system"):
             raise ValueError(f"{place} is None; write what the {message['role']} says, or remove the message.")
-        if not isinstance(content, (list, tuple)) or message["role"] == "tool":
+        if message["role"] == "tool" or content is None:
             continue
-        for index, part in enumerate(content):
+        if not isinstance(content, (str, list, tuple)):
+            raise ValueError(f"{place} is {str(content)[:80]!r}, not a string or a list of parts; correct the row.")
+        for index, part in enumerate(() if isinstance(content, str) else content):
             if not _is_part(part):
                 raise ValueError(
                     f"{place}[{index}] is {str(part)[:80]!r}; a part is a dictionary with a 'type', such as "
                     "{'type': 'text', 'text': ...} or {'type': 'image'}."
                 )
+            if part["type"] == "text" and not isinstance(part.get("text"), str):
+                raise ValueError(f"{place}[{index}].text is {str(part.get('text'))[:80]!r}, not a string.")
             if part["type"] in _OTHER_TYPES:
                 raise ValueError(
                     f"{place}[{index}] has the type {part['type']!r}; put what it shows into the column of "

@@ -25,9 +25,16 @@ class MediaPrompt(Prompt):
 
     Attributes:
         encode: Reads and processes them; returns the tokens as the model reads them, and the media.
+        counted: Tokens with images and videos, where a length limit has had them counted.
     """
 
     encode: Callable[[], tuple[list[int], Media]] = field(kw_only=True, repr=False)
+    counted: int | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens as the model reads them, where `counted` says so; otherwise those of the text."""
+        return len(self.token_ids) if self.counted is None else self.counted
 
     def open(self) -> Prompt:
         """Read and process the images and videos.
@@ -36,7 +43,7 @@ class MediaPrompt(Prompt):
             ValueError: If one cannot be read, or the processor refuses them. Names the row.
         """
         token_ids, media = self.encode()
-        return Prompt(token_ids, self.prompt, self.columns, self.data_source, media)
+        return Prompt(token_ids, self.prompt, self.columns, self.data_source, media, self.where)
 
 
 def count_media(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, int]:

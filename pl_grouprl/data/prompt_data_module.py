@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from pl_grouprl.data.encoding import EncodingOptions, OverlongPrompts, encode_rows
+from pl_grouprl.data.digest import digest_rows, plain
+from pl_grouprl.data.encoding import EncodingOptions, encode_rows
+from pl_grouprl.data.length_policy import KeptPrompts, LengthPolicy, OverlongPrompts
 from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
 from pl_grouprl.models.media import load_processor, reads_media
@@ -46,8 +50,9 @@ class PromptDataModule(LightningDataModule):
         video_column: Column that holds a prompt's videos, or its video; without `videos`, `video`.
         max_prompt_length: Longest prompt in tokens, template, images and videos included; None for no limit.
         overlong_prompts: What happens to longer ones: `drop` leaves them out, `truncate` keeps their last
-            `max_prompt_length` tokens (of text; with images it is an error), `error` refuses the data. The number of
-            prompts concerned is logged.
+            `max_prompt_length` tokens (of text; with images it is an error), `error` refuses the data. The counts are
+            printed at the start and logged as `data/...`. Both options may change when a run is resumed.
+        max_dropped_share: Share of a split's prompts that `drop` may leave out at most, from 0 to 1; more is an error.
         add_special_tokens: Let the tokenizer add its special tokens to string prompts. (For messages the chat template
             writes them.)
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
@@ -74,6 +79,7 @@ class PromptDataModule(LightningDataModule):
         video_column: str = "videos",
         max_prompt_length: int | None = None,
         overlong_prompts: OverlongPrompts = "drop",
+        max_dropped_share: float = 0.9,
         add_special_tokens: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
         shuffle: bool = True,
@@ -97,18 +103,20 @@ class PromptDataModule(LightningDataModule):
         self.processor = processor
         self.encoding = EncodingOptions(
             prompt_column=prompt_column,
-            max_prompt_length=max_prompt_length,
-            overlong_prompts=overlong_prompts,
             add_special_tokens=add_special_tokens,
             chat_template_kwargs=chat_template_kwargs or {},
             image_column=image_column,
             video_column=video_column,
             processor_kwargs=processor_kwargs or {},
         )
+        self.length_policy = LengthPolicy(max_prompt_length, overlong_prompts, max_dropped_share)
         self.prompts: dict[str, list[Prompt]] = {}
+        self.kept: dict[str, KeptPrompts] = {}
+        self._digest = ""
+        self._train_loader: TrainPromptLoader | None = None
 
     def setup(self, stage: str) -> None:
-        """Read and tokenize what a stage needs (once).
+        """Read and tokenize what a stage needs (once), and print how many prompts of it are used.
 
         Raises:
             ValueError: If the data is missing, malformed, empty, or too small for a batch.
@@ -119,25 +127,62 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and this stage needs it; pass a data set.")
         for split in splits:
             if self.sources[split] is not None and split not in self.prompts:
-                self.prompts[split] = self._load(split)
+                self._load(split)
         if "train" in splits:
             self.train_dataloader()  # its checks belong here, before anything else of the run
+        for split in (split for split in splits if split in self.kept):
+            left_out = len(self.prompts[split]) % self.batch_size if split == "train" and self.drop_last else 0
+            rank_zero_info(self.kept[split].describe(split, self.length_policy.max_prompt_length, left_out))
 
     def train_dataloader(self) -> TrainPromptLoader:
         """Return the loader of the training prompts; it knows its epoch and position, and saves them."""
-        return TrainPromptLoader(
+        kept = self.kept["train"]
+        self._train_loader = TrainPromptLoader(
             self.prompts["train"],
             batch_size=self.batch_size,
             updates_per_rollout=getattr(self._module(), "updates_per_rollout", 1),
             shuffle=self.shuffle and not getattr(self.trainer, "overfit_batches", 0),
             seed=self.seed,
             drop_last=self.drop_last,
+            rows=kept.rows,
+            num_rows=kept.num_rows,
             **self._ranks(),
         )
+        return self._train_loader
+
+    def resume_facts(self) -> dict[str, Any]:
+        """What a resumed run must agree in, in plain values: the training rows, their batches, how they are encoded.
+
+        The rows count before the length policy: `max_prompt_length` and `overlong_prompts` may change.
+
+        Raises:
+            ValueError: If the training data is not loaded.
+        """
+        self._require_train("resume_facts")
+        encoding = {name: plain(value) for name, value in vars(self.encoding).items()}
+        template = getattr(self._tokenizer(), "chat_template", None)
+        return encoding | {
+            "train": self._digest,
+            "num_rows": self.kept["train"].num_rows,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "chat_template": hashlib.sha256(repr(template).encode("utf-8", "replace")).hexdigest(),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """How many prompts of the training and validation data were dropped and truncated, by the name of a metric."""
+        counts = {}
+        for split, prefix in (("train", "data/"), ("val", "data/val_")):
+            if split in self.kept:
+                counts[f"{prefix}dropped_prompts"] = float(self.kept[split].num_dropped)
+                counts[f"{prefix}truncated_prompts"] = float(self.kept[split].num_truncated)
+        return counts
 
     def peek(self, rollout_number: int) -> list[Prompt]:
         """Return this rank's training prompts of a rollout, whether or not it has come; nothing moves."""
-        return self.train_dataloader().peek(rollout_number)
+        return self._loader().peek(rollout_number)
 
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
         """Draw training prompts of this rank beside a rollout's regular ones; see `TrainPromptLoader.draw_extra`.
@@ -153,12 +198,8 @@ class PromptDataModule(LightningDataModule):
         Raises:
             ValueError: If the training data is not loaded or an argument is negative.
         """
-        if "train" not in self.prompts:
-            raise ValueError(
-                "PromptDataModule.draw_extra: the training prompts are not loaded; call setup('fit') first, or fit "
-                "with this data module."
-            )
-        return self.train_dataloader().draw_extra(count, rollout_number=rollout_number, attempt=attempt)
+        self._require_train("draw_extra")
+        return self._loader().draw_extra(count, rollout_number=rollout_number, attempt=attempt)
 
     def val_dataloader(self) -> EvalPromptLoader | list[EvalPromptLoader]:
         """Return the loader of the validation prompts; an empty list, which Lightning skips, if there are none."""
@@ -171,9 +212,29 @@ class PromptDataModule(LightningDataModule):
     def _eval_loader(self, split: str) -> EvalPromptLoader:
         return EvalPromptLoader(self.prompts[split], batch_size=self.val_batch_size, **self._ranks())
 
-    def _load(self, split: str) -> list[Prompt]:
+    @property
+    def num_train_batches(self) -> int:
+        """Batches of an epoch, each counted as often as it comes."""
+        return len(self._loader())
+
+    def _loader(self) -> TrainPromptLoader:
+        """The loader that training reads; one at the start of the data outside a run."""
+        return self._train_loader or self.train_dataloader()
+
+    def _require_train(self, method: str) -> None:
+        if "train" not in self.prompts:
+            raise ValueError(
+                f"PromptDataModule.{method}: the training prompts are not loaded; call setup('fit') first, or fit "
+                "with this data module."
+            )
+
+    def _load(self, split: str) -> None:
         rows = read_source(self.sources[split], split)
-        return encode_rows(rows, self._tokenizer(), self.encoding, split, self._processor, self._reads_media())
+        if split == "train":
+            self._digest = digest_rows(rows)
+        prompts = encode_rows(rows, self._tokenizer(), self.encoding, self._processor, self._reads_media())
+        self.kept[split] = self.length_policy.apply(prompts, split)
+        self.prompts[split] = self.kept[split].prompts
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer that was passed, or the LightningModule's."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from pl_grouprl.data.files import read_file
+from pl_grouprl.data.row_checks import check_values
 
 
 @runtime_checkable
@@ -45,12 +47,13 @@ def read_source(source: Any, split: str) -> list[SourceRow]:
 
     Raises:
         FileNotFoundError: If a path or pattern matches no file.
-        ValueError: If a file's type is unknown, a row is malformed, or there is no row at all.
+        ValueError: If a file's type is unknown, a file is damaged, a row is malformed, or there is no row at all.
+        OSError: If a file cannot be opened.
         TypeError: If the source is none of the above.
     """
     if _is_paths(source):
         files = _find_files([source] if isinstance(source, (str, Path)) else list(source), split)
-        rows = [row for file in files for row in _read_file(file)]
+        rows = [SourceRow(where, values) for file in files for where, values in read_file(file)]
         origin = ", ".join(str(file) for file in files)
     else:
         if isinstance(source, PromptSource):
@@ -60,11 +63,7 @@ def read_source(source: Any, split: str) -> list[SourceRow]:
     if not rows:
         raise ValueError(f"PromptDataModule(`{split}`): {origin} holds no rows; give a data set with at least one.")
     for where, values in rows:
-        if not isinstance(values, Mapping):
-            raise ValueError(
-                f"{where}: a row must be an object with columns, not {type(values).__name__}; "
-                'write {"prompt": ..., ...}.'
-            )
+        check_values(values, where)
     return rows
 
 
@@ -95,6 +94,11 @@ def _find_files(patterns: list[str | Path], split: str) -> list[Path]:
             files.append(path)
             continue
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if path.is_dir():
+            raise FileNotFoundError(
+                f"PromptDataModule(`{split}`): {str(pattern)!r} is a folder; name the files in it, for example "
+                f"{str(Path(pattern) / '*.parquet')!r}."
+            )
         if not found:
             raise FileNotFoundError(
                 f"PromptDataModule(`{split}`): no file matches {str(pattern)!r}; give the path (or a pattern with *) "
@@ -102,43 +106,3 @@ def _find_files(patterns: list[str | Path], split: str) -> list[Path]:
             )
         files.extend(found)
     return files
-
-
-def _read_file(file: Path) -> list[SourceRow]:
-    if file.suffix == ".parquet":
-        return _read_parquet(file)
-    if file.suffix in (".jsonl", ".json"):
-        return _read_json(file)
-    raise ValueError(f"{file}: unknown file type {file.suffix!r}; use .jsonl, .json or .parquet.")
-
-
-def _read_parquet(file: Path) -> list[SourceRow]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        table = parquet.read_table(file)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file}: not a readable parquet file ({error}); write it anew.") from error
-    return [SourceRow(f"{file}, row {index}", values) for index, values in enumerate(table.to_pylist())]
-
-
-def _read_json(file: Path) -> list[SourceRow]:
-    """Read JSON lines, or a single JSON array (which only a `.json` file may hold)."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")  # a byte order mark is skipped
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 ({error}); save the file in that encoding.") from error
-    if file.suffix == ".json" and text.lstrip().startswith("["):
-        return [SourceRow(f"{file}, row {index}", values) for index, values in enumerate(_parse(text, str(file)))]
-    # Split at line feeds only: str.splitlines would also split at separators that JSON strings may contain.
-    lines = ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
-    wheres = ((f"{file}, line {number}", line) for number, line in lines)
-    return [SourceRow(where, _parse(line, where)) for where, line in wheres]
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error}); correct or remove it.") from error

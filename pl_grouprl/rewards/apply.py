@@ -44,7 +44,7 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
     Functions with a method `set_up` are set up.
 
     Raises:
-        ValueError: If one has not; names the prompt (counted from 0), the function and the column.
+        ValueError: If one has not; names the prompt's row, the function and the column.
         RewardConfigurationError: If a function cannot work as it is configured.
     """
     prepared = prepare_rewards(rewards)
@@ -60,7 +60,7 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
             try:
                 call_arguments(reward, inputs, [0])
             except ValueError as error:
-                raise ValueError(f"{split}, prompt {number}: {error}") from error
+                raise ValueError(f"{prompt.where or f'{split}, prompt {number}'}: {error}") from error
 
 
 class PendingRewards:

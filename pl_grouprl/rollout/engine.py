@@ -17,7 +17,11 @@ from pl_grouprl.types import Media, Rollout, SamplingConfig
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples completions from the policy."""
+    """Samples completions from the policy.
+
+    An engine that refuses prompts which leave no room for `max_new_tokens` says so by a class attribute
+    `reserves_max_new_tokens = True`; a run then finds them when it is set up.
+    """
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Name the policy to sample from. Called before the first `generate`; calling it again is harmless.

@@ -54,6 +54,8 @@ class HFRolloutEngine:
         ValueError: If a limit is below 1, or the model is not a decoder.
     """
 
+    reserves_max_new_tokens = True
+
     def __init__(
         self,
         model: Any = None,

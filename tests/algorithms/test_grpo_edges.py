@@ -111,7 +111,7 @@ def test_a_compiled_module_is_refused(make_module, make_data, make_trainer):
 
 def test_a_missing_column_ends_the_run_before_a_rollout(make_module, make_data, make_trainer):
     module = make_module(rewards=lambda completions, level: [0.0] * len(completions))
-    with pytest.raises(ValueError, match=r"train, prompt 0: .*requires \['level'\]"):
+    with pytest.raises(ValueError, match=r"train, row 0: .*requires \['level'\]"):
         make_trainer(max_steps=1).fit(module, make_data())
     assert module.last_rollouts is None
 

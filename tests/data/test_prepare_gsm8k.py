@@ -61,7 +61,7 @@ def test_files_serve_the_data_module_and_the_reward(script, tmp_path, capsys):
             return {"input_ids": [[len(text)] for text in texts]}
 
     rows = read_source(str(tmp_path / "out" / "train.parquet"), "train")
-    prompts = encode_rows(rows, Tokenizer(), EncodingOptions(), "train")
+    prompts = encode_rows(rows, Tokenizer(), EncodingOptions())
     groups = [
         RolloutGroup(p.token_ids, [Rollout([1], text=t) for t in texts], columns=p.columns, prompt=p.prompt)
         for p, texts in zip(prompts, [("#### 5", "5"), ("#### 2,000", "#### 200")], strict=True)

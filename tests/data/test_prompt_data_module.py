@@ -103,14 +103,19 @@ ROWS = [{"prompt": "1"}, {"prompt": "123"}, {"prompt": "12"}, {"prompt": "1234"}
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"), [("drop", ["1", "12"]), ("truncate", ["1", "23", "12", "34"])], ids=["drop", "truncate"]
+    ("policy", "kept", "counts"),
+    [
+        ("drop", ["1", "12"], "2 kept, 2 dropped (longer than max_prompt_length=2), 0 truncated"),
+        ("truncate", ["1", "23", "12", "34"], "4 kept, 0 dropped, 2 truncated (to max_prompt_length=2)"),
+    ],
+    ids=["drop", "truncate"],
 )
-def test_overlong_prompts(tokenizer, policy, kept, caplog):
-    with caplog.at_level(logging.INFO, logger="pl_grouprl"):
+def test_overlong_prompts(tokenizer, policy, kept, counts, caplog):
+    with caplog.at_level(logging.INFO):
         prompts = prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts=policy)
     assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == kept
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("train: 2 of 4 prompts are longer than 2 tokens")
+    assert message == f"train: 4 rows, {counts}"
 
 
 def test_overlong_prompts_refused(tokenizer):
@@ -131,7 +136,7 @@ def test_overlong_prompts_refused(tokenizer):
             {"question": "1"},
             r"val, row 1: no column 'prompt'; the row has \['question'\]. Name the right one with prompt_c",
         ),
-        ({"prompt": None}, r"val, row 1: no column 'prompt'"),
+        ({"prompt": None}, r"val, row 1: column 'prompt' is null; write the prompt, or remove the row"),
         ({"prompt": ""}, r"val, row 1: the prompt has no tokens"),
         ({"prompt": 3}, r"val, row 1: column 'prompt' is 3; it must be a string or a list of messages"),
         ({"prompt": []}, r"val, row 1: column 'prompt' is \[\]; it must be"),

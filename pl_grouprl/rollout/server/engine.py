@@ -56,6 +56,8 @@ class VLLMServerRolloutEngine:
         ValueError: If an option is out of range, or a url is none.
     """
 
+    reserves_max_new_tokens = True
+
     def __init__(
         self,
         urls: str | list[str] = "http://127.0.0.1:8000",

@@ -61,6 +61,8 @@ class VLLMRolloutEngine:
         ValueError: If an option is out of range, or `engine_kwargs` has what the engine decides itself.
     """
 
+    reserves_max_new_tokens = True
+
     def __init__(
         self,
         *,

@@ -1,0 +1,124 @@
+"""Prompts that are too long: dropped, truncated or refused, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pl_grouprl.data.media_prompts import MediaPrompt
+from pl_grouprl.types import Prompt
+from pl_grouprl.utilities.options import check_options
+
+OverlongPrompts = Literal["drop", "truncate", "error"]
+
+
+@dataclass(frozen=True)
+class KeptPrompts:
+    """What a length policy left of the rows of a split.
+
+    Attributes:
+        prompts: The prompts that are used.
+        rows: The row of each, counted from 0 over the whole split.
+        num_rows: Rows before anything was dropped.
+        num_truncated: How many of the prompts were cut.
+    """
+
+    prompts: list[Prompt]
+    rows: list[int]
+    num_rows: int
+    num_truncated: int = 0
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that are not used."""
+        return self.num_rows - len(self.prompts)
+
+    def describe(self, split: str, max_prompt_length: int | None, in_no_batch: int = 0) -> str:
+        """Say in one line what became of the rows.
+
+        Args:
+            split: Names them.
+            max_prompt_length: The limit.
+            in_no_batch: How many prompts an epoch leaves out because they do not fill a batch.
+        """
+        line = f"{split}: {self.num_rows} rows, {len(self.prompts)} kept, {self.num_dropped} dropped"
+        if self.num_dropped:
+            line += f" (longer than max_prompt_length={max_prompt_length})"
+        line += f", {self.num_truncated} truncated"
+        if self.num_truncated:
+            line += f" (to max_prompt_length={max_prompt_length})"
+        return line + (f"; each epoch leaves out {in_no_batch}, in no full batch (drop_last)" if in_no_batch else "")
+
+
+@dataclass(frozen=True)
+class LengthPolicy:
+    """What happens to long prompts; the fields are documented at `PromptDataModule`."""
+
+    max_prompt_length: int | None = None
+    overlong_prompts: OverlongPrompts = "drop"
+    max_dropped_share: float = 0.9
+
+    def __post_init__(self) -> None:
+        limit, share = self.max_prompt_length, self.max_dropped_share
+        check_options(
+            {
+                "max_prompt_length": (limit, limit is None or limit >= 1, "at least 1, or None for no limit"),
+                "overlong_prompts": (
+                    self.overlong_prompts,
+                    self.overlong_prompts in ("drop", "truncate", "error"),
+                    "'drop', 'truncate' or 'error'",
+                ),
+                "max_dropped_share": (share, 0 <= share <= 1, "in [0, 1]"),
+            }
+        )
+
+    def apply(self, prompts: Sequence[Prompt], split: str) -> KeptPrompts:
+        """Drop, cut or refuse the prompts that are longer than the limit.
+
+        Images and videos are processed once to count their tokens, and not kept.
+
+        Args:
+            prompts: One of each row; those that are cut are changed in place.
+            split: Names the data in messages.
+
+        Raises:
+            ValueError: If a prompt is too long and `overlong_prompts` says so; if none, or too few, would be left.
+        """
+        limit, everything = self.max_prompt_length, range(len(prompts))
+        if limit is None:
+            return KeptPrompts(list(prompts), list(everything), len(prompts))
+        for prompt in prompts:
+            if isinstance(prompt, MediaPrompt):
+                prompt.counted = len(prompt.open().token_ids)
+        overlong = [index for index in everything if prompts[index].num_tokens > limit]
+        self._refuse(prompts, overlong, split)
+        if self.overlong_prompts == "truncate":
+            for index in overlong:
+                prompts[index].token_ids = prompts[index].token_ids[-limit:]
+            return KeptPrompts(list(prompts), list(everything), len(prompts), len(overlong))
+        dropped = set(overlong)
+        rows = [index for index in everything if index not in dropped]
+        return KeptPrompts([prompts[index] for index in rows], rows, len(prompts))
+
+    def _refuse(self, prompts: Sequence[Prompt], overlong: Sequence[int], split: str) -> None:
+        limit = self.max_prompt_length
+        uncut = [index for index in overlong if isinstance(prompts[index], MediaPrompt)]
+        refused = {"error": overlong, "truncate": uncut, "drop": ()}[self.overlong_prompts]
+        if refused:
+            first = prompts[refused[0]]
+            remedy = "set overlong_prompts to 'drop'" + (" (images are not cut)" if uncut else " or 'truncate'")
+            raise ValueError(
+                f"{first.where}: the prompt has {first.num_tokens} tokens, more than max_prompt_length={limit} "
+                f"({len(overlong)} of {len(prompts)} prompts have); raise the limit, or {remedy}."
+            )
+        if self.overlong_prompts != "drop" or len(overlong) <= self.max_dropped_share * len(prompts):
+            return
+        everything = len(overlong) == len(prompts)
+        shortest = min(prompt.num_tokens for prompt in prompts)
+        raise ValueError(
+            f"PromptDataModule(`{split}`): {'all' if everything else f'{len(overlong)} of'} {len(prompts)} prompts are "
+            f"longer than max_prompt_length={limit} (the shortest has {shortest} tokens) and would be dropped"
+            + ("" if everything else f", more than max_dropped_share={self.max_dropped_share}")
+            + "; raise the limit or set overlong_prompts='truncate'."
+        )
