@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlencode, urlsplit
 
 from pl_grouprl.rollout.server.wire import HEARTBEAT
+from pl_grouprl.utilities.progress import tick
 
 T = TypeVar("T")
 
@@ -195,6 +196,7 @@ class ServerClient:
     ) -> list[list[dict[str, Any]]]:
         found: list[list[dict[str, Any]]] = [[{} for _ in range(count)] for count in counts]
         for line in response:
+            tick()
             message = json.loads(line) if line.strip() else {}
             if "status" in message:
                 if message["status"] >= 500:
