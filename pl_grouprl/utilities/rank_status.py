@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 _SILENCE_LIMIT = 300.0
 """Seconds without a sign of life after which a rank counts as frozen, unless `rank_timeout` is less."""
 
-_FAILURE_LIMIT = 30.0
+_FAILURE_LIMIT = 60.0
 """Seconds that the others get to end by themselves after a rank has failed or its process has ended."""
 
 
@@ -70,7 +70,7 @@ class RankJudge:
 
     Args:
         rank_timeout: Seconds after which a rank is lost that others wait for and that gets nothing done; with at most
-            300 of them, one that gives no sign of life; with at most 30, one that has failed while others run on.
+            300 of them, one that gives no sign of life; with at most 60, one that has failed while others run on.
     """
 
     def __init__(self, rank_timeout: float) -> None:

@@ -50,7 +50,7 @@ class RankWatchdog(Callback):
       without end, or runs code in C that holds Python's lock;
     - others wait for it in a collective and it gets nothing done for `rank_timeout` seconds: an endless loop, a
       deadlock, a call that never returns. Decoding steps, reward calls and phases of a step count as something done;
-    - it has failed, or its process has ended, and the others still wait after 30 seconds.
+    - it has failed, or its process has ended, and the others still wait after 60 seconds.
 
     The others then print its number, host, process and what it did last, and end with exit code 70, wherever their main
     thread waits; a lost rank on the same machine is killed. One whose threads still run prints where it hangs. Ranks
@@ -59,9 +59,9 @@ class RankWatchdog(Callback):
     Does nothing on a single rank. Modules of this package add it themselves; see their option `rank_timeout`.
 
     Args:
-        rank_timeout: Seconds. It must be longer than ranks legitimately wait for one of them that gets nothing counted done,
-            loading a model or saving a checkpoint for instance. The default is less than the 1800 seconds after which
-            process groups give up without naming anybody.
+        rank_timeout: Seconds; more than the others ever wait for a rank that loads a model, saves a checkpoint, or does
+            something else that is not counted. The default is less than the 1800 seconds after which process groups
+            give up without naming anybody.
 
     Raises:
         ValueError: If it is not larger than 0.

@@ -22,7 +22,7 @@ from pl_grouprl.callbacks import RankWatchdog
 
 CASES = json.loads(sys.argv[1])
 """Of each: what is lost, and the rank."""
-TIMEOUT = 6.0
+TIMEOUT = 5.0
 ONE_UPDATE = {"num_iterations": 1, "num_mini_batches": 1}
 
 
@@ -46,7 +46,7 @@ def fail():
 
 def dwindle():
     """Slower than the other rank in each step, and in all steps together for longer than the timeout."""
-    time.sleep(TIMEOUT / 4)
+    time.sleep(0.4 * TIMEOUT)
 
 
 HAPPENS = {"freeze": freeze, "loop": loop, "hold_the_lock": hold_the_lock, "slow": dwindle}
@@ -82,9 +82,13 @@ class FailingModule(pl.LightningModule):
 
 
 def train(kind, folder, rank, lost):
-    event = HAPPENS.get(kind, fail) if rank == lost else lambda: None
+    event = HAPPENS.get(kind, fail) if lost in (rank, -1) else lambda: None
     if kind in HAPPENS:
-        module, data, callbacks = make_module("grpo", Reward(event), rank_timeout=TIMEOUT, **ONE_UPDATE), make_data(), []
+        module, data, callbacks = (
+            make_module("grpo", Reward(event), rank_timeout=TIMEOUT, **ONE_UPDATE),
+            make_data(),
+            [],
+        )
     else:
         module, data = FailingModule(event), torch.utils.data.DataLoader(torch.ones(12, 1), batch_size=1)
         callbacks = [RankWatchdog(TIMEOUT)]
