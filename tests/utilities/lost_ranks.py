@@ -23,7 +23,6 @@ from pl_grouprl.callbacks import RankWatchdog
 CASES = json.loads(sys.argv[1])
 """Of each: what is lost, and the rank."""
 TIMEOUT = 5.0
-ONE_UPDATE = {"num_iterations": 1, "num_mini_batches": 1}
 
 
 def freeze():
@@ -84,11 +83,8 @@ class FailingModule(pl.LightningModule):
 def train(kind, folder, rank, lost):
     event = HAPPENS.get(kind, fail) if lost in (rank, -1) else lambda: None
     if kind in HAPPENS:
-        module, data, callbacks = (
-            make_module("grpo", Reward(event), rank_timeout=TIMEOUT, **ONE_UPDATE),
-            make_data(),
-            [],
-        )
+        module = make_module("grpo", Reward(event), rank_timeout=TIMEOUT, num_iterations=1, num_mini_batches=1)
+        data, callbacks = make_data(), []
     else:
         module, data = FailingModule(event), torch.utils.data.DataLoader(torch.ones(12, 1), batch_size=1)
         callbacks = [RankWatchdog(TIMEOUT)]

@@ -43,11 +43,21 @@ def check_lost(result, reason, phase):
     )
 
 
+def check_failure(result):
+    (kind, rank), log = result["case"], result["log"]
+    assert result["codes"] == ([70] if kind == "fails_and_stays" else [1, 1]), log[-3000:]
+    said = [line for line in log.splitlines() if "SystemError: the disk of rewards is gone" in line]
+    said = [line for line in said if line.startswith(f"[rank watchdog] rank {rank} ")]
+    verb = "is lost: failed" if kind == "fails_and_stays" else "failed first,"
+    assert f"last seen in phase training batch, step 2) {verb} with " in said[0]
+
+
 @LINUX
-def test_a_frozen_rank_is_killed_and_named(record_property):
-    (result,) = run(("freeze", 0))  # which holds the store that the ranks talk through
+def test_frozen_and_failed_ranks_are_named(record_property):
+    result, failed = run(("freeze", 0), ("fails", 1))  # rank 0 holds the store that the ranks talk through
     check_lost(result, "frozen or gone, the store of rank 0 at 127.0.0.1:", "")
     assert result["codes"] == [-9, 70]
+    check_failure(failed)
     record_property("figure", "SIGSTOP to rank 0: rank 1 ended with code 70, rank 0 was killed")
 
 
@@ -79,14 +89,10 @@ def test_a_slow_rank_and_long_phases_are_left_alone():
 
 
 @LINUX
+@pytest.mark.slow
 def test_a_failure_on_one_rank_is_named_by_the_others():
-    for result in run(("fails", 1), ("fails", 0), ("fails_and_stays", 1)):
-        (kind, rank), log = result["case"], result["log"]
-        assert result["codes"] == ([70] if kind == "fails_and_stays" else [1, 1]), log[-3000:]
-        said = [line for line in log.splitlines() if "SystemError: the disk of rewards is gone" in line]
-        said = [line for line in said if line.startswith(f"[rank watchdog] rank {rank} ")]
-        verb = "is lost: failed" if kind == "fails_and_stays" else "failed first,"
-        assert f"last seen in phase training batch, step 2) {verb} with " in said[0]
+    for result in run(("fails", 0), ("fails_and_stays", 1)):
+        check_failure(result)
 
 
 # Who is lost, by a clock of the test's own
