@@ -57,11 +57,11 @@ class RankStatus:
 
 @dataclass
 class _Seen:
-    """A rank's latest status, and the times at which parts of it have changed."""
+    """A rank's latest status; since when it has given no sign of life, kept others waiting, and failed."""
 
     status: RankStatus
     alive: float
-    moved: float
+    waited_for: float | None = None
     failed: float | None = None
 
 
@@ -69,8 +69,8 @@ class RankJudge:
     """Finds lost ranks. Slow ranks that still get something done, and phases that are long on all ranks, are none.
 
     Args:
-        rank_timeout: Seconds after which a rank is lost that others wait for and that gets nothing done; with at most
-            300 of them, one that gives no sign of life; with at most 60, one that has failed while others run on.
+        rank_timeout: Seconds after which a rank is lost that others wait for and that gets nothing done meanwhile; with
+            at most 300 of them, one that gives no sign of life; with at most 60, one that has failed while others run.
     """
 
     def __init__(self, rank_timeout: float) -> None:
@@ -82,14 +82,20 @@ class RankJudge:
     def hear(self, statuses: Iterable[RankStatus], now: float) -> None:
         """Take in what the ranks have said, and when that was read."""
         for status in statuses:
-            seen = self._seen.setdefault(status.rank, _Seen(status, now, now))
+            seen = self._seen.setdefault(status.rank, _Seen(status, now))
             if status.beat != seen.status.beat:
                 seen.alive = now
             if (status.count, status.collectives) != (seen.status.count, seen.status.collectives):
-                seen.moved = now
+                seen.waited_for = None
             if status.state == "failed" and seen.failed is None:
                 seen.failed = now
             seen.status = status
+        running = self._running().values()
+        for seen in running:
+            if not any(other.status.is_ahead_of(seen.status) for other in running):
+                seen.waited_for = None
+            elif seen.waited_for is None:
+                seen.waited_for = now
 
     def bury(self, rank: int, now: float) -> None:
         """Take in that the process of a rank has ended."""
@@ -100,7 +106,8 @@ class RankJudge:
     def start_anew(self, now: float) -> None:
         """Forget how long ranks have been silent: the watcher itself has slept."""
         for seen in self._seen.values():
-            seen.alive = seen.moved = now
+            seen.alive = now
+            seen.waited_for = None if seen.waited_for is None else now
             seen.failed = None if seen.failed is None else now
 
     def lost(self, now: float) -> dict[int, str]:
@@ -137,12 +144,8 @@ class RankJudge:
 
     def _behind(self, now: float) -> dict[int, str]:
         running = self._running()
-        late = {
-            rank
-            for rank, seen in running.items()
-            if now - seen.moved >= self.rank_timeout
-            and any(other.status.is_ahead_of(seen.status) for other in running.values())
-        }
+        waited = {rank: now - seen.waited_for for rank, seen in running.items() if seen.waited_for is not None}
+        late = {rank for rank, seconds in waited.items() if seconds >= self.rank_timeout}
         # A late rank that waits for another late one is not the cause.
         causes = {
             rank
@@ -150,7 +153,7 @@ class RankJudge:
             if not any(running[rank].status.is_ahead_of(running[other].status) for other in late - {rank})
         }
         return {
-            rank: f"hung: others wait for it, and it has got nothing done for {now - running[rank].moved:.0f} s"
+            rank: f"hung: others have waited for it for {waited[rank]:.0f} s, in which it got nothing done"
             for rank in causes or late
         }
 

@@ -48,7 +48,7 @@ class RankWatchdog(Callback):
 
     - it gives no sign of life for `rank_timeout` seconds, or 300 if that is less: it was stopped (SIGSTOP), swaps
       without end, or runs code in C that holds Python's lock;
-    - others wait for it in a collective and it gets nothing done for `rank_timeout` seconds: an endless loop, a
+    - others wait for it in a collective for `rank_timeout` seconds, in which it gets nothing done: an endless loop, a
       deadlock, a call that never returns. Decoding steps, reward calls and phases of a step count as something done;
     - it has failed, or its process has ended, and the others still wait after 60 seconds.
 

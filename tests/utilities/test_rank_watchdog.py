@@ -66,8 +66,8 @@ def test_frozen_and_failed_ranks_are_named(record_property):
 def test_lost_ranks_are_named(record_property):
     reasons = {
         ("freeze", 1): ("frozen: no sign of life for ", ""),
-        ("loop", 1): ("hung: others wait for it, and it has got nothing done for ", "reward, step 1"),
-        ("loop", 0): ("hung: others wait for it, and it has got nothing done for ", "reward, step 1"),
+        ("loop", 1): ("hung: others have waited for it for ", "reward, step 1"),
+        ("loop", 0): ("hung: others have waited for it for ", "reward, step 1"),
         ("hold_the_lock", 1): ("frozen: no sign of life for ", ""),
     }
     results = run(*reasons)
@@ -112,7 +112,7 @@ def test_the_rank_that_others_wait_for_is_lost():
         judge.hear(statuses(said(now, waits=5), said(now, waits=4)), now)
         assert judge.lost(now) == {}
     judge.hear(statuses(said(100, waits=5), said(100, waits=4)), 100)
-    assert judge.lost(100) == {1: "hung: others wait for it, and it has got nothing done for 100 s"}
+    assert judge.lost(100) == {1: "hung: others have waited for it for 100 s, in which it got nothing done"}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,9 @@ def test_the_rank_that_others_wait_for_is_lost():
         pytest.param(lambda now: said(now, waits=5), lambda now: said(now, waits=5), id="a long phase on all"),
         pytest.param(lambda now: said(now, waits=5), lambda now: said(now, now // 90, 4), id="slow"),
         pytest.param(lambda now: said(now, waits=5), lambda now: said(now, waits=4, state="done"), id="done"),
+        pytest.param(
+            lambda now: said(now, waits=4 + (now > 950)), lambda now: said(now, waits=4), id="a long phase, still"
+        ),
     ],
 )
 def test_these_are_not_lost(first, second):
