@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
 
-.PHONY: demo test test-vllm strategies lint types clean
+.PHONY: demo test test-vllm strategies audit lint types clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -18,6 +18,10 @@ test-vllm: .venv-vllm/installed
 # Trains under every strategy, beside a single process: about a quarter of an hour.
 strategies: .venv/installed
 	$(BIN)/python tests/strategies/table.py
+
+# Known security holes of the packages in .venv. Fails where the database of holes cannot be reached.
+audit: .venv/installed .venv-audit/installed
+	$(BIN)/python tools/audit.py --pip-audit .venv-audit/bin/pip-audit
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -44,5 +48,10 @@ types: .venv/installed
 	! $(VLLM)/pip check | grep -vE 'requires torch(audio|codec|vision),|requirement transformers<'
 	touch $@
 
+.venv-audit/installed:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/pip install --quiet 'pip-audit>=2.7'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .cache runs
+	rm -rf .venv .venv-vllm .venv-audit .cache runs

@@ -19,6 +19,7 @@ from pl_grouprl.packing import ScoringBatch, Sharing
 from pl_grouprl.packing.transfer import move_together
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.progress import tick
 
 Chosen = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
 """What `RolloutBuffer.select` returns."""
@@ -134,6 +135,7 @@ class Passes:
 
     def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MiniBatch:
         """Lay a pass out. A row of text that no peer has a share in is kept."""
+        tick()
         groups, tokens, numbers = chosen
         options = self._options
         lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)

@@ -24,6 +24,7 @@ from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_c
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
+from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
 from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class PolicyModule(SavedStateModule):
         verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
         max_nonfinite_steps: Abort after so many steps in a row whose loss or gradient is NaN or infinite. A single one
             is skipped on all ranks: weights and optimizer state stay as they are.
+        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits for it
+            without end.
 
     Attributes:
         policy: The model, once `configure_model` has run.
@@ -65,6 +68,7 @@ class PolicyModule(SavedStateModule):
         attention_backend: str = "auto",
         verify: bool = True,
         max_nonfinite_steps: int = 10,
+        rank_timeout: float | None = 1500.0,
     ) -> None:
         super().__init__()
         if sharing not in ("shared", "repeated"):
@@ -72,6 +76,8 @@ class PolicyModule(SavedStateModule):
         get_backend(attention_backend)  # an unknown name is an error here, not at the start of a fit
         if max_nonfinite_steps < 1:
             raise ValueError(f"max_nonfinite_steps is {max_nonfinite_steps}; it must be at least 1.")
+        check_rank_timeout(rank_timeout)
+        self.rank_timeout = rank_timeout
         self.policy_source: PolicySource = PretrainedPolicy(policy) if isinstance(policy, str) else policy
         self.optimizer_config = optimizer
         self.sharing: Sharing = sharing
@@ -201,8 +207,9 @@ class PolicyModule(SavedStateModule):
         self._contexts.close()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add what spares the loaded objects Python's garbage collection."""
-        return [FreezeLoadedObjects()]
+        """Add what spares the loaded objects Python's garbage collection, and what watches over the ranks."""
+        watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
+        return [FreezeLoadedObjects(), *watchdogs]
 
     def optimized_parts(self) -> dict[str, tuple[nn.Module, OptimizerConfig]]:
         """What is trained, by the name of its parameter groups. A subclass with a critic adds it here."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pl_grouprl.utilities.progress import PROGRESS
+
 
 class StepClock:
     """Charges every moment of a step to one part: the innermost that is running, or `other` where none is.
@@ -36,11 +38,13 @@ class StepClock:
         self.mark()
         self._running.append(name)
         self._seconds.setdefault(name, 0.0)
+        PROGRESS.enter(name)
 
     def leave(self) -> None:
         """End the part that was entered last."""
         self.mark()
         self._running.pop()
+        PROGRESS.enter(self._running[-1])
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

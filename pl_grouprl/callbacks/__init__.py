@@ -8,11 +8,13 @@ from pl_grouprl.callbacks.shared_prefix import SharedPrefixCallback
 from pl_grouprl.callbacks.token_group_metrics import CompressionRatio, TokenGroupStatistics
 from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
 from pl_grouprl.callbacks.validate_at_start import ValidateAtStart
+from pl_grouprl.utilities.rank_watchdog import RankWatchdog
 
 __all__ = [
     "CompletionsTable",
     "CompressionRatio",
     "ExportPolicy",
+    "RankWatchdog",
     "RunSummary",
     "SafeCheckpoint",
     "SharedPrefixCallback",

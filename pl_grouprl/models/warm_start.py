@@ -26,6 +26,7 @@ from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.progress import tick
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,6 +175,7 @@ class WarmStartedPolicy:
                 optimizer.step()
                 scheduler.step()
                 advance(float(loss.detach()))
+                tick()
         model.eval()
 
     def _learning_rate_factor(self, step: int) -> float:

@@ -28,6 +28,7 @@ from pl_grouprl.rewards.conventions import (
     read_result,
     smaller_units,
 )
+from pl_grouprl.utilities.progress import tick
 
 log = logging.getLogger(__name__)
 
@@ -224,6 +225,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
         RewardConfigurationError: If it says that it cannot work as it is configured.
         ValueError: If it returned the wrong type or length.
     """
+    tick()
     failure = Failure("was not called")
     for _ in range(retries + 1):
         try:
@@ -257,6 +259,7 @@ async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, tim
 
 
 async def _attempt_async(reward: PreparedReward, call: Call) -> Outcome:
+    tick()
     try:
         result = await reward.function(**call.kwargs)
     except RewardConfigurationError:

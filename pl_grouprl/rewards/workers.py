@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from pl_grouprl.rewards.calls import Call, Failure, Outcome, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.rewards.worker_process import read_answer, run_worker
+from pl_grouprl.utilities.progress import tick
 
 START_SECONDS = 600.0
 """How long a worker may take to start: it imports the program, and everything that the functions import."""
@@ -151,6 +152,7 @@ class _Worker(threading.Thread):
                 _kill_group(self.process.pid)
 
     def _attempt(self, task: _Task) -> Outcome:
+        tick()
         outcome: Outcome = Failure("was not called")
         for _ in range(task.retries + 1):
             if self.process is not None and connection.wait([self.process.sentinel], 0):

@@ -22,6 +22,7 @@ from pl_grouprl.rollout.sampling import sample_tokens, uniforms
 from pl_grouprl.rollout.shared_prompt import MIN_SAVED_TOKENS, find_shared_prompts
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.utilities.progress import tick
 
 STEPS_AT_HAND = 64
 """Random numbers are made for so many steps at once. Does not change them."""
@@ -91,6 +92,7 @@ class DecodeBatch:
             FloatingPointError: If the model's logits were not finite.
         """
         for step in range(self.sampling.max_new_tokens):
+            tick()
             tokens_B = self._draw(step)
             if step + 1 == self.sampling.max_new_tokens:
                 break

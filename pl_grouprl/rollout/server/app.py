@@ -16,12 +16,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
+from pl_grouprl.rollout.server.bodies import BodyGuard
 from pl_grouprl.rollout.server.guard import TokenGuard
 from pl_grouprl.rollout.server.sampler import Asked, RefusalError, Sampler
+from pl_grouprl.rollout.server.wire import MAX_JSON
 from pl_grouprl.types import SamplingConfig
-
-MAX_JSON = 256 << 20
-"""Bytes of a JSON body."""
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
 _PREFIX = f"pl-grouprl-{secrets.token_hex(8)}-"
@@ -129,7 +128,7 @@ def make_app(sampler: Sampler, *, token: str | None, max_bucket_bytes: int) -> A
         return StreamingResponse(_lines(rollouts), media_type="application/x-ndjson")
 
     _add_weights(app, sampler, max_bucket_bytes)
-    return TokenGuard(app, token)
+    return TokenGuard(BodyGuard(app), token)
 
 
 def _add_weights(app: FastAPI, sampler: Sampler, max_bucket_bytes: int) -> None:
@@ -206,9 +205,15 @@ async def _read(request: Request, model: type[Model]) -> Model:
     _length(request, "application/json", MAX_JSON)
     try:
         return model.model_validate_json(await request.body())
+    except ClientDisconnect:
+        raise _broke_off() from None
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]]
         raise RefusalError(422, f"the body is not what is expected: {'; '.join(faults)}"[:1000]) from None
+
+
+def _broke_off() -> RefusalError:
+    return RefusalError(400, "the body broke off.")
 
 
 def _sampling(asked: _Sampling) -> SamplingConfig:
@@ -241,7 +246,7 @@ async def _store(request: Request, path: Path, size: int) -> None:
             if file.tell() != size:
                 raise RefusalError(400, f"the body has {file.tell()} bytes, its Content-Length says {size}.")
     except ClientDisconnect:
-        raise RefusalError(400, "the body broke off.") from None
+        raise _broke_off() from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlencode, urlsplit
 
-from pl_grouprl.rollout.server.wire import HEARTBEAT
+from pl_grouprl.rollout.server.wire import HEARTBEAT, MAX_JSON
+from pl_grouprl.utilities.progress import tick
 
 T = TypeVar("T")
 
@@ -19,6 +20,9 @@ _LEAST_SILENCE = 3 * HEARTBEAT
 
 _BROKEN = 5
 """A rollout whose connection breaks so often is given up."""
+
+_MAX_LINE = 64 << 20
+"""Bytes of a rollout: of a million tokens or so."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 
@@ -185,7 +189,7 @@ class ServerClient:
             response = self._ask(connection, "POST", path, body, "application/json")
             try:
                 return self._collect(response, counts, version)
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError) as error:
                 raise _Broken(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
@@ -194,8 +198,9 @@ class ServerClient:
         self, response: http.client.HTTPResponse, counts: list[int], version: int
     ) -> list[list[dict[str, Any]]]:
         found: list[list[dict[str, Any]]] = [[{} for _ in range(count)] for count in counts]
-        for line in response:
-            message = json.loads(line) if line.strip() else {}
+        while line := response.readline(_MAX_LINE + 1):
+            tick()
+            message = _message(line)
             if "status" in message:
                 if message["status"] >= 500:
                     raise _Broken(message["error"])
@@ -203,7 +208,7 @@ class ServerClient:
             if "version" in message and message["version"] != version:
                 raise RefusedError(self.url, 409, {**message, "error": f"its weights are {message['version']}."})
             if "index" in message:
-                asked, number = message["index"]
+                asked, number = _place(message["index"], found)
                 found[asked][number] = message
             if "done" in message and all(all(rollouts) for rollouts in found):
                 return found
@@ -248,7 +253,9 @@ def _is_server(parts: SplitResult) -> bool:
 
 
 def _read(response: http.client.HTTPResponse) -> dict[str, Any]:
-    body = response.read()
+    body = response.read(MAX_JSON + 1)
+    if len(body) > MAX_JSON:
+        raise http.client.HTTPException(f"the answer has more than {MAX_JSON} bytes; is this a sampling server?")
     try:
         answer = json.loads(body)
     except ValueError as error:
@@ -256,6 +263,25 @@ def _read(response: http.client.HTTPResponse) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise http.client.HTTPException("the answer is no JSON object; is this a sampling server?")
     return answer
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """A line of an answer with rollouts; a blank one is a sign of life."""
+    if len(line) > _MAX_LINE:
+        raise ValueError(f"a line has more than {_MAX_LINE} bytes; is this a sampling server?")
+    message = json.loads(line) if line.strip() else {}
+    if not isinstance(message, dict):
+        raise ValueError("a line is no JSON object; is this a sampling server?")
+    return message
+
+
+def _place(index: Any, found: list[list[dict[str, Any]]]) -> tuple[int, int]:
+    """Where a rollout belongs, if it was asked for and has not come yet: else an answer might never end."""
+    missing = ((asked, number) for asked, own in enumerate(found) for number, one in enumerate(own) if not one)
+    place = tuple(index) if isinstance(index, list) else index
+    if place not in missing:
+        raise ValueError(f"the rollout {str(index)[:100]} was not asked for, or has come already")
+    return place
 
 
 def _error(response: http.client.HTTPResponse) -> dict[str, Any]:

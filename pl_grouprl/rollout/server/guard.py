@@ -37,21 +37,26 @@ class TokenGuard:
         status, error = 401, "the token is missing or wrong; pass token=, or set PL_GROUPRL_TOKEN."
         if self._expected is None:
             status, error = 403, "the server has no token, so it must be asked as 127.0.0.1 or localhost; set a token."
-        body = json.dumps({"error": error}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"www-authenticate", b"Bearer"),
-            (b"connection", b"close"),  # what it sends is not read
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await answer_and_close(send, status, error)
 
     def _may(self, scope: Scope) -> bool:
         if self._expected is None:
             return all(_is_loopback(_hostname(value)) for name, value in scope["headers"] if name == b"host")
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+
+
+async def answer_and_close(send: Any, status: int, error: str) -> None:
+    """Refuse a request of which the body is not read."""
+    body = json.dumps({"error": error}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *([(b"www-authenticate", b"Bearer")] if status == 401 else []),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def check_host(host: str, token: str | None) -> None:

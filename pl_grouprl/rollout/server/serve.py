@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from pl_grouprl.rollout.server.app import leftovers, make_app
+from pl_grouprl.rollout.server.connections import MAX_HEADER_BYTES, LimitedProtocol
 from pl_grouprl.rollout.server.orphans import start_guard
 from pl_grouprl.rollout.server.sampler import Sampler
 
@@ -36,16 +37,7 @@ async def _serve(options: argparse.Namespace) -> int:
     try:
         sampler = Sampler(engine, transfer=options.transfer)
         app = make_app(sampler, token=options.token, max_bucket_bytes=options.max_bucket_mib << 20)
-        config = uvicorn.Config(
-            app,
-            host=options.host,
-            port=options.port,
-            access_log=False,
-            log_level="info",
-            server_header=False,
-            timeout_graceful_shutdown=_GRACE,
-        )
-        server = _Server(config)
+        server = make_server(app, options.host, options.port)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, _end, server)
         watch = asyncio.create_task(_end_with(engine, server))
@@ -54,6 +46,23 @@ async def _serve(options: argparse.Namespace) -> int:
         return 1 if engine.errored else 0
     finally:
         engine.shutdown()
+
+
+def make_server(app: Any, host: str, port: int) -> uvicorn.Server:
+    """Make the web server: HTTP with limits, no WebSockets."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=LimitedProtocol,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        access_log=False,
+        log_level="info",
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE,
+    )
+    return _Server(config)
 
 
 class _Server(uvicorn.Server):

@@ -29,6 +29,7 @@ from pl_grouprl.rollout.vllm.ranks import (
 )
 from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
 from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.progress import tick
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -278,6 +279,7 @@ class VLLMInstance:
                     parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
                     self._engine.add_request(f"{place}.{number}", given, parameters, lora_request=self._adapter)
             while self._engine.has_unfinished_requests():
+                tick()
                 for output in self._engine.step():
                     if asked[output.request_id].add(output.outputs[0]):
                         self._engine.abort_request([output.request_id])

@@ -1,5 +1,6 @@
 """The client against a server of the test's own, which answers what it is told to."""
 
+import contextlib
 import json
 import threading
 import time
@@ -177,6 +178,57 @@ def test_rollouts_of_another_version_are_refused(first):
         with pytest.raises(RefusedError) as error:
             ServerClient(url).generate(REQUEST)
         assert error.value.status == 409
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lines({"version": 3}, *[{"index": [0, 0], **ROLLOUT}] * 2),
+            r"rollout \[0, 0\] was not asked for, or has come",
+        ),
+        (lines({"version": 3}, {"index": [0, -1], **ROLLOUT}), r"rollout \[0, -1\] was not asked for"),
+        (lines({"version": 3}, {"index": [7, 0], **ROLLOUT}), r"rollout \[7, 0\] was not asked for"),
+        (lines({"version": 3}, {"index": {"0": 0}, **ROLLOUT}), "was not asked for"),
+        (lines({"version": 3}, {"status": "lost"}), "TypeError"),
+        (lines([1, 2]), "a line is no JSON object; is this a sampling server"),
+        (lines({"version": 3}, {"pad": "x" * 5000}), "a line has more than 4000 bytes; is this a sampling server"),
+    ],
+)
+def test_answers_of_a_lying_server_are_not_taken(answer, message, monkeypatch):
+    monkeypatch.setattr(client_module, "_MAX_LINE", 4000)
+    with (
+        serve((200, answer)) as (url, asked),
+        pytest.raises(RuntimeError, match=f"5 times, the last time: .*{message}"),
+    ):
+        ServerClient(url, timeout=20).generate(REQUEST)
+    assert len(asked) == 5
+
+
+def test_answers_have_a_limit(monkeypatch, record_property):
+    """A server that never ends its answer: what is read of it is bounded."""
+    monkeypatch.setattr(client_module, "MAX_JSON", 1 << 20)
+    sent = 0
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self):
+            nonlocal sent
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while sent < 400 << 20:
+                    sent += self.wfile.write(b"x" * (1 << 18))
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        with pytest.raises(RuntimeError, match="the answer has more than 1048576 bytes; is this a sampling server"):
+            ServerClient(f"http://127.0.0.1:{server.server_port}", timeout=0.05).info()
+        server.shutdown()
+    assert sent < 64 << 20
+    record_property("figure", f"{sent / (1 << 20):.0f} of 400 MiB were sent, at a limit of 1 MiB")
 
 
 def test_weights_are_sent_as_they_are():

@@ -1,0 +1,74 @@
+"""How much of a request's body is read, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pl_grouprl.rollout.server.guard import Application, Scope, answer_and_close
+from pl_grouprl.rollout.server.sampler import RefusalError
+
+_PATIENCE = 30.0
+"""Seconds that any body may take."""
+
+_SLOWEST = 1 << 20
+"""Bytes per second at which a large body must arrive at least, on average."""
+
+
+class BodyGuard:
+    """Lets an ASGI application read what a request's Content-Length announces, and no more, in bounded time.
+
+    Requests with a Transfer-Encoding are refused: it overrides the Content-Length, so that what was announced says
+    nothing. A connection of which the body was not read to its end is closed after the answer, not read on.
+
+    Args:
+        app: The application.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answer 411, or let the application answer."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+            error = "the request has a Transfer-Encoding, with which no length is announced; send a Content-Length."
+            await answer_and_close(send, 411, error)
+        else:
+            body = _Body(_announced(scope), receive, send)
+            await self.app(scope, body.receive, body.send)
+
+
+class _Body:
+    """The body of one request. `receive` and `send` are those of the application."""
+
+    def __init__(self, length: int, receive: Any, send: Any) -> None:
+        self._length, self._receive, self._send = length, receive, send
+        self._read = 0
+        self._ended = length == 0
+        self._deadline = asyncio.get_running_loop().time() + _PATIENCE + length / _SLOWEST
+
+    async def receive(self) -> dict[str, Any]:
+        if self._ended:  # what may come now is that the client has gone
+            return await self._receive()
+        try:
+            left = self._deadline - asyncio.get_running_loop().time()
+            message: dict[str, Any] = await asyncio.wait_for(self._receive(), left)
+        except asyncio.TimeoutError:
+            raise RefusalError(408, f"{self._read} of the body's {self._length} bytes have come in time.") from None
+        self._read += len(message.get("body", b""))
+        if self._read > self._length:
+            raise RefusalError(413, f"the body has more than the {self._length} bytes that it announces.")
+        self._ended = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start" and not self._ended:
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await self._send(message)
+
+
+def _announced(scope: Scope) -> int:
+    """The Content-Length; 0 without one, when there is no body."""
+    return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

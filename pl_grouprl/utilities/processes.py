@@ -1,0 +1,41 @@
+"""Which process a number stands for, so that no other one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def process_identity(pid: int) -> str:
+    """Tell a process from all others, on other machines and at other times too.
+
+    Returns:
+        Machine, namespace of process ids, start time; empty if there is no such process, or the system has no `/proc`.
+    """
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink(_PROC / "self/ns/pid")
+        state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else f"{boot} {namespace} {fields[18]}"  # ended, and not waited for yet
+
+
+def is_here(identity: str) -> bool:
+    """Whether a process, of which the identity is known, is or was on this machine."""
+    own = process_identity(os.getpid())
+    return bool(own) and own.rpartition(" ")[0] == identity.rpartition(" ")[0]
+
+
+def kill_process(pid: int, identity: str) -> bool:
+    """Kill a process of this machine (SIGKILL), if it is still that one; returns whether it was."""
+    if not is_here(identity) or process_identity(pid) != identity:
+        return False
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False

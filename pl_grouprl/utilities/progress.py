@@ -1,0 +1,32 @@
+"""What this process is doing, for a watchdog on another thread to read."""
+
+from __future__ import annotations
+
+
+class Progress:
+    """Counts what a process gets done, and names its present phase. Any thread may write; a lost count does no harm.
+
+    Attributes:
+        count: Grows with everything that gets done, a decoding step or a reward call.
+        phase: What the main thread is doing.
+        step: The optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.phase = "start"
+        self.step = 0
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self.count += 1
+
+
+PROGRESS = Progress()
+"""Of this process."""
+
+
+def tick() -> None:
+    """Count one more thing done. Long loops without communication call it, so that they do not look hung."""
+    PROGRESS.count += 1

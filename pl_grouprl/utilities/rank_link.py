@@ -1,0 +1,128 @@
+"""How the ranks of a run tell each other how they are: through the store that their process group was made with."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from pl_grouprl.utilities.rank_status import RankStatus
+
+_CALL_LIMIT = timedelta(seconds=60)
+
+
+def entered_collectives() -> dict[str, int]:
+    """How many collectives this rank has entered, by process group; all members of one enter the same ones in order."""
+    world: Any = distributed_c10d._world
+    counts = {}
+    for group, name in list(world.pg_names.items()):
+        members = sorted(world.pg_group_ranks.get(group, ()))
+        try:
+            counts[f"{name}:{members[0]}-{members[-1]}/{len(members)}"] = group._get_sequence_number_for_group()
+        except (RuntimeError, IndexError):  # a backend that does not count, a group without members
+            continue
+    return counts
+
+
+class RankLink(threading.Thread):
+    """Publishes this rank's status and reads those of the others, about once a second.
+
+    A call of the store may block where the process that holds it is frozen, so this thread does nothing else. It ends
+    where the store fails: that process is gone.
+
+    Args:
+        describe: Makes this rank's status.
+        num_ranks: Number of ranks.
+        name: Of the exchange, the same on all ranks and new each time.
+        interval: Seconds between two exchanges.
+
+    Attributes:
+        statuses: Of all ranks that have published, as read last.
+        contact: When that was, by the monotonic clock.
+    """
+
+    def __init__(self, describe: Callable[[], RankStatus], num_ranks: int, name: str, interval: float) -> None:
+        super().__init__(name="rank-link", daemon=True)
+        self._describe = describe
+        self._name, self._num_ranks, self._interval = name, num_ranks, interval
+        self._wake = threading.Condition()
+        self._asked = self._done = 0
+        self._ended = False
+        self.statuses: list[RankStatus] = []
+        self.contact = time.monotonic()
+        store: Any = distributed_c10d._get_default_store()
+        self._store: Any = getattr(store, "_underlying_non_prefix_store", store)
+
+    @property
+    def store_name(self) -> str:
+        """Where the store is, and whose process holds it."""
+        place = f"{getattr(self._store, 'host', '?')}:{getattr(self._store, 'port', '?')}"
+        return f"the store of torchrun at {place}" if _store_is_of_agent() else f"the store of rank 0 at {place}"
+
+    @property
+    def store_rank(self) -> int | None:
+        """The rank whose process holds the store; None if it is another process."""
+        return None if _store_is_of_agent() else 0
+
+    def exchange_now(self, limit: float) -> None:
+        """Publish and read at once; waits for that at most so many seconds."""
+        with self._wake:
+            self._asked += 1
+            asked = self._asked
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: self._done >= asked or self._ended, limit)
+
+    def close(self) -> None:
+        """End the thread, unless the store blocks it."""
+        self._end()
+        self.join(2.0)
+
+    def run(self) -> None:
+        """Exchange until it is closed or the store fails."""
+        known: set[int] = set()
+        try:
+            store = self._connect()
+            while not self._ended:
+                asked = self._asked
+                known |= {rank for rank in range(self._num_ranks) if rank not in known and store.check([str(rank)])}
+                self._exchange(store, sorted(known))
+                self._rest(asked)
+        except (RuntimeError, ValueError):  # torch's errors of the network are RuntimeErrors
+            pass
+        finally:
+            self._end()
+
+    def _connect(self) -> Any:
+        store = self._store.clone()  # a connection of its own: the main thread may be waiting on the other one
+        store.set_timeout(_CALL_LIMIT)
+        return torch.distributed.PrefixStore(self._name, store)
+
+    def _exchange(self, store: Any, known: list[int]) -> None:
+        own = self._describe()
+        store.set(str(own.rank), json.dumps(asdict(own)))
+        answers = store.multi_get([str(rank) for rank in known])
+        self.statuses = [RankStatus(**json.loads(answer)) for answer in answers]
+
+    def _rest(self, asked: int) -> None:
+        with self._wake:
+            self.contact = time.monotonic()
+            self._done = asked
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: self._ended or self._asked > asked, self._interval)
+
+    def _end(self) -> None:
+        with self._wake:
+            self._ended = True
+            self._wake.notify_all()
+
+
+def _store_is_of_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

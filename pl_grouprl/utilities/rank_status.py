@@ -1,0 +1,161 @@
+"""Which rank of a run is lost: judged from what the ranks say of themselves, by one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_SILENCE_LIMIT = 300.0
+"""Seconds without a sign of life after which a rank counts as frozen, unless `rank_timeout` is less."""
+
+_FAILURE_LIMIT = 60.0
+"""Seconds that the others get to end by themselves after a rank has failed or its process has ended."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: Its number.
+        host: Name of its machine.
+        pid: Its process.
+        identity: Tells the process from all others; see `process_identity`.
+        beat: Grows with each message.
+        count: Grows with what it gets done.
+        collectives: How many collectives it has entered, by process group.
+        phase: What it is doing.
+        step: Its optimizer step.
+        state: `running`, `done`, `failed`, or `stopped` after the failure of another rank.
+        error: What it failed with.
+        verdict: Why it ends the run.
+        lost: The ranks that are to blame.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    identity: str
+    beat: int = 0
+    count: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+    phase: str = "start"
+    step: int = 0
+    state: str = "running"
+    error: str = ""
+    verdict: str = ""
+    lost: list[int] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """Name the rank and what it did last."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid}; last seen in phase {self.phase}, step {self.step})"
+
+    def is_ahead_of(self, other: RankStatus) -> bool:
+        """Whether it has entered a collective that the other rank has not: it waits, or will wait, for that rank."""
+        return any(number > other.collectives.get(name, number) for name, number in self.collectives.items())
+
+
+@dataclass
+class _Seen:
+    """A rank's latest status; since when it has given no sign of life, kept others waiting, and failed."""
+
+    status: RankStatus
+    alive: float
+    waited_for: float | None = None
+    failed: float | None = None
+
+
+class RankJudge:
+    """Finds lost ranks. Slow ranks that still get something done, and phases that are long on all ranks, are none.
+
+    Args:
+        rank_timeout: Seconds after which a rank is lost that others wait for and that gets nothing done meanwhile; with
+            at most 300 of them, one that gives no sign of life; with at most 60, one that has failed while others run.
+    """
+
+    def __init__(self, rank_timeout: float) -> None:
+        self.rank_timeout = rank_timeout
+        self.silence_limit = min(rank_timeout, _SILENCE_LIMIT)
+        self._failure_limit = min(rank_timeout, _FAILURE_LIMIT)
+        self._seen: dict[int, _Seen] = {}
+
+    def hear(self, statuses: Iterable[RankStatus], now: float) -> None:
+        """Take in what the ranks have said, and when that was read."""
+        for status in statuses:
+            seen = self._seen.setdefault(status.rank, _Seen(status, now))
+            if status.beat != seen.status.beat:
+                seen.alive = now
+            if (status.count, status.collectives) != (seen.status.count, seen.status.collectives):
+                seen.waited_for = None
+            if status.state == "failed" and seen.failed is None:
+                seen.failed = now
+            seen.status = status
+        running = self._running().values()
+        for seen in running:
+            if not any(other.status.is_ahead_of(seen.status) for other in running):
+                seen.waited_for = None
+            elif seen.waited_for is None:
+                seen.waited_for = now
+
+    def bury(self, rank: int, now: float) -> None:
+        """Take in that the process of a rank has ended."""
+        seen = self._seen[rank]
+        if seen.status.state == "running" and seen.failed is None:
+            seen.failed = now
+
+    def start_anew(self, now: float) -> None:
+        """Forget how long ranks have been silent: the watcher itself has slept."""
+        for seen in self._seen.values():
+            seen.alive = now
+            seen.waited_for = None if seen.waited_for is None else now
+            seen.failed = None if seen.failed is None else now
+
+    def lost(self, now: float) -> dict[int, str]:
+        """Find lost ranks.
+
+        Args:
+            now: When the ranks were read last.
+
+        Returns:
+            By rank, what is wrong with it. Of several reasons, only the ranks of the first: a failure, silence, others
+            that wait.
+        """
+        for find in (self._failed, self._silent, self._behind):
+            found = find(now)
+            if found:
+                return found
+        return {}
+
+    def _failed(self, now: float) -> dict[int, str]:
+        return {
+            rank: f"failed with {seen.status.error}" if seen.status.error else "its process has ended"
+            for rank, seen in self._seen.items()
+            if seen.status.state in ("running", "failed")
+            and seen.failed is not None
+            and now - seen.failed >= self._failure_limit
+        }
+
+    def _silent(self, now: float) -> dict[int, str]:
+        return {
+            rank: f"frozen: no sign of life for {now - seen.alive:.0f} s"
+            for rank, seen in self._running().items()
+            if now - seen.alive >= self.silence_limit
+        }
+
+    def _behind(self, now: float) -> dict[int, str]:
+        running = self._running()
+        waited = {rank: now - seen.waited_for for rank, seen in running.items() if seen.waited_for is not None}
+        late = {rank for rank, seconds in waited.items() if seconds >= self.rank_timeout}
+        # A late rank that waits for another late one is not the cause.
+        causes = {
+            rank
+            for rank in late
+            if not any(running[rank].status.is_ahead_of(running[other].status) for other in late - {rank})
+        }
+        return {
+            rank: f"hung: others have waited for it for {waited[rank]:.0f} s, in which it got nothing done"
+            for rank in causes or late
+        }
+
+    def _running(self) -> dict[int, _Seen]:
+        return {rank: seen for rank, seen in self._seen.items() if seen.status.state == "running"}

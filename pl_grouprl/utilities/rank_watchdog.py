@@ -1,0 +1,249 @@
+"""Ends a run of several ranks where one of them is lost, instead of letting the others wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.processes import is_here, kill_process, process_identity
+from pl_grouprl.utilities.progress import PROGRESS
+from pl_grouprl.utilities.rank_link import RankLink, entered_collectives
+from pl_grouprl.utilities.rank_status import RankJudge, RankStatus
+
+LOST_RANK_EXIT_CODE = 70
+"""Exit code of the ranks that end because another one is lost."""
+
+_runs = count()
+"""All ranks start their watchdogs in the same order."""
+
+
+def check_rank_timeout(rank_timeout: float | None) -> None:
+    """Refuse a timeout that is no number of seconds.
+
+    Raises:
+        ValueError: If it is not larger than 0.
+    """
+    valid = rank_timeout is None or rank_timeout > 0
+    check_options({"rank_timeout": (rank_timeout, valid, "larger than 0, or None to wait without end")})
+
+
+class RankWatchdog(Callback):
+    """Ends all ranks with an error that names the lost one: frozen, hung, dead, or failed while the others wait.
+
+    A thread on each rank publishes about once a second how far the rank is, and looks at the others. A rank is lost if
+
+    - it gives no sign of life for `rank_timeout` seconds, or 300 if that is less: it was stopped (SIGSTOP), swaps
+      without end, or runs code in C that holds Python's lock;
+    - others wait for it in a collective for `rank_timeout` seconds, in which it gets nothing done: an endless loop, a
+      deadlock, a call that never returns. Decoding steps, reward calls and phases of a step count as something done;
+    - it has failed, or its process has ended, and the others still wait after 60 seconds.
+
+    The others then print its number, host, process and what it did last, and end with exit code 70, wherever their main
+    thread waits; a lost rank on the same machine is killed. One whose threads still run prints where it hangs. Ranks
+    that are slow, or all in the same long phase, are not lost; after a pause of the whole machine counting starts anew.
+
+    Does nothing on a single rank. Modules of this package add it themselves; see their option `rank_timeout`.
+
+    Args:
+        rank_timeout: Seconds; more than the others ever wait for a rank that loads a model, saves a checkpoint, or does
+            something else that is not counted. The default is less than the 1800 seconds after which process groups
+            give up without naming anybody.
+
+    Raises:
+        ValueError: If it is not larger than 0.
+    """
+
+    def __init__(self, rank_timeout: float = 1500.0) -> None:
+        check_rank_timeout(rank_timeout)
+        self.rank_timeout = rank_timeout
+        self._watch: _Watch | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to watch, where there are several ranks."""
+        self._stop("stopped")  # of a run that was left without a word
+        if trainer.world_size > 1 and torch.distributed.is_initialized():
+            PROGRESS.enter("setup")
+            self._watch = _Watch(trainer.global_rank, trainer.world_size, self.rank_timeout)
+            self._watch.start()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tell the others why this rank ends, and say so if another one was first."""
+        self._stop("failed", f"{type(exception).__name__}: {exception}"[:2000])
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End watching."""
+        self._stop("done")
+
+    def _stop(self, state: str, error: str = "") -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop(state, error)
+
+    # What a rank was doing.
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Note the step."""
+        PROGRESS.step = trainer.global_step
+        PROGRESS.enter("training batch")
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Note the step."""
+        PROGRESS.step = trainer.global_step
+        PROGRESS.enter("end of a training batch")
+
+    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Note the phase."""
+        PROGRESS.enter("validation")
+
+    def on_test_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Note the phase."""
+        PROGRESS.enter("test")
+
+    def on_save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Note the phase."""
+        PROGRESS.enter("saving a checkpoint")
+
+    def on_load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Note the phase."""
+        PROGRESS.enter("loading a checkpoint")
+
+
+class _Watch(threading.Thread):
+    """Judges the ranks, and ends this one where one is lost."""
+
+    def __init__(self, rank: int, num_ranks: int, rank_timeout: float) -> None:
+        super().__init__(name="rank-watchdog", daemon=True)
+        self.interval = min(max(1.0, num_ranks / 16), rank_timeout / 8)
+        pid = os.getpid()
+        self._own = RankStatus(rank, socket.gethostname(), pid, process_identity(pid))
+        self._beats = count(1)
+        self._stopped = threading.Event()
+        self._judge = RankJudge(rank_timeout)
+        self._link = RankLink(self._status, num_ranks, f"pl_grouprl/ranks/{next(_runs)}", self.interval)
+        if not entered_collectives():
+            rank_zero_warn(
+                "the process groups do not count their collectives, so a hung rank is not found; a frozen one is."
+            )
+
+    def run(self) -> None:
+        """Look until the run ends."""
+        self._link.start()
+        looked = time.monotonic()
+        while not self._stopped.wait(self.interval):
+            now = time.monotonic()
+            self._judge.hear(self._link.statuses, self._link.contact)
+            if now - looked > max(2.0, self._judge.silence_limit / 10):  # this process itself has slept
+                self._judge.start_anew(now)
+                self._link.contact = now
+            looked = now
+            self._look(now)
+
+    def stop(self, state: str, error: str) -> None:
+        """Say what became of this rank, and end. Called by the main thread."""
+        if self._own.verdict:
+            return  # the thread is about to end the process
+        self._link.exchange_now(2.0)
+        first = [own for own in self._others() if own.state == "failed" and state == "failed"]
+        self._own = replace(self._own, state="stopped" if first else state, error=error)
+        self._link.exchange_now(2.0)
+        for own in first:
+            _say(f"{own.describe()} failed first, with {own.error}. {self._status().describe()} ends, too.")
+        if self._link.store_rank == self._own.rank:
+            self._wait_for_readers()
+        self._stopped.set()
+        self._link.close()
+        self.join(2.0)
+
+    def _wait_for_readers(self) -> None:
+        """Let the others read what became of this rank: the store may end with its process."""
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and any(own.state == "running" for own in self._others()):
+            time.sleep(0.05)
+            self._link.exchange_now(1.0)
+
+    def _look(self, now: float) -> None:
+        others = {own.rank: own for own in self._others()}
+        for own in others.values():
+            if is_here(own.identity) and process_identity(own.pid) != own.identity:
+                self._judge.bury(own.rank, now)
+        verdicts = [(own.verdict, own.lost) for own in others.values() if own.verdict]
+        silence = now - self._link.contact
+        if verdicts:
+            self._end_run(*verdicts[0])
+        elif silence >= self._judge.silence_limit:
+            self._judge_store(silence)
+        else:
+            lost = self._judge.lost(self._link.contact)
+            names = {own.rank: own.describe() for own in self._link.statuses}
+            if lost:
+                self._end_run("; ".join(f"{names[rank]} is lost: {lost[rank]}" for rank in lost), list(lost))
+
+    def _judge_store(self, silence: float) -> None:
+        reason = f"{self._link.store_name} has not answered for {silence:.0f} s"
+        holder = [own for own in self._others() if own.rank == self._link.store_rank]
+        if not holder:
+            self._end_run(f"{reason}, which is frozen or gone", [])
+        elif holder[0].state != "done":
+            self._end_run(f"{holder[0].describe()} is lost: frozen or gone, {reason}", [holder[0].rank])
+
+    def _end_run(self, verdict: str, lost: list[int]) -> None:
+        """End this process, whatever its main thread waits for. Workers and servers see that, and end too."""
+        self._own = replace(self._own, verdict=verdict, lost=lost)
+        _say(
+            f"{verdict}. {self._status().describe()} ends with exit code {LOST_RANK_EXIT_CODE}; resume from the latest "
+            f"checkpoint. If nothing was wrong, raise rank_timeout (it is {self._judge.rank_timeout:g} s)."
+        )
+        if self._own.rank in lost:
+            faulthandler.dump_traceback(2)
+        self._link.exchange_now(2 * self.interval)
+        time.sleep(2 * self.interval)  # all ranks read the verdict before any of them ends
+        for own in self._others():
+            if own.rank in lost and kill_process(own.pid, own.identity):
+                _say(f"rank {own.rank} (pid {own.pid}) was killed.")
+        _within(1.0, _flush)
+        os._exit(LOST_RANK_EXIT_CODE)
+
+    def _others(self) -> list[RankStatus]:
+        return [own for own in self._link.statuses if own.rank != self._own.rank]
+
+    def _status(self) -> RankStatus:
+        return replace(
+            self._own,
+            beat=next(self._beats),
+            count=PROGRESS.count,
+            collectives=entered_collectives(),
+            phase=PROGRESS.phase,
+            step=PROGRESS.step,
+        )
+
+
+def _say(text: str) -> None:
+    """Write to the process's error output, past Python's own, which the main thread may hold."""
+    _within(5.0, lambda: os.write(2, f"\n[rank watchdog] {text}\n".encode()))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Do something that may block, and wait no longer than this."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -1,0 +1,128 @@
+"""Known security holes of the packages that this environment has, as `pip-audit` finds them.
+
+    python tools/audit.py --pip-audit .venv-audit/bin/pip-audit      # what `make audit` runs
+
+Exits 0 where every package was audited and no hole is unexplained, 1 with a hole that `known_holes.txt` has no note
+for, 2 where packages were not audited: `pip-audit` itself says "No known vulnerabilities found" and exits 0 where its
+database knows none of the packages, as behind a mirror of the registry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+KNOWN = Path(__file__).with_name("known_holes.txt")
+OWN = "pl-grouprl"
+
+
+class NotAuditedError(Exception):
+    """The audit did not take place, or not for all packages."""
+
+
+def installed() -> list[str]:
+    """The packages of this environment, as `name==version`, without builds' local versions (`+cpu`)."""
+    found = {dist.metadata["Name"]: dist.version.partition("+")[0] for dist in distributions()}
+    return sorted(f"{name}=={version}" for name, version in found.items() if name != OWN)
+
+
+def read_notes(text: str) -> dict[str, str]:
+    """Read the holes that are known, each with the reason why it does no harm here.
+
+    Args:
+        text: Lines `ID reason`; empty ones and those that begin with # do not count.
+
+    Raises:
+        ValueError: If a hole has no reason, or stands there twice.
+    """
+    notes: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        hole, _, reason = line.strip().partition(" ")
+        if len(reason.split()) < 3 or hole in notes:
+            raise ValueError(f"known_holes.txt, line {number}: {hole} needs one line, with a reason of some words.")
+        notes[hole] = reason.strip()
+    return notes
+
+
+def run_pip_audit(command: str, packages: Sequence[str]) -> dict[str, Any]:
+    """Let `pip-audit` look packages up.
+
+    Raises:
+        NotAuditedError: If it gave no report.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(packages))
+        file.flush()
+        options = ["--requirement", file.name, "--no-deps", "--disable-pip", "--format", "json"]
+        done = subprocess.run(  # noqa: S603 (its path comes from the Makefile)
+            [command, *options, "--progress-spinner", "off"], capture_output=True, text=True, check=False
+        )
+    try:
+        report: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise NotAuditedError(f"pip-audit gave no report (exit code {done.returncode}): {reason}") from None
+    return report
+
+
+def judge(report: dict[str, Any], notes: dict[str, str], packages: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Sort out what a report says.
+
+    Args:
+        report: Of `pip-audit --format json`.
+        notes: Of `read_notes`.
+        packages: What should have been audited.
+
+    Returns:
+        The holes without a note, and the packages that were not audited.
+    """
+    audited, holes = set(), []
+    for package in report["dependencies"]:
+        if "skip_reason" in package:
+            continue
+        name = f"{package['name']}=={package['version']}"
+        audited.add(_canonical(name))
+        for hole in package["vulns"]:
+            if not {hole["id"], *hole.get("aliases", ())} & notes.keys():
+                mended = ", ".join(hole.get("fix_versions", ())) or "no version yet"
+                holes.append(f"{name}: {hole['id']}, mended in {mended}")
+    return holes, [name for name in packages if _canonical(name) not in audited]
+
+
+def _canonical(requirement: str) -> str:
+    return requirement.lower().replace("_", "-").replace(".", "-")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Audit, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pip-audit", default="pip-audit", help="the command")
+    parser.add_argument("--known", type=Path, default=KNOWN, help="file of the holes that have a note")
+    options = parser.parse_args(arguments)
+    packages = installed()
+    try:
+        notes = read_notes(options.known.read_text(encoding="utf-8"))
+        holes, missed = judge(run_pip_audit(options.pip_audit, packages), notes, packages)
+    except NotAuditedError as error:
+        print(f"NOT AUDITED: {error}.")
+        return 2
+    for hole in holes:
+        print(f"HOLE: {hole}. Upgrade, or explain in {options.known.name} why it does no harm here.")
+    audited = len(packages) - len(missed)
+    print(f"{audited} of {len(packages)} packages audited; {len(holes)} holes without a note, {len(notes)} notes.")
+    if missed:
+        print(f"NOT AUDITED: {', '.join(missed)}. The database does not know them, or was not reached.")
+    return 1 if holes else 2 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
