@@ -24,6 +24,7 @@ from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_c
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
+from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
@@ -201,7 +202,8 @@ class PolicyModule(SavedStateModule):
         self._contexts.close()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add what spares the loaded objects Python's garbage collection."""
+        """Get the loggers ready, and add what spares the loaded objects Python's garbage collection."""
+        prepare_loggers(self.trainer.loggers)
         return [FreezeLoadedObjects()]
 
     def optimized_parts(self) -> dict[str, tuple[nn.Module, OptimizerConfig]]:
