@@ -101,7 +101,8 @@ class CompletionsTable(Callback):
         self._write([row for group_rows in rows for row in group_rows])
         shown = [row for group_rows in rows for row in _spread(group_rows, self.num_completions)]
         if self.console:
-            trainer.print(render_table(shown, self.max_characters))
+            with self._writes.to("the console"):
+                trainer.print(render_table(shown, self.max_characters))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and not is_trial(trainer):
                 text = markdown_table(shown, self.max_characters)

@@ -101,7 +101,8 @@ class RunSummary(Callback):
         if not trainer.is_global_zero or not self.history.points:
             return
         statistics = {name: self.history.statistics(name) for name in sorted(self.history.points)}
-        trainer.print(summary_text(statistics, trainer.global_step, self.training_seconds, self._folder))
+        with OptionalWrites("RunSummary").to("the console"):
+            trainer.print(summary_text(statistics, trainer.global_step, self.training_seconds, self._folder))
         if self._folder is None:
             return
         if self.summary_filename is not None:

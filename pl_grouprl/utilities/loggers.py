@@ -73,9 +73,7 @@ class _Guarded(Logger):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        create, arguments, *state = reduced
-        kind: Any = type(self).__mro__[2]
-        return create, (kind, *arguments[1:]), *state  # pickled as what it is without the guard
+        return object.__new__, (type(self).__mro__[2],), *reduced[2:]  # pickled as what it is without the guard
 
     def _attempt(self, write: Callable[[], None]) -> None:
         if self._writes is not None:
