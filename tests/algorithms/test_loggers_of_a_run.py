@@ -6,8 +6,6 @@ import pytest
 from helpers.full_disk import full_disk
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from pl_grouprl.utilities.loggers import prepare_loggers
-
 
 def loggers(folder, **options):
     return [CSVLogger(folder, name="own", **options), TensorBoardLogger(folder, name="own", **options)]
@@ -66,6 +64,8 @@ def test_other_errors_of_a_logger_are_errors(make_module, make_data, make_traine
 
 
 def test_prepared_loggers_are_what_they_were(tmp_path):
+    from pl_grouprl.utilities.loggers import prepare_loggers
+
     own = loggers(tmp_path)
     for _ in range(2):
         prepare_loggers(own)
