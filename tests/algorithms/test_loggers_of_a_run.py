@@ -6,6 +6,8 @@ import pytest
 from helpers.full_disk import full_disk
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+pytestmark = pytest.mark.usefixtures("capsys")  # output that is captured in memory has no limit
+
 
 def loggers(folder, **options):
     return [CSVLogger(folder, name="own", **options), TensorBoardLogger(folder, name="own", **options)]

@@ -12,6 +12,8 @@ from helpers.tiny_models import tiny_model
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary
 from pl_grouprl.callbacks.curves import draw_curves
 
+pytestmark = pytest.mark.usefixtures("capsys")  # output that is captured in memory has no limit
+
 
 def warnings_of(recorded):
     return [str(one.message) for one in recorded if "cannot write to" in str(one.message)]
@@ -39,13 +41,13 @@ def test_a_table_is_written_again_when_there_is_space(fit, counter, tmp_path):
         return step(batch, batch_idx)
 
     counter.training_step = training_step
-    with pytest.warns(UserWarning, match="CompletionsTable cannot write"):
+    with full, pytest.warns(UserWarning, match="CompletionsTable cannot write"):
         fit(counter, CompletionsTable(every_n_steps=1, console=False), max_steps=4, logger=False)
     lines = (tmp_path / "version_0" / "completions.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} == {3, 4}
 
 
-def test_a_summary_that_cannot_be_written_warns(fit, counter, tmp_path, capsys):
+def test_a_summary_that_cannot_be_written_warns(fit, counter, tmp_path):
     with full_disk(100), pytest.warns(UserWarning, match="cannot write to") as recorded:
         trainer = fit(counter, RunSummary(), max_steps=4, logger=False)
     assert trainer.global_step == 4
