@@ -140,7 +140,7 @@ def export(
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     former = target.with_name(f".{target.name}.{os.getpid()}.old")
-    what = f"The policy could not be exported to {target} (checkpoints have it; a former export is untouched)"
+    what = f"The policy could not be exported to {target}, a former export is untouched"
     refuse_foreign(target, "ExportPolicy", is_export)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
