@@ -12,6 +12,7 @@ and `extra_info`. Rows whose answer is no number (`4 \sqrt{3}`) are left out, as
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -55,7 +56,7 @@ def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
     from pyarrow import parquet
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
     unfinished.replace(file)
 
@@ -66,13 +67,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("data/geometry3k"), help="folder of the parquet files")
     parser.add_argument("--input", type=Path, help="folder with train.parquet and test.parquet; by default the hub")
     options = parser.parse_args(arguments)
-    for split in SPLITS:
+    files = {split: options.output / f"{split}.parquet" for split in SPLITS}
+    for file in files.values():
+        if file.exists():
+            raise SystemExit(f"--output: {file} exists and is left untouched; move it away, or pass another folder.")
+    for split, file in files.items():
         read = read_rows(options.input, split)
         rows = convert_rows(read, split)
         if not rows:
             raise SystemExit(f"{split}: none of {len(read)} rows has a number as answer; nothing is written.")
-        write_rows(rows, options.output / f"{split}.parquet")
-        print(f"{options.output / f'{split}.parquet'}: {len(rows)} of {len(read)} rows, those with a number as answer")
+        write_rows(rows, file)
+        print(f"{file}: {len(rows)} of {len(read)} rows, those with a number as answer")
 
 
 def _convert_row(row: dict[str, Any], split: str, index: int, instruction: str) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
     from pyarrow import parquet
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
     unfinished.replace(file)
 
@@ -67,10 +68,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("data/gsm8k"), help="folder of the parquet files")
     parser.add_argument("--input", type=Path, help="folder with train.jsonl and test.jsonl; by default the hub")
     options = parser.parse_args(arguments)
-    for split in SPLITS:
+    files = {split: options.output / f"{split}.parquet" for split in SPLITS}
+    for file in files.values():
+        if file.exists():
+            raise SystemExit(f"--output: {file} exists and is left untouched; move it away, or pass another folder.")
+    for split, file in files.items():
         rows = convert_rows(read_rows(options.input, split), split)
-        write_rows(rows, options.output / f"{split}.parquet")
-        print(f"{options.output / f'{split}.parquet'}: {len(rows)} rows")
+        write_rows(rows, file)
+        print(f"{file}: {len(rows)} rows")
 
 
 def _convert_row(row: dict[str, Any], split: str, index: int, instruction: str) -> dict[str, Any]:

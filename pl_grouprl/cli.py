@@ -19,10 +19,10 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
+from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.options import differing_options
 
 if TYPE_CHECKING:
@@ -126,20 +126,31 @@ def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the configuration as `config.yaml` in the folder of a run.
-
-    A run without a folder of its own saves none: without a logger, or with one that writes into the Trainer's root
-    folder or the working directory, where a `config.yaml` is somebody else's.
-    """
+    """Saves the configuration as `config.yaml` in the run folder; an evaluation without a logger saves none."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it, if the run has a folder."""
-        if not trainer.loggers:
+        """Save it, once.
+
+        Raises:
+            OSError: On all ranks, if it cannot be written, or a file that this run has not written is there.
+        """
+        if self.already_saved or (stage != "fit" and not trainer.loggers):
             return
-        folder = trainer.log_dir  # rank 0 tells the others
-        shared = {Path(trainer.default_root_dir).resolve(), Path.cwd()}
-        if folder is not None and Path(folder).resolve() not in shared:
-            super().setup(trainer, pl_module, stage)
+        from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, run_folder
+        from pl_grouprl.utilities.writes import remedy
+
+        folder = run_folder(trainer)
+        if folder is None:
+            return
+        file = folder / self.config_filename
+        claim(trainer, file, self)
+
+        def save() -> None:
+            with remedy(f"The configuration could not be saved in {file}"):
+                self.parser.save(self.config, str(file), skip_none=False, multifile=self.multifile)
+
+        on_rank_zero(trainer, save)
+        self.already_saved = True
 
 
 class RLCLI(LightningCLI):
@@ -161,7 +172,6 @@ class RLCLI(LightningCLI):
             auto_configure_optimizers=False,
             seed_everything_default=0,
             save_config_callback=SaveConfig,
-            save_config_kwargs={"overwrite": True},
             args=None if args is None else list(args),
         )
 
@@ -219,9 +229,8 @@ class RLCLI(LightningCLI):
         return super()._instantiate_trainer(config, callbacks)
 
     def after_instantiate_classes(self) -> None:
-        """Settle one version for all loggers before the first of them creates its folder."""
-        for logger in self.trainer.loggers:
-            _ = logger.version
+        """Get the loggers ready before the first of them creates its folder."""
+        prepare_loggers(self.trainer.loggers)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -258,8 +267,7 @@ def _refuse_missing_gpu(accelerator: Any) -> None:
 def last_checkpoint(trainer: Trainer, model: LightningModule | None = None) -> str:
     """The newest complete checkpoint that earlier runs with the same logger folder and name have left.
 
-    Without a logger it is the newest in `<default_root_dir>/checkpoints`, where a checkpoint callback then writes. Torn
-    ones are passed over with a warning.
+    Without a logger it is the newest of the runs in `default_root_dir`. Torn ones are passed over with a warning.
 
     Args:
         trainer: Its loggers say where to look.
@@ -268,11 +276,9 @@ def last_checkpoint(trainer: Trainer, model: LightningModule | None = None) -> s
     Raises:
         ValueError: If there is none, or if it is of a run with other options.
     """
-    if trainer.loggers:
-        folder, pattern = _runs_folder(trainer.loggers[0], trainer.default_root_dir), "**/checkpoints"
-    else:
-        folder, pattern = Path(trainer.default_root_dir), "checkpoints"
-    places = [place for place in folder.glob(pattern) if place.is_dir()]
+    from pl_grouprl.callbacks.run_folder import checkpoint_folders
+
+    folder, places = checkpoint_folders(trainer)
     for place in places:
         settle(place)
     newest, torn = newest_complete(path for place in places for path in place.glob("*.ckpt"))
@@ -294,11 +300,6 @@ def last_checkpoint(trainer: Trainer, model: LightningModule | None = None) -> s
             )
     rank_zero_info(f"ckpt_path 'last' is {newest}")
     return str(newest)
-
-
-def _runs_folder(logger: Logger, default_root_dir: str) -> Path:
-    """Folder that holds the versions of a run: `<save_dir>/<name>`."""
-    return Path(default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_c
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
+from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
 from pl_grouprl.utilities.step_log import log_numbers
 
@@ -207,7 +208,8 @@ class PolicyModule(SavedStateModule):
         self._contexts.close()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add what spares the loaded objects Python's garbage collection, and what watches over the ranks."""
+        """Get the loggers ready; keep loaded objects out of garbage collection, and watch over the ranks."""
+        prepare_loggers(self.trainer.loggers)
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         return [FreezeLoadedObjects(), *watchdogs]
 

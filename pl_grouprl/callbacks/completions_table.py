@@ -11,8 +11,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from pl_grouprl.callbacks.run_folder import is_trial, run_folder
+from pl_grouprl.callbacks.run_folder import claim, is_trial, run_folder
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 
 Row = dict[str, Any]
 
@@ -24,7 +25,7 @@ class CompletionsTable(Callback):
 
     Works with any module that has an attribute `last_rollouts`: a list of `RolloutGroup`, or an object whose `groups`
     is one, as `GRPO` has. Rows are those of rank 0. Every completion of the chosen groups becomes one line of
-    `completions.jsonl` in the run folder; lines are appended, never overwritten.
+    `completions.jsonl` in the run folder; lines are appended, never overwritten. A failure to write is a warning.
 
     Args:
         every_n_steps: Optimizer steps from one table to the next.
@@ -63,11 +64,12 @@ class CompletionsTable(Callback):
         self.max_characters = max_characters
         self.filename = filename
         self.console = console
-        self._folder: Path | None = None
+        self._file: Path | None = None
+        self._writes = OptionalWrites("CompletionsTable")
         self._next_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the run folder, and refuse a module that keeps no rollouts."""
+        """Reserve the file in the run folder, and refuse a module that keeps no rollouts."""
         if stage != "fit":
             return
         if not hasattr(pl_module, "last_rollouts"):
@@ -75,8 +77,12 @@ class CompletionsTable(Callback):
                 f"CompletionsTable needs a module with an attribute `last_rollouts` and {type(pl_module).__name__} has "
                 "none; set it to the list of RolloutGroup of the step, or leave the callback out."
             )
-        self._folder = run_folder(trainer)
         self._next_step = 0
+        self._writes = OptionalWrites("CompletionsTable")
+        folder = run_folder(trainer)
+        self._file = None if folder is None or self.filename is None else folder / self.filename
+        if self._file is not None:
+            claim(trainer, self._file, self)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -95,18 +101,20 @@ class CompletionsTable(Callback):
         self._write([row for group_rows in rows for row in group_rows])
         shown = [row for group_rows in rows for row in _spread(group_rows, self.num_completions)]
         if self.console:
-            trainer.print(render_table(shown, self.max_characters))
+            with self._writes.to("the console"):
+                trainer.print(render_table(shown, self.max_characters))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and not is_trial(trainer):
                 text = markdown_table(shown, self.max_characters)
-                logger.experiment.add_text("completions", text, trainer.global_step)
+                with self._writes.to(logger.log_dir):
+                    logger.experiment.add_text("completions", text, trainer.global_step)
 
     def _write(self, rows: Sequence[Row]) -> None:
-        if self._folder is None or self.filename is None:
+        if self._file is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / self.filename).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        with self._writes.to(self._file):
+            append_whole(self._file, lines.encode("utf-8", "backslashreplace"))  # a lone surrogate as JSON escapes it
 
 
 def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any = None) -> list[Row]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pl_grouprl.callbacks.metric_history import Point
+from pl_grouprl.utilities.writes import write_whole
 
 PANELS: Mapping[str, Sequence[str]] = {
     "reward": ("reward",),
@@ -42,6 +44,9 @@ def draw_curves(
         points: (step, value) pairs of each metric.
         path: The file; its folder is made.
         panels: Title of each panel and the names of its metrics.
+
+    Raises:
+        OSError: If it cannot be written; what was there stays.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -68,8 +73,9 @@ def draw_curves(
         axes.grid(alpha=0.3)
         if len(names) > 1:
             axes.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,17 +15,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.callbacks.run_folder import run_folder
+from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, refuse_foreign, run_folder
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.utilities.writes import remedy
+
+EXPORTED = "export.json"
+"""In a folder that `ExportPolicy` has written; such a folder alone is replaced."""
 
 
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
     Works with any module that holds a transformers model as an attribute, under every strategy: sharded weights are
-    gathered in the main memory of rank 0. Written in safetensors format beside the
-    target and renamed, so that the folder is complete or absent; what a former export left there is replaced.
+    gathered in the main memory of rank 0. Written in safetensors format next to the target and renamed, so that the
+    folder is complete or absent. A former export, which `export.json` in it tells, is replaced; anything else there is
+    untouched, and an error.
 
     Args:
         attribute: Name of the model in the module.
@@ -33,6 +42,8 @@ class ExportPolicy(Callback):
 
     Raises:
         ValueError: If `adapter` is neither.
+        OSError: Before training, if something else is at the target or nothing can be written there; at the end, if the
+            export fails. A former export stays.
     """
 
     def __init__(
@@ -64,6 +75,10 @@ class ExportPolicy(Callback):
                 )
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder
+        if self._target is not None:
+            parent = self._target.parent
+            claim(trainer, self._target, self, is_export)
+            on_rank_zero(trainer, lambda: _check_writable(parent))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what is no transformers model, now that the model is there.
@@ -91,19 +106,26 @@ class ExportPolicy(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the model."""
+        target = self._target
+        if target is None:
+            return
         model = getattr(pl_module, self.attribute)
         state = self._support.full_state_dict(model) if self._support.shards else None
-        if self._target is None or not trainer.is_global_zero:
-            return
         tokenizer = None if self.tokenizer_attribute is None else getattr(pl_module, self.tokenizer_attribute)
-        export(merged_copy(model) if self._merges(model) else model, tokenizer, self._target, state)
-        rank_zero_info(f"Policy saved in Hugging Face format: {self._target}")
+
+        def save() -> None:
+            export(merged_copy(model) if self._merges(model) else model, tokenizer, target, state, trainer.global_step)
+
+        on_rank_zero(trainer, save)
+        rank_zero_info(f"Policy saved in Hugging Face format: {target}")
 
     def _merges(self, model: Any) -> bool:
         return self.adapter == "merged" and has_adapters(model)
 
 
-def export(model: Any, tokenizer: Any, target: Path, state: dict[str, Tensor] | None = None) -> None:
+def export(
+    model: Any, tokenizer: Any, target: Path, state: dict[str, Tensor] | None = None, step: int | None = None
+) -> None:
     """Save a transformers model, and a tokenizer if there is one, in a folder that is replaced as a whole.
 
     Args:
@@ -111,14 +133,24 @@ def export(model: Any, tokenizer: Any, target: Path, state: dict[str, Tensor] | 
         tokenizer: Its tokenizer; None saves none.
         target: The folder.
         state: The weights to save, emptied meanwhile; None for those that the model holds.
+        step: Optimizer steps done, noted in the folder.
+
+    Raises:
+        OSError: If it cannot be written, or something else than a former export is at the target. What was there stays.
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     former = target.with_name(f".{target.name}.{os.getpid()}.old")
+    what = f"The policy could not be exported to {target}, a former export is untouched"
+    refuse_foreign(target, "ExportPolicy", is_export)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        model.save_pretrained(unfinished, **({} if state is None else {"state_dict": _without_tied(model, state)}))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
+        with remedy(what), _as_os_error():
+            model.save_pretrained(unfinished, **({} if state is None else {"state_dict": _without_tied(model, state)}))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
+            note = {"written_by": "pl_grouprl.callbacks.ExportPolicy", "step": step}
+            (unfinished / EXPORTED).write_text(json.dumps(note) + "\n", encoding="utf-8")
+        refuse_foreign(target, "ExportPolicy", is_export)
         if target.exists():
             os.replace(target, former)
         os.replace(unfinished, target)
@@ -129,6 +161,35 @@ def export(model: Any, tokenizer: Any, target: Path, state: dict[str, Tensor] | 
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(former, ignore_errors=True)
+
+
+def is_export(path: Path) -> bool:
+    """Whether a folder was written by `ExportPolicy`, as its marker says."""
+    if path.is_symlink():
+        return False
+    try:
+        note = json.loads((path / EXPORTED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(note, dict) and str(note.get("written_by", "")).endswith(".ExportPolicy")
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Convert safetensors' error: it has one of its own for a full disk."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _check_writable(folder: Path) -> None:
+    with remedy(f"The policy could not be exported to {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _without_tied(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,26 +1,183 @@
-"""Where a run's own files go."""
+"""Where a run's own files go: a folder of its own, in which nothing of anybody else is touched."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from pl_grouprl.utilities.checkpoint_files import process_name
+from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.writes import remedy
+
+MARKER = "run.json"
+"""Made in a run folder by the run that has it."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Run:
+    folder: Path
+    writers: dict[Path, int] = field(default_factory=dict)
+
+
+_RUNS: WeakKeyDictionary[Trainer, _Run] = WeakKeyDictionary()
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of the first logger's version, or the Trainer's root folder where it has no logger.
+    """Return the folder of a run, which no other run has. Rank 0 takes it at the first call, which all ranks must make.
 
-    All ranks must call it, since rank 0 tells the others.
+    It is the folder of the first logger's version. Where another run has taken that, or the logger has none, or there
+    is no logger, it is a new `version_N`: below the logger's folder, or the Trainer's root folder.
 
     Returns:
-        The folder, which need not exist yet; None under `fast_dev_run`, which leaves no files.
+        The folder, which exists; None under `fast_dev_run`, which leaves no files.
+
+    Raises:
+        OSError: On all ranks, if it cannot be made.
+        ValueError: On all ranks, if it is not local.
     """
     if is_trial(trainer):
         return None
-    folder = trainer.log_dir
-    return Path(folder if folder is not None else trainer.default_root_dir)
+    if trainer not in _RUNS:
+        _RUNS[trainer] = _Run(Path(on_rank_zero(trainer, lambda: str(_take_folder(trainer)))))
+    return _RUNS[trainer].folder
+
+
+def claim(
+    trainer: Trainer, path: Path, writer: object, may_replace: Callable[[Path], bool] = lambda path: False
+) -> None:
+    """Reserve a path, inside the run folder or not, for what a callback writes. All ranks must call it.
+
+    Args:
+        trainer: Its `run_folder` has been asked for.
+        path: The file or folder.
+        writer: The callback.
+        may_replace: Whether the writer may replace what is there.
+
+    Raises:
+        FileExistsError: On rank 0, and OSError on the others, if something is there that this run has not written.
+        ValueError: If another callback of the Trainer writes there.
+    """
+    name, writers = type(writer).__name__, _RUNS[trainer].writers
+    path = Path(os.path.abspath(path))
+    if path in writers:  # by another callback, or by this one in a former fit of the Trainer
+        if writers[path] != id(writer):
+            raise ValueError(f"{name} would write to {path}, as another callback does; give one of them another name.")
+        return
+    on_rank_zero(trainer, lambda: refuse_foreign(path, name, may_replace))
+    writers[path] = id(writer)
+
+
+def refuse_foreign(path: Path, writer: str, may_replace: Callable[[Path], bool]) -> None:
+    """Raise FileExistsError where something is at the path that may not be replaced."""
+    if os.path.lexists(path) and not may_replace(path):
+        raise FileExistsError(
+            f"{writer} would write to {path}, and what is there was not written by this run; it is left untouched. "
+            "Move it away, or give the run another folder (its logger, or default_root_dir)."
+        )
+
+
+def checkpoint_folders(trainer: Trainer) -> tuple[Path, list[Path]]:
+    """Where runs with the same logger folder and name, or without a logger the same root folder, keep checkpoints.
+
+    Returns:
+        The folder that has all of them, and theirs.
+    """
+    folder = _runs_folder(trainer)
+    patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
+    return folder, [place for pattern in patterns for place in folder.glob(pattern) if place.is_dir()]
 
 
 def is_trial(trainer: Trainer) -> bool:
     """Whether the Trainer only tries a few batches (`fast_dev_run`)."""
     return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def on_rank_zero(trainer: Trainer, action: Callable[[], T]) -> T:
+    """Do something on rank 0 and return its result, plain values, on all ranks; where it fails, all ranks fail."""
+    result: Any = None
+    failure: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+    reason = None if failure is None else str(failure) or type(failure).__name__
+    result, reason = gather_plain([result, reason], trainer.strategy.root_device)[0]
+    if failure is not None:
+        raise failure
+    if reason is not None:
+        raise OSError(f"rank 0: {reason}")
+    return result
+
+
+def _take_folder(trainer: Trainer) -> Path:
+    folder, root = _logger_folder(trainer), _runs_folder(trainer)
+    place = folder or root
+    if re.match(r"\w{2,}:/", str(place)):
+        raise ValueError(f"The run folder would be in {place}; pass a logger or a default_root_dir that is local.")
+    with remedy(f"No run folder can be made in {place}"):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if _take(folder):
+                return folder
+        folder = _next_version(place)
+    rank_zero_info(f"Run folder: {folder}")
+    return folder
+
+
+def _next_version(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    numbers = [path.name.removeprefix("version_") for path in root.glob("version_*")]
+    first = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+    for number in itertools.count(first):
+        folder = root / f"version_{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another run was faster
+            continue
+        if _take(folder):
+            return folder
+    raise AssertionError
+
+
+def _take(folder: Path) -> bool:
+    """Put the marker into a folder; says whether no other run had."""
+    try:
+        with (folder / MARKER).open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"written_by": "pl_grouprl", "process": process_name()}) + "\n")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _logger_folder(trainer: Trainer) -> Path | None:
+    """Folder of the first logger's version; None where it has no version, or writes into a folder of others."""
+    if not trainer.loggers:
+        return None
+    logger = trainer.loggers[0]
+    folder = logger.log_dir
+    if folder is None and logger.version not in (None, ""):
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        folder = str(_runs_folder(trainer) / version)
+    shared = {Path(trainer.default_root_dir).resolve(), Path.cwd()}
+    return None if folder is None or Path(folder).resolve() in shared else Path(folder)
+
+
+def _runs_folder(trainer: Trainer) -> Path:
+    """Folder that holds the versions of a run."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    return Path(trainer.default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pl_grouprl.callbacks.curves import draw_curves
 from pl_grouprl.callbacks.metric_history import MetricHistory
-from pl_grouprl.callbacks.run_folder import run_folder
+from pl_grouprl.callbacks.run_folder import claim, run_folder
+from pl_grouprl.utilities.writes import OptionalWrites, write_whole
 
 Statistics = Mapping[str, Mapping[str, float]]
 
@@ -26,7 +27,7 @@ class RunSummary(Callback):
     A value counts for the step in which it was logged, though Lightning repeats it in later steps.
 
     Works with any module that logs. The history is part of checkpoints, so that a resumed run is summed up from its
-    beginning. Without a logger and under `fast_dev_run` only the console lines are written.
+    beginning. A file that cannot be written is a warning. Under `fast_dev_run` only the console lines are written.
 
     Args:
         every_n_steps: Optimizer steps between two records of training metrics.
@@ -56,9 +57,13 @@ class RunSummary(Callback):
         self._folder: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the run folder."""
-        if stage == "fit":
-            self._folder = run_folder(trainer)
+        """Reserve the files in the run folder."""
+        if stage != "fit":
+            return
+        self._folder = run_folder(trainer)
+        for name in filter(None, (self.summary_filename, self.curves_filename)):
+            if self._folder is not None:
+                claim(trainer, self._folder / name, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -96,15 +101,19 @@ class RunSummary(Callback):
         if not trainer.is_global_zero or not self.history.points:
             return
         statistics = {name: self.history.statistics(name) for name in sorted(self.history.points)}
-        trainer.print(summary_text(statistics, trainer.global_step, self.training_seconds, self._folder))
+        with OptionalWrites("RunSummary").to("the console"):
+            trainer.print(summary_text(statistics, trainer.global_step, self.training_seconds, self._folder))
         if self._folder is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         if self.summary_filename is not None:
             summary = {"steps": trainer.global_step, "training_seconds": self.training_seconds, "metrics": statistics}
-            (self._folder / self.summary_filename).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            path = self._folder / self.summary_filename
+            with OptionalWrites("RunSummary").to(path):
+                write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
         if self.curves_filename is not None:
-            draw_curves(self.history.points, self._folder / self.curves_filename)
+            path = self._folder / self.curves_filename
+            with OptionalWrites("RunSummary").to(path):
+                draw_curves(self.history.points, path)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history and the seconds spent in training."""

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.callbacks.run_folder import is_trial
+from pl_grouprl.callbacks.run_folder import is_trial, run_folder
 from pl_grouprl.utilities.checkpoint_files import (
     about,
     commit,
@@ -56,7 +56,8 @@ class SafeCheckpoint(ModelCheckpoint):
 
     Args:
         stop_on_signal: Whether signals are taken over.
-        **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`.
+        **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`. `dirpath` is `checkpoints` in the run folder
+            where it is left out.
 
     Raises:
         ValueError: At setup, if the folder is not local, or has checkpoints of a run with other options that are not
@@ -70,6 +71,10 @@ class SafeCheckpoint(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the folder ready: it can be written, and has nothing of a killed run or another configuration."""
+        if self.dirpath is None and not is_trial(trainer):
+            if stage != "fit":
+                return
+            self.dirpath = str(run_folder(trainer) / "checkpoints")  # type: ignore[operator]
         super().setup(trainer, pl_module, stage)
         self._request = StopRequest()
         if stage != "fit" or is_trial(trainer):

@@ -143,12 +143,14 @@ class WarmStartedPolicy:
 
     def _make(self, folder: Path) -> None:
         """Train, and put the folder in place in one move, so that a reader sees all of it or nothing."""
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise FileExistsError(f"cache_dir: {folder} is not a folder and is left untouched; move it away.")
+        folder.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = self.load_tokenizer()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed("warm start", self.seed))
             model = build_model(self.architecture, tokenizer)
             self._train(model)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)
         try:
             model.save_pretrained(unfinished)

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -39,9 +40,10 @@ def test_every_completion_of_the_due_steps_is_appended_to_the_file(fit, counter,
     assert len(rows) == 3 * 4
 
 
-def test_a_second_run_in_the_same_folder_adds_lines(fit, counter, tmp_path):
-    for _ in range(2):
-        fit(counter, CompletionsTable(num_groups=1, console=False), max_steps=1)
+def test_a_second_fit_of_the_trainer_adds_lines(fit, counter, tmp_path):
+    trainer = fit(counter, CompletionsTable(num_groups=1, console=False), max_steps=1)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(counter, torch.utils.data.DataLoader(torch.ones(8, 1)))
     assert len(lines_of(tmp_path / "version_0" / "completions.jsonl")) == 2 * 3
 
 
@@ -67,8 +69,8 @@ def test_tensorboard_gets_the_table_as_text(fit, counter, tmp_path):
 
 def test_no_logger_writes_below_the_root_folder_and_a_trial_writes_nothing(fit, counter, tmp_path, capsys):
     fit(counter, CompletionsTable(), max_steps=1, logger=False)
-    assert (tmp_path / "completions.jsonl").is_file()
-    (tmp_path / "completions.jsonl").unlink()
+    assert (tmp_path / "version_0" / "completions.jsonl").is_file()
+    (tmp_path / "version_0" / "completions.jsonl").unlink()
     fit(counter, CompletionsTable(), fast_dev_run=True, logger=None)
     assert not list(tmp_path.rglob("completions.jsonl"))
     assert capsys.readouterr().out.count("Completions at step 1") == 2

@@ -53,7 +53,7 @@ def test_a_resumed_run_is_summed_up_from_its_beginning(fit, counter, tmp_path):
     trainer = fit(counter, RunSummary(), max_steps=4)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     fit(counter, RunSummary(), max_steps=8, ckpt_path=tmp_path / "half.ckpt")
-    reward = json.loads((tmp_path / "version_0" / "summary.json").read_text())["metrics"]["reward"]
+    reward = json.loads((tmp_path / "version_0" / "version_0" / "summary.json").read_text())["metrics"]["reward"]
     assert (reward["first"], reward["last"], reward["count"]) == (1.0, 8.0, 8)
 
 

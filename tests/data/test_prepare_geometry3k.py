@@ -53,3 +53,12 @@ def test_files_serve_the_data_module(script, tmp_path, capsys):
     )
     data.setup("fit")
     assert [p.open().media["image_grid_thw"].tolist() for p in data.prompts["train"]] == [[[1, 4, 4]]] * 2
+
+
+def test_the_input_is_never_overwritten(script, tmp_path):
+    for split in ("train", "test"):
+        parquet.write_table(pa.Table.from_pylist(made_rows(tmp_path)), tmp_path / f"{split}.parquet")
+    before = (tmp_path / "train.parquet").read_bytes()
+    with pytest.raises(SystemExit, match=r"--output: .*train\.parquet exists and is left untouched"):
+        script.main(["--input", str(tmp_path), "--output", str(tmp_path)])
+    assert (tmp_path / "train.parquet").read_bytes() == before

@@ -68,3 +68,13 @@ def test_files_serve_the_data_module_and_the_reward(script, tmp_path, capsys):
     ]
     apply_rewards(groups, NumericAnswer())
     assert [rollout.reward for group in groups for rollout in group.rollouts] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_files_that_are_there_are_untouched(script, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(ROWS[0]))
+    (tmp_path / "test.parquet").write_text("mine")
+    with pytest.raises(SystemExit, match=r"--output: .*test\.parquet exists and is left untouched; move it away"):
+        script.main(["--input", str(tmp_path), "--output", str(tmp_path)])
+    assert (tmp_path / "test.parquet").read_text() == "mine"
+    assert not (tmp_path / "train.parquet").exists()

@@ -189,13 +189,28 @@ def test_code_in_a_checkpoint_is_never_run(run, small):
         main(["fit", *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--weights_only", "false"])
 
 
-def test_a_run_without_a_folder_of_its_own_leaves_config_yaml_alone(small, tmp_path, monkeypatch):
+def test_a_run_without_a_logger_saves_its_config_in_a_folder_of_its_own(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("mine")
     options = ["--trainer.max_steps", "1", "--trainer.callbacks", "null", "--trainer.val_check_interval", "1"]
-    main(["fit", *small, *options, "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"])
+    options += ["--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
+    main(["fit", *small, *options])
     assert Path("config.yaml").read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "version_0"]
+    assert yaml.safe_load(Path("version_0", "config.yaml").read_text())["trainer"]["max_steps"] == 1
+    main(["validate", *small, *options])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "version_0"]
+
+
+def test_a_config_that_the_run_has_not_saved_is_untouched(small, tmp_path):
+    mine = tmp_path / "fixed" / "config.yaml"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
+    logger["init_args"] = {"save_dir": str(tmp_path), "name": "", "version": "fixed"}
+    with pytest.raises(FileExistsError, match=r"SaveConfig would write to .*fixed/config\.yaml, and what is there"):
+        main(["fit", *small, "--trainer.callbacks", "null", "--trainer.logger", yaml.safe_dump([logger])])
+    assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])

@@ -1,0 +1,110 @@
+"""Loggers of a Trainer: one folder for all of them, and no run that ends because one of them cannot write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from pl_grouprl.utilities.writes import OptionalWrites, remedy
+
+
+def prepare_loggers(loggers: Sequence[Logger]) -> None:
+    """Get loggers ready for a run, before the first of them makes its folder. May be called again.
+
+    - They settle on one version.
+    - The metrics of a former run in the folder of a `CSVLogger`, which it would delete, are renamed.
+    - One that cannot write during the run warns once, with its folder and the reason, and is left out from then on.
+      Where it cannot even be opened, that is an error with the same facts.
+    """
+    for logger in loggers:
+        _ = logger.version
+    for logger in loggers:
+        if isinstance(logger, CSVLogger) and logger._experiment is None:
+            _keep_former_metrics(Path(logger.log_dir))
+        if not isinstance(logger, _Guarded):
+            logger.__class__ = _guarded(type(logger))
+
+
+@rank_zero_only
+def _keep_former_metrics(folder: Path) -> None:
+    file = folder / "metrics.csv"
+    if file.is_file():
+        number = 1
+        while (kept := folder / f"metrics_{number}.csv").exists():
+            number += 1
+        file.rename(kept)
+
+
+class _Guarded(Logger):
+    """A logger whose failures to write are a warning."""
+
+    _writes: OptionalWrites | None = None
+
+    @property
+    def experiment(self) -> Any:
+        with remedy(f"{_name(self)} cannot write to {_place(self)}"):
+            return super().experiment  # type: ignore[misc]
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self._attempt(lambda: super(_Guarded, self).log_metrics(*args, **kwargs))  # type: ignore[safe-super]
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self._attempt(lambda: super(_Guarded, self).log_hyperparams(*args, **kwargs))  # type: ignore[safe-super]
+
+    def save(self) -> None:
+        self._attempt(super().save)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self._attempt(lambda: super(_Guarded, self).after_save_checkpoint(checkpoint_callback))
+
+    def finalize(self, status: str) -> None:
+        if self._writes is None:
+            self._attempt(lambda: super(_Guarded, self).finalize(status))
+        else:
+            with suppress(Exception):  # it closes what it can
+                super().finalize(status)
+        self._writes = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return object.__new__, (type(self).__mro__[2],), *reduced[2:]  # pickled as what it is without the guard
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        if self._writes is not None:
+            return
+        try:
+            write()
+        except Exception as error:
+            reason = _reason(error)
+            if reason is None:
+                raise
+            self._writes = OptionalWrites(_name(self))
+            self._writes.warn(_place(self), reason)
+
+
+@cache
+def _guarded(kind: type[Logger]) -> type[Logger]:
+    """A subclass of the same name, so that `isinstance` and messages stay as they are."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Guarded, kind), names)
+
+
+def _reason(error: BaseException | None) -> OSError | None:
+    """The error of the operating system that is the cause of another one, if any."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
+
+
+def _name(logger: Logger) -> str:
+    return type(logger).__name__
+
+
+def _place(logger: Logger) -> str:
+    return str(logger.log_dir or logger.save_dir or f"its run {logger.name}/{logger.version}")

@@ -1,0 +1,83 @@
+"""Files written as a whole, and writes that a run can do without."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from pl_grouprl.utilities.checkpoint_files import process_name, unfinished_path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file next to its name and rename it, so that a failure leaves what was there.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = unfinished_path(path, process_name())
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def append_whole(path: Path, content: bytes) -> None:
+    """Append to a file, all or nothing: a full disk leaves no half line.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+class OptionalWrites:
+    """Writes that only observe a run: the first one to fail warns, and training continues.
+
+    Args:
+        writer: Who writes, as named in the warning.
+    """
+
+    def __init__(self, writer: str) -> None:
+        self.writer = writer
+        self._warned = False
+
+    @contextmanager
+    def to(self, place: object) -> Iterator[None]:
+        """Turn an error of the file system inside the context into a warning with the place and the remedy."""
+        try:
+            yield
+        except OSError as error:
+            self.warn(place, error)
+
+    def warn(self, place: object, error: OSError) -> None:
+        """Warn, once."""
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{self.writer} cannot write to {place}: {error}. Training continues without it; free space there, or "
+                "make it writable."
+            )
+
+
+@contextmanager
+def remedy(what: str) -> Iterator[None]:
+    """Say what could not be written, and what would help, in errors of the file system."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error

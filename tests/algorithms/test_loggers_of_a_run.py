@@ -1,0 +1,80 @@
+"""Loggers of a run: what they cannot write is a warning, and what a former run wrote stays."""
+
+import pickle
+
+import pytest
+from helpers.full_disk import full_disk
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+pytestmark = pytest.mark.usefixtures("capsys")  # output that is captured in memory has no limit
+
+
+def loggers(folder, **options):
+    return [CSVLogger(folder, name="own", **options), TensorBoardLogger(folder, name="own", **options)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_loggers_that_cannot_write_warn_once_and_training_continues(make_module, make_data, make_trainer, tmp_path):
+    own = loggers(tmp_path)
+    trainer = make_trainer(max_steps=6, logger=own, log_every_n_steps=1)
+    own[0]._flush_logs_every_n_steps = 1
+    with full_disk(1500), pytest.warns(UserWarning, match="cannot write to") as recorded:
+        trainer.fit(make_module(), make_data())
+    assert trainer.global_step == 6
+    warnings = sorted(str(one.message) for one in recorded if "cannot write to" in str(one.message))
+    for name, warning in zip(("CSVLogger", "TensorBoardLogger"), warnings, strict=True):
+        assert warning.startswith(
+            f"{name} cannot write to {tmp_path}/own/version_0: [Errno 27] File too large. Training"
+        )
+        assert "free space there, or make it writable" in warning
+    assert (tmp_path / "own" / "version_0" / "metrics.csv").is_file()
+
+
+def test_a_logger_that_cannot_be_opened_is_an_error_with_its_folder(make_module, make_data, make_trainer, tmp_path):
+    (tmp_path / "own").write_text("a file")
+    trainer = make_trainer(max_steps=1, logger=CSVLogger(tmp_path, name="own", version=0))
+    with pytest.raises(OSError, match=r"CSVLogger cannot write to .*own/version_0: .* must be writable and have space"):
+        trainer.fit(make_module(), make_data())
+
+
+def test_all_loggers_of_a_run_share_a_folder_from_python_too(make_module, make_data, make_trainer, tmp_path):
+    make_trainer(max_steps=1, logger=loggers(tmp_path)).fit(make_module(), make_data())
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["version_0"]
+
+
+def test_a_fixed_version_keeps_the_metrics_of_former_runs(make_module, make_data, make_trainer, tmp_path):
+    folder = tmp_path / "own" / "fixed"
+    for _ in range(3):
+        trainer = make_trainer(
+            max_steps=1, log_every_n_steps=1, logger=CSVLogger(tmp_path, name="own", version="fixed")
+        )
+        trainer.fit(make_module(), make_data())
+    written = [(folder / name).read_text() for name in ("metrics_1.csv", "metrics_2.csv", "metrics.csv")]
+    assert all("reward" in text for text in written)
+    trainer.fit(make_module(), make_data())  # the same logger goes on
+    assert not (folder / "metrics_3.csv").exists()
+
+
+class Broken(CSVLogger):
+    def log_metrics(self, metrics, step=None):
+        raise KeyError("a bug")
+
+
+def test_other_errors_of_a_logger_are_errors(make_module, make_data, make_trainer, tmp_path):
+    with pytest.raises(KeyError, match="a bug"):
+        make_trainer(max_steps=1, log_every_n_steps=1, logger=Broken(tmp_path)).fit(make_module(), make_data())
+
+
+def test_prepared_loggers_are_what_they_were(tmp_path):
+    from pl_grouprl.utilities.loggers import prepare_loggers
+
+    own = loggers(tmp_path)
+    for _ in range(2):
+        prepare_loggers(own)
+    for logger, kind in zip(own, (CSVLogger, TensorBoardLogger), strict=True):
+        assert isinstance(logger, kind)
+        assert isinstance(logger, Logger)
+        assert type(logger).__name__ == kind.__name__
+        copy = pickle.loads(pickle.dumps(logger))
+        assert type(copy) is kind
+        assert copy.log_dir == logger.log_dir
