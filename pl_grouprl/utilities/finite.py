@@ -51,5 +51,5 @@ def _counts(local: Tensor) -> bool:
 
 
 def _largest(local: Tensor) -> Tensor:
-    """The largest magnitude, without a copy (but of float8): NaN and inf pass through, finite values cannot overflow."""
+    """The largest magnitude: NaN and inf pass through, finite values cannot overflow, only float8 is copied."""
     return torch.linalg.vector_norm(local.float() if local.itemsize == 1 else local, ord=torch.inf)
