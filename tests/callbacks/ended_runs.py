@@ -20,7 +20,8 @@ from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.utilities.checkpoint_files import about, newest_complete
 
 CASES = json.loads(sys.argv[1])
-"""Of each: strategy, how it ends (a limit of the Trainer, or the hook that asks to stop), step after which it ends."""
+"""Of each: strategy, how it ends (a limit of the Trainer, the hook that asks to stop, or `broken shard`), after what step.
+"""
 
 
 class Stops(Callback):
@@ -34,13 +35,29 @@ class Stops(Callback):
         trainer.should_stop = trainer.should_stop or trainer.global_step == self.step
 
 
+class BreaksShard(Callback):
+    """Puts a NaN into what the last rank alone holds of the last weight."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1:
+            weight = [parameter for parameter in pl_module.policy.parameters() if parameter.ndim == 2][-1]
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            local.data[0, 0] = torch.nan
+
+
 def train(folder, strategy, rank, how=None, step=0, checkpoint=None):
     """One rank of a run of 16 steps in two epochs, or of one that ends before."""
     optimizer = OptimizerConfig(1e-2, weight_decay=0.1)  # no schedule that knows the length of the run
     module = make_module("group_ppo", optimizer=optimizer)
-    callbacks = [SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=100)]
+    every = 5 if how == "broken shard" else 100
+    callbacks = [SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=every)]
     limits = {how: step} if how in ("max_steps", "max_epochs") else {}
-    if how == "module":
+    if how == "broken shard":
+        callbacks.insert(0, BreaksShard(step))
+    elif how == "module":
         own = type(module).on_train_batch_end
 
         def on_train_batch_end(*args):
@@ -84,7 +101,7 @@ def main():
         if last is not None:
             result["saved"] = about(last)["step"]
             result["failure"] = result["failure"] or run(folder, strategy, None, 0, last)
-            result["same"] = all(map(same, whole[strategy], final(folder, strategy)))
+            result["same"] = not result["failure"] and all(map(same, whole[strategy], final(folder, strategy)))
         print(json.dumps(result), flush=True)
 
 
