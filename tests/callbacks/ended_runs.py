@@ -77,10 +77,10 @@ def final(folder, strategy):
 
 
 def run(folder, strategy, *arguments):
-    """All ranks of a run; what it printed, if it failed."""
+    """All ranks of a run; exit codes and what it printed, if it failed."""
     log = folder / "log.txt"
     codes = wait_for(fork_ranks(strategy, lambda rank: train(folder, strategy, rank, *arguments), log))
-    return log.read_text()[-3000:] if any(codes) else None
+    return f"{codes}: {log.read_text()[-3000:]}" if any(codes) else None
 
 
 def main():

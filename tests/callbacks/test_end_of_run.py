@@ -58,7 +58,8 @@ def test_a_nan_on_one_rank_ends_all_and_the_older_checkpoint_stays(strategy):
         [sys.executable, str(SCRIPT), case], check=False, capture_output=True, text=True, timeout=600
     )
     result = json.loads(done.stdout)
-    assert result["failure"].count("1 weights have NaN or inf at step 10: policy.") == 2  # one error for each rank
+    assert result["failure"].startswith("[1, 1]")
+    assert "NaN or inf in the weights at step 10: policy." in result["failure"]
     assert result["saved"] == 5
 
 
@@ -141,7 +142,7 @@ class Export(Callback):
 @pytest.mark.parametrize("options", [{"save_last": True}, {"save_last": "link"}, {"monitor": "score"}], ids=str)
 def test_broken_weights_are_never_saved_and_an_older_checkpoint_stays(tmp_path, value, at, options):
     export = Export()
-    with pytest.raises(RuntimeError, match=r"1 weights have NaN or inf at step [68]: weight\. .*former ones are unto"):
+    with pytest.raises(RuntimeError, match=r"NaN or inf in the weights at step [68]: weight\. .*former ones are unto"):
         fit(tmp_path, Counter(value, at), [export], 8, every_n_train_steps=3, **options)
     kept = steps_of(tmp_path)
     assert set(kept.values()) == {6 if at == 8 else 3}
