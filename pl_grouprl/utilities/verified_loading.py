@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def verify_loads(trainer: Trainer) -> None:
         if not reads_files:
             return load(checkpoint_path, weights_only=weights_only)
         _refuse_folder(checkpoint_path, f"{type(strategy).__name__} reads files; use the strategy that wrote it")
-        return _refuse_others(load(checkpoint_path, weights_only=weights_only), checkpoint_path)
+        return _read(checkpoint_path, lambda: load(checkpoint_path, weights_only=weights_only))
 
     strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
 
@@ -77,12 +78,7 @@ def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     verify_checkpoint(path)
     _refuse_folder(path, "load it with ckpt_path of a Trainer and the strategy that wrote it")
-    try:
-        return _refuse_others(torch.load(path, map_location="cpu", weights_only=True), path)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"checkpoint {path} holds more than tensors and plain values, whose code is not run here: {error}"
-        ) from None
+    return _read(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
 
 
 def note_verified(checkpoint: Path) -> None:
@@ -111,7 +107,15 @@ def _refuse_folder(path: str | os.PathLike[str], instead: str) -> None:
         )
 
 
-def _refuse_others(checkpoint: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        checkpoint = load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"checkpoint {path} holds more than tensors and plain values, whose code is not run here: {error}"
+        ) from None
+    except (RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(
             f"checkpoint {path} is none of Lightning: it has no 'state_dict'. To begin with weights of another program, "
