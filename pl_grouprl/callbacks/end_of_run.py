@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from lightning.pytorch import Trainer
 
 
 def run_ends(trainer: Trainer) -> bool:
-    """Whether the fit ends with this epoch; to be asked in `on_train_epoch_end`, where Lightning has not yet decided."""
-    loop = trainer.fit_loop
-    limits = (
-        (trainer.global_step, loop.max_steps),
-        (loop.epoch_progress.current.processed, loop.max_epochs),
-    )
+    """Whether the fit ends with this epoch; for `on_train_epoch_end`, where Lightning has not yet decided."""
+    loop: Any = trainer.fit_loop
+    limits = ((trainer.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs))
     reached = any(limit is not None and limit != -1 and count >= limit for count, limit in limits)
     return reached or (trainer.should_stop and loop._can_stop_early)
 
@@ -25,7 +23,7 @@ def epoch_as_it_stands(trainer: Trainer) -> Iterator[None]:
 
     A run that is resumed from there goes on with the rest of the epoch.
     """
-    loop = trainer.fit_loop
+    loop: Any = trainer.fit_loop
     progress = loop.epoch_progress
     if loop.epoch_loop.batch_progress.is_last_batch:
         yield

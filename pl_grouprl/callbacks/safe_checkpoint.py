@@ -241,9 +241,9 @@ def _refuse_nonfinite(trainer: Trainer, target: Path) -> None:
     broken = nonfinite_parameters(trainer.lightning_module.named_parameters(), trainer.strategy.root_device)
     if broken:
         raise RuntimeError(
-            f"NaN or inf in the weights at step {trainer.global_step}: {first_names(broken)}. The checkpoint {target} is "
-            "not written, the former ones are untouched. Resume from one of them with a lower learning rate or clipped "
-            "gradients (trainer.gradient_clip_val)."
+            f"NaN or inf in the weights at step {trainer.global_step}: {first_names(broken)}. The checkpoint {target} "
+            "is not written, the former ones are untouched. Resume from one of them with a lower learning rate or "
+            "clipped gradients (trainer.gradient_clip_val)."
         )
 
 

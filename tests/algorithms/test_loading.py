@@ -82,7 +82,9 @@ def test_a_flipped_byte_is_refused_from_python_in_every_stage(
     data.sources["test"] = data.sources["val"]
     module = make_module()
     text = "are not what was saved" if manifest else "is torn"
-    with pytest.raises(ValueError, match=rf"checkpoint {re.escape(str(path))} is damaged: .*{text}.* Nothing of it was"):
+    with pytest.raises(
+        ValueError, match=rf"checkpoint {re.escape(str(path))} is damaged: .*{text}.* Nothing of it was"
+    ):
         load(stage, module, data, make_trainer(max_steps=2), path)
     assert module.global_step == 0
 
@@ -181,7 +183,9 @@ def test_other_models_are_told_before_torchs_list(saved, make_module, make_data,
             return model
 
     path = saved()
-    with pytest.raises(ValueError, match=r"^the weights of the checkpoint do not fit\. It is of GRPO, (?s:.*)Missing key"):
+    with pytest.raises(
+        ValueError, match=r"^the weights of the checkpoint do not fit\. It is of GRPO, (?s:.*)Missing key"
+    ):
         make_trainer(max_steps=2).fit(make_module(policy=Deeper()), make_data(), ckpt_path=path)
 
 
@@ -198,7 +202,9 @@ def test_load_from_checkpoint_builds_the_module(saved, make_module, tiny_policy)
 
 def test_load_from_checkpoint_says_what_to_pass(saved, tiny_policy):
     path = saved()
-    with pytest.raises(TypeError, match=r"GRPO\.load_from_checkpoint lacks policy and rewards: .*policy=\.\.\., rewards"):
+    with pytest.raises(
+        TypeError, match=r"GRPO\.load_from_checkpoint lacks policy and rewards: .*policy=\.\.\., rewards"
+    ):
         GRPO.load_from_checkpoint(path)
     with pytest.raises(TypeError, match=r"lacks rewards: a checkpoint holds weights and no arguments"):
         GRPO.load_from_checkpoint(path, policy=tiny_policy())
@@ -221,7 +227,7 @@ def test_last_finds_the_run_from_python_or_refuses(make_module, make_data, make_
         trainer.fit(make_module(**options), make_data(), ckpt_path="last" if steps > 1 else None)
         return trainer
 
-    with pytest.raises(ValueError, match="ckpt_path is 'last' and there is no checkpoint below .* that is complete"):
+    with pytest.raises(ValueError, match=r"ckpt_path is 'last' and there is no checkpoint below .* that is complete"):
         fit(2)
     fit(1)
     trainer = fit(2)

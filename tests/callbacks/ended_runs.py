@@ -20,8 +20,7 @@ from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.utilities.checkpoint_files import about, newest_complete
 
 CASES = json.loads(sys.argv[1])
-"""Of each: strategy, how it ends (a limit of the Trainer, the hook that asks to stop, or `broken shard`), after what step.
-"""
+"""Of each: strategy, how it ends (a limit of the Trainer, the hook that asks to stop, or `broken shard`), the step."""
 
 
 class Stops(Callback):

@@ -54,9 +54,7 @@ def test_a_longer_run_goes_on_exactly_however_it_ended(record_property):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_nan_on_one_rank_ends_all_and_the_older_checkpoint_stays(strategy):
     case = json.dumps([(strategy, "broken shard", 10)])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), case], check=False, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, str(SCRIPT), case], check=False, capture_output=True, text=True, timeout=600)
     result = json.loads(done.stdout)
     assert result["failure"].startswith("[1, 1]")
     assert "NaN or inf in the weights at step 10: policy." in result["failure"]

@@ -37,10 +37,11 @@ def test_a_flipped_byte_never_changes_what_is_loaded(tmp_path, manifest, record_
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
         try:
-            assert same_weights(path)  # padding and dates, where there is no manifest
-        except ValueError as error:
-            assert str(path) in str(error)
+            same = same_weights(path)  # padding and dates, where there is no manifest
+        except ValueError:
             refused += 1
+        else:
+            assert same
     assert refused == len(content) if manifest else refused > 0.3 * len(content)
     record_property("figure", f"{refused} of {len(content)} flipped bytes refused, 0 changed weights taken")
 
@@ -51,7 +52,9 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, manifest):
     content = save(path, manifest)
     for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=rf"^checkpoint {re.escape(str(path))} is damaged: it|own.ckpt has \d+ byt"):
+        with pytest.raises(
+            ValueError, match=rf"^checkpoint {re.escape(str(path))} is damaged: it|own.ckpt has \d+ byt"
+        ):
             load_verified(path)
 
 
@@ -82,7 +85,9 @@ def test_a_folder_without_a_manifest_is_refused_until_it_is_accepted(tmp_path):
     folder = tmp_path / "shards.ckpt"
     folder.mkdir()
     (folder / "0.distcp").write_bytes(b"shard")
-    with pytest.raises(ValueError, match=r"it has no manifest; if another program wrote all of it, accept it") as failure:
+    with pytest.raises(
+        ValueError, match=r"it has no manifest; if another program wrote all of it, accept it"
+    ) as failure:
         verify_checkpoint(folder)
     command = re.search(r"python -m (\S+) --accept (\S+?)\. ", str(failure.value))
     done = subprocess.run(
@@ -110,5 +115,7 @@ def test_code_is_never_run(tmp_path):
 
 
 def test_what_is_not_local_is_loaded_with_a_warning():
-    with pytest.warns(UserWarning, match=r"checkpoint s3://bucket/x\.ckpt is not a local file .*without being verified"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint s3://bucket/x\.ckpt is not a local file .*without being verified"
+    ):
         verify_checkpoint("s3://bucket/x.ckpt")
