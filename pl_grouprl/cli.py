@@ -19,11 +19,10 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
+from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.loggers import prepare_loggers
-from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.verified_loading import load_verified
 
 if TYPE_CHECKING:
     from pl_grouprl.attention import ParityReport
@@ -109,11 +108,9 @@ def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
                 "to a LightningModule: pass the run's --config instead of --model."
             )
         return PretrainedPolicy(model).load().eval()
+    checkpoint = None if ckpt_path is None else load_verified(ckpt_path)
     model.configure_model()
-    if ckpt_path is not None:
-        import torch
-
-        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+    if checkpoint is not None:
         model.on_load_checkpoint(checkpoint)  # as Lightning does: refuses one of another base or adapter
         model.load_state_dict(checkpoint["state_dict"])
     policy = getattr(model, "policy", None)
@@ -238,7 +235,10 @@ class RLCLI(LightningCLI):
             raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
         kwargs["weights_only"] = True
         if kwargs.get("ckpt_path") == "last":
-            kwargs["ckpt_path"] = last_checkpoint(self.trainer, self.model if subcommand == "fit" else None)
+            from pl_grouprl.callbacks.safe_checkpoint import run_options
+
+            options = run_options(self.model) if subcommand == "fit" else None
+            kwargs["ckpt_path"] = last_checkpoint(self.trainer, options)
         return kwargs
 
     def parity(self, **kwargs: Any) -> None:
@@ -262,44 +262,6 @@ def _refuse_missing_gpu(accelerator: Any) -> None:
             f"trainer.accelerator is {accelerator!r} and PyTorch finds no GPU. FSDP1 and DeepSpeed need GPUs; without "
             "them use --trainer.accelerator cpu with no strategy, strategy/ddp.yaml or strategy/fsdp2.yaml."
         )
-
-
-def last_checkpoint(trainer: Trainer, model: LightningModule | None = None) -> str:
-    """The newest complete checkpoint that earlier runs with the same logger folder and name have left.
-
-    Without a logger it is the newest of the runs in `default_root_dir`. Torn ones are passed over with a warning.
-
-    Args:
-        trainer: Its loggers say where to look.
-        model: What is to go on from it, where its options are to be compared.
-
-    Raises:
-        ValueError: If there is none, or if it is of a run with other options.
-    """
-    from pl_grouprl.callbacks.run_folder import checkpoint_folders
-
-    folder, places = checkpoint_folders(trainer)
-    for place in places:
-        settle(place)
-    newest, torn = newest_complete(path for place in places for path in place.glob("*.ckpt"))
-    for path, flaw in torn.items():
-        rank_zero_warn(f"ckpt_path 'last' passes over {path}: {flaw}.")
-    if newest is None:
-        raise ValueError(
-            f"ckpt_path is 'last' and there is no checkpoint below {folder} that is complete; leave --ckpt_path out to "
-            "start anew, or pass the path of a checkpoint."
-        )
-    if model is not None:
-        from pl_grouprl.callbacks.safe_checkpoint import run_options
-
-        differences = differing_options(about(newest).get("options", {}), run_options(model))
-        if differences:
-            raise ValueError(
-                f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(differences)}. Restore "
-                "them, give this run another logger name, or pass the checkpoint's path to change them from there on."
-            )
-    rank_zero_info(f"ckpt_path 'last' is {newest}")
-    return str(newest)
 
 
 def main(args: Sequence[str] | None = None) -> None:

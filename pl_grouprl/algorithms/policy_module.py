@@ -111,6 +111,7 @@ class PolicyModule(SavedStateModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what the strategy cannot honour, before anything is loaded."""
+        super().setup(stage)
         self.support.check(self)
 
     def configure_model(self) -> None:

@@ -27,6 +27,7 @@ from pl_grouprl.rewards import (
     prepare_rewards,
     start_rewards,
 )
+from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.limits import length_limits, vocabulary
@@ -49,7 +50,7 @@ class SamplingModule(PolicyModule):
         engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs nothing but PyTorch. One with a copy of
             the weights (`SyncedRolloutEngine`) is given them when they have changed, and closed at the end of each run
             (`fit`, `validate`, `test`) and after an exception; another run starts it again.
-        val_num_generations: Rollouts per prompt in validation and test: the k of mean@k.
+        val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k.
         val_sampling: How those are sampled; None is `sampling`.
         reward_workers: Processes of each rank in which reward functions run side by side; 0 runs them in this one, one
             after another. Async functions and reward models stay in this one; see `RewardWorkers`.
@@ -127,7 +128,7 @@ class SamplingModule(PolicyModule):
         self._weight_sync.forget()  # a former run's sampler may be gone
         self._sampler_check.forget()
         self._end_workers()  # of a run that an exception has ended
-        if self.reward_workers:
+        if self.reward_workers and stage != "predict":
             self._workers = RewardWorkers(prepare_rewards(self.rewards), self.reward_workers, self.reward_timeout)
 
     def configure_model(self) -> None:
@@ -266,14 +267,12 @@ class SamplingModule(PolicyModule):
     # Evaluation.
 
     def on_validation_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample the rollouts to evaluate; here rather than in the step, which runs under autocast.
+        """Sample the rollouts to evaluate, and reward them; here rather than in the step, which runs under autocast.
 
         Raises:
             TypeError: If the batch is of a loader that knows nothing of rollouts.
         """
-        check_batch(batch)
-        seed = ("evaluation", dataloader_idx, batch_idx)
-        self._evaluated = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
+        self.on_predict_batch_start(batch, batch_idx, dataloader_idx)
         self.start_rewards(self._evaluated).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
@@ -291,6 +290,17 @@ class SamplingModule(PolicyModule):
     def on_test_epoch_end(self) -> None:
         """Log `test/...` metrics over all ranks."""
         self._log_evaluation("test")
+
+    def on_predict_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Sample rollouts as validation does, without rewards."""
+        check_batch(batch)
+        seed = ("evaluation", dataloader_idx, batch_idx)
+        self._evaluated = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> list[RolloutGroup]:
+        """Return this rank's rollouts of the batch, `val_num_generations` of each prompt, with their texts."""
+        decode_completions(self._evaluated, self.tokenizer)
+        return self._evaluated
 
     def _log_evaluation(self, prefix: str) -> None:
         records = [record for own in gather_plain(self._records, self.device) for record in own]

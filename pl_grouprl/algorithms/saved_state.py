@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
+from pl_grouprl.algorithms.loading import LoadsCheckpoints
 from pl_grouprl.algorithms.resume import set_right_progress
 from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.random_state import random_state, set_random_state
 
 KEY = "pl_grouprl"
@@ -87,7 +89,7 @@ class OfEachRank:
         self.load(state)
 
 
-class SavedStateModule(pl.LightningModule):
+class SavedStateModule(LoadsCheckpoints):
     """A module whose state in checkpoints is what `saved_state` lists."""
 
     def __init__(self) -> None:
@@ -101,7 +103,10 @@ class SavedStateModule(pl.LightningModule):
 
         A part that an older checkpoint does not have is left as it is.
         """
-        return {"random_numbers": OfEachRank(self, self._random_state, self._keep_random_states)}
+        return {
+            "module": Check(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
+            "random_numbers": OfEachRank(self, self._random_state, self._keep_random_states),
+        }
 
     @property
     def is_resumed(self) -> bool:
@@ -116,7 +121,7 @@ class SavedStateModule(pl.LightningModule):
         """Load all parts.
 
         Raises:
-            ValueError: If a part refuses its state.
+            ValueError: If it is of another algorithm, or a part refuses its state.
         """
         datamodule = getattr(self._trainer, "datamodule", None) if self.is_resumed else None
         self._begins_epoch = set_right_progress(checkpoint, getattr(datamodule, "num_train_batches", None))

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.utilities.checkpoint_files import process_name
 from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.last_checkpoint import runs_folder
 from pl_grouprl.utilities.writes import remedy
 
 MARKER = "run.json"
@@ -88,17 +89,6 @@ def refuse_foreign(path: Path, writer: str, may_replace: Callable[[Path], bool])
         )
 
 
-def checkpoint_folders(trainer: Trainer) -> tuple[Path, list[Path]]:
-    """Where runs with the same logger folder and name, or without a logger the same root folder, keep checkpoints.
-
-    Returns:
-        The folder that has all of them, and theirs.
-    """
-    folder = _runs_folder(trainer)
-    patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
-    return folder, [place for pattern in patterns for place in folder.glob(pattern) if place.is_dir()]
-
-
 def is_trial(trainer: Trainer) -> bool:
     """Whether the Trainer only tries a few batches (`fast_dev_run`)."""
     return bool(getattr(trainer, "fast_dev_run", False))
@@ -123,7 +113,7 @@ def on_rank_zero(trainer: Trainer, action: Callable[[], T]) -> T:
 
 
 def _take_folder(trainer: Trainer) -> Path:
-    folder, root = _logger_folder(trainer), _runs_folder(trainer)
+    folder, root = _logger_folder(trainer), runs_folder(trainer)
     place = folder or root
     if re.match(r"\w{2,}:/", str(place)):
         raise ValueError(f"The run folder would be in {place}; pass a logger or a default_root_dir that is local.")
@@ -170,14 +160,6 @@ def _logger_folder(trainer: Trainer) -> Path | None:
     folder = logger.log_dir
     if folder is None and logger.version not in (None, ""):
         version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-        folder = str(_runs_folder(trainer) / version)
+        folder = str(runs_folder(trainer) / version)
     shared = {Path(trainer.default_root_dir).resolve(), Path.cwd()}
     return None if folder is None or Path(folder).resolve() in shared else Path(folder)
-
-
-def _runs_folder(trainer: Trainer) -> Path:
-    """Folder that holds the versions of a run."""
-    if not trainer.loggers:
-        return Path(trainer.default_root_dir)
-    logger = trainer.loggers[0]
-    return Path(trainer.default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from pl_grouprl.callbacks.end_of_run import epoch_as_it_stands, run_ends
 from pl_grouprl.callbacks.run_folder import is_trial, run_folder
 from pl_grouprl.utilities.checkpoint_files import (
     about,
@@ -31,8 +32,12 @@ from pl_grouprl.utilities.checkpoint_files import (
 )
 from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
+from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.signals import StopRequest
+from pl_grouprl.utilities.verified_loading import verify_loads
 
 
 class StoppedBySignal(SystemExit):
@@ -47,12 +52,18 @@ class SafeCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint, with complete checkpoints at every moment and one more when a signal ends the run.
 
     A checkpoint is written beside its name, file or folder, and renamed when all of it is on the disk; a manifest with
-    hashes tells a torn one. Where one cannot be written, the run ends with an error on all ranks and the former ones
-    are untouched. What killed runs have left unfinished is removed at the start.
+    hashes tells a torn one, and is verified whenever the Trainer loads a checkpoint. Where one cannot be written, or a
+    weight has NaN or inf, the run ends with an error on all ranks and the former ones are untouched. What killed runs
+    have left unfinished is removed at the start.
+
+    The last step of a run is saved too, before the policy is exported: as periodic checkpoints are or, with `monitor`,
+    as `last`. Not so where nothing is to be saved: `save_top_k=0` without `save_last`. `ckpt_path="last"` of the
+    Trainer's methods is the newest complete checkpoint of earlier runs of this name, as on the command line.
 
     SIGTERM, SIGUSR1 and Ctrl-C, to whichever rank, are noted; after the training batch at hand all ranks save `last`
-    and stop (`StoppedBySignal`). A second Ctrl-C ends the process at once. Under SLURM with requeueing, its signal
-    saves the checkpoint that Lightning resumes from by itself, and requeues the job.
+    and stop (`StoppedBySignal`). After the last batch the run is finished first. A second Ctrl-C ends the process at
+    once. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from by itself, and
+    requeues the job.
 
     Args:
         stop_on_signal: Whether signals are taken over.
@@ -60,8 +71,8 @@ class SafeCheckpoint(ModelCheckpoint):
             where it is left out.
 
     Raises:
-        ValueError: At setup, if the folder is not local, or has checkpoints of a run with other options that are not
-            what is resumed.
+        ValueError: Before the first step, if the folder is not local, or has checkpoints of a run with other options
+            that are not what is resumed.
     """
 
     def __init__(self, *, stop_on_signal: bool = True, **kwargs: Any) -> None:
@@ -70,7 +81,8 @@ class SafeCheckpoint(ModelCheckpoint):
         self._request = StopRequest()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the folder ready: it can be written, and has nothing of a killed run or another configuration."""
+        """Make the folder ready: it can be written, and has nothing of a killed run."""
+        verify_loads(trainer)
         if self.dirpath is None and not is_trial(trainer):
             if stage != "fit":
                 return
@@ -85,16 +97,65 @@ class SafeCheckpoint(ModelCheckpoint):
         if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one of the user's own
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
-        if trainer.ckpt_path is None or Path(trainer.ckpt_path).resolve().parent != folder.resolve():
-            options = run_options(pl_module)
-            _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, options, trainer))
 
-    # Signals.
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """Do the search of the command line where Lightning looks for `last`; none is an error."""
+        options = run_options(trainer.lightning_module) if trainer.state.fn == "fit" else None
+        return {last_checkpoint(trainer, options)}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the signals from Lightning, whose handler waits for the other ranks."""
+        """Refuse checkpoints of another configuration; take over the signals, for which Lightning's handler waits."""
+        folder = Path(str(self.dirpath))
+        resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder.resolve()
+        if not is_trial(trainer) and not resumed:  # Lightning tells the path after setup only
+            options = run_options(pl_module)
+            _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, options, trainer))
         if self.stop_on_signal:
             self._request.listen()
+
+    # The end of a run.
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save where that is due, and the last step of the run in any case."""
+        ends = run_ends(trainer)
+        with epoch_as_it_stands(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+            if ends:
+                self._save_end(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step where the run ended in a way that `on_train_epoch_end` does not see."""
+        with epoch_as_it_stands(trainer):
+            self._save_end(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report a signal that came after the last batch, now that all is saved and exported.
+
+        Raises:
+            StoppedBySignal: On all ranks.
+        """
+        signum = self._asked(trainer)
+        if signum:
+            raise _stopped(trainer, signum)
+
+    def _save_end(self, trainer: Trainer) -> None:
+        periodic = self._every_n_train_steps or self._every_n_epochs or self._train_time_interval is not None
+        wanted = self.save_last or (self.save_top_k and periodic)
+        if self._should_skip_saving_checkpoint(trainer) or not (wanted or self._asked(trainer)):
+            return
+        if self.save_top_k and periodic and self.monitor is None:  # a metric may be older than the weights
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        if self.save_last or self._last_global_step_saved != trainer.global_step:
+            self._save_last(trainer)
+
+    def _save_last(self, trainer: Trainer) -> None:
+        """Save `last`, whatever `save_last` is; as a link where this very step is saved already."""
+        saved = self._last_global_step_saved == trainer.global_step and bool(self._last_checkpoint_saved)
+        save_last, self.save_last = self.save_last, "link" if saved else True
+        self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        self.save_last = save_last
+
+    # Signals.
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the signals."""
@@ -108,11 +169,15 @@ class SafeCheckpoint(ModelCheckpoint):
             StoppedBySignal: On all ranks, after the checkpoint.
         """
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
-        if not self.stop_on_signal or trainer.fit_loop.epoch_loop._should_accumulate():
+        if trainer.fit_loop.epoch_loop._should_accumulate():
             return  # gradients that are accumulated are in no checkpoint
-        signum = _largest(trainer, self._request.signum)
+        signum = self._asked(trainer)
         if signum:
             self._stop(trainer, signum)
+
+    def _asked(self, trainer: Trainer) -> int:
+        """The signal that asks to stop, 0 for none; all ranks agree."""
+        return _largest(trainer, self._request.signum) if self.stop_on_signal else 0
 
     def _stop(self, trainer: Trainer, signum: int) -> None:
         environment: Any = trainer._accelerator_connector.cluster_environment
@@ -122,14 +187,8 @@ class SafeCheckpoint(ModelCheckpoint):
             if trainer.is_global_zero:
                 subprocess.run(["scontrol", "requeue", _slurm_job()], check=False)  # noqa: S603, S607
         elif not is_trial(trainer):
-            # A checkpoint of this very step is linked: `last` is what a run goes on from, however it is started.
-            saved = self._last_global_step_saved == trainer.global_step and bool(self._last_checkpoint_saved)
-            save_last, self.save_last = self.save_last, "link" if saved else True
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-            self.save_last = save_last
-        rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; go on with --ckpt_path last.")
-        launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and trainer.local_rank > 0
-        raise StoppedBySignal(0 if launched else 128 + signum)
+            self._save_last(trainer)
+        raise _stopped(trainer, signum)
 
     # Writing.
 
@@ -162,12 +221,15 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
 
     Raises:
         OSError: On all ranks, if one of them could not write.
+        RuntimeError: On all ranks, if a weight is not finite; nothing is written.
     """
+    _refuse_nonfinite(trainer, target)
     owner = gather_plain(process_name(), trainer.strategy.root_device)[0]
     unfinished = unfinished_path(target, owner)
     what = f"the checkpoint {target} could not be saved, the former ones are untouched"
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    facts = {"step": trainer.global_step, "options": run_options(trainer.lightning_module)}
+    module = trainer.lightning_module
+    facts = {"step": trainer.global_step, "module": lineage(module), "options": run_options(module)}
     try:
         _on_all_ranks(trainer, what, lambda: _clear(unfinished) if trainer.is_global_zero else None)
         _on_all_ranks(trainer, what, lambda: trainer.strategy.save_checkpoint(checkpoint, unfinished))
@@ -178,6 +240,16 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
         if trainer.is_global_zero:
             _clear(unfinished)
         raise
+
+
+def _refuse_nonfinite(trainer: Trainer, target: Path) -> None:
+    broken = nonfinite_parameters(trainer.lightning_module.named_parameters(), trainer.strategy.root_device)
+    if broken:
+        raise RuntimeError(
+            f"NaN or inf in the weights at step {trainer.global_step}: {first_names(broken)}. The checkpoint {target} "
+            "is not written, the former ones are untouched. Resume from one of them with a lower learning rate or "
+            "clipped gradients (trainer.gradient_clip_val)."
+        )
 
 
 def run_options(module: LightningModule) -> dict[str, Any]:
@@ -201,6 +273,12 @@ def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> No
         if reason:
             place = f" (rank {rank})" if len(reasons) > 1 else ""
             raise OSError(f"{what}: {reason}{place}. The folder must be writable and have space.") from failure
+
+
+def _stopped(trainer: Trainer, signum: int) -> StoppedBySignal:
+    rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; go on with --ckpt_path last.")
+    launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and trainer.local_rank > 0
+    return StoppedBySignal(0 if launched else 128 + signum)
 
 
 def _largest(trainer: Trainer, number: int) -> int:

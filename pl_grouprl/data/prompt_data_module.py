@@ -17,7 +17,7 @@ from pl_grouprl.data.sources import PromptSource, read_source
 from pl_grouprl.models.media import load_processor, reads_media
 from pl_grouprl.types import Prompt
 
-_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
 class PromptDataModule(LightningDataModule):
@@ -41,7 +41,7 @@ class PromptDataModule(LightningDataModule):
         train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
             `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`).
         val: The same, for validation. None: no validation.
-        test: The same, for the test stage.
+        test: The same, for the test stage. The predict stage takes it too, or `val` where there is none.
         batch_size: Prompts per rollout, over all ranks together (verl's `train_batch_size`). Need not be a multiple of
             the number of ranks.
         val_batch_size: Largest number of prompts in one batch of validation or test, over all ranks.
@@ -122,7 +122,7 @@ class PromptDataModule(LightningDataModule):
             ValueError: If the data is missing, malformed, empty, or too small for a batch.
             FileNotFoundError: If a path matches no file.
         """
-        splits = _SPLITS_OF_STAGE[stage]
+        splits = (self._predicted(),) if stage == "predict" else _SPLITS_OF_STAGE[stage]
         if splits and self.sources[splits[0]] is None:
             raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and this stage needs it; pass a data set.")
         for split in splits:
@@ -208,6 +208,13 @@ class PromptDataModule(LightningDataModule):
     def test_dataloader(self) -> EvalPromptLoader:
         """Return the loader of the test prompts."""
         return self._eval_loader("test")
+
+    def predict_dataloader(self) -> EvalPromptLoader:
+        """Return the loader of the prompts to sample for: the test prompts or, where there are none, `val`'s."""
+        return self._eval_loader(self._predicted())
+
+    def _predicted(self) -> str:
+        return "test" if self.sources["test"] is not None else "val"
 
     def _eval_loader(self, split: str) -> EvalPromptLoader:
         return EvalPromptLoader(self.prompts[split], batch_size=self.val_batch_size, **self._ranks())

@@ -107,7 +107,7 @@ def start_rewards(
     if not 0 <= max_failed_share <= 1:
         raise ValueError(f"max_failed_share is {max_failed_share}; it must be in [0, 1].")
     prepared = prepare_rewards(rewards)
-    _decode(groups, tokenizer)
+    decode_completions(groups, tokenizer)
     inputs = flatten_groups(groups)
     scores = PendingScores(prepared, inputs, retries=retries, max_failed_share=max_failed_share, workers=workers)
     return PendingRewards(groups, prepared, scores)
@@ -155,7 +155,8 @@ def apply_rewards(
     ).wait()
 
 
-def _decode(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
+def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
+    """Set the text of rollouts that have none."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         if rollout.text is not None:
             continue

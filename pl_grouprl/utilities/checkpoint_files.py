@@ -1,9 +1,11 @@
 """Checkpoints on disk: written beside their name, renamed when complete, and checked by a manifest.
 
 A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` beside a file
-and `manifest.json` inside a folder, holds the size and the SHA-256 of each file. To check checkpoints by hand:
+and `manifest.json` inside a folder, holds the size and the SHA-256 of each file. To check checkpoints by hand, and to
+accept folders that another program wrote, as they are:
 
     python -m pl_grouprl.utilities.checkpoint_files PATH...
+    python -m pl_grouprl.utilities.checkpoint_files --accept FOLDER...
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _MANIFEST = "manifest.json"
+ABSENT = "there is no such file or folder"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:unfinished|former)-(?P<host>.+)-(?P<pid>\d+)")
 
 
@@ -91,18 +94,37 @@ def flaw(checkpoint: Path) -> str | None:
 
     A file without a manifest, as Lightning's own ModelCheckpoint saves it, is checked by the sums in it.
     """
+    found = checkpoint.resolve()  # `last` may be a link
+    if not found.exists():
+        return f"it is a link to {found}, which does not exist" if checkpoint.is_symlink() else ABSENT
     try:
-        versions = _versions(manifest_of(checkpoint))
+        versions = _versions(manifest_of(found))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest {manifest_of(found).name} cannot be read ({type(error).__name__}: {error})"
+    try:
         if versions:
-            flaws = [_difference(checkpoint.resolve(), version["files"]) for version in versions]
+            flaws = [_difference(found, version["files"]) for version in versions]
             return None if None in flaws else flaws[0]
-        if checkpoint.is_dir():
-            return "it has no manifest"
-        with zipfile.ZipFile(checkpoint) as archive:
-            torn = archive.testzip()
-        return None if torn is None else f"its part {torn} is torn"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        if found.is_dir():
+            return (
+                f"it has no manifest; if another program wrote all of it, accept it as it is with "
+                f"python -m pl_grouprl.utilities.checkpoint_files --accept {found}"
+            )
+        return _flaw_of_archive(found)
+    except Exception as error:  # damaged bytes may raise anything
         return f"it cannot be read ({type(error).__name__}: {error})"
+
+
+def accept(checkpoint: Path) -> None:
+    """Write the manifest of a folder that another program has written, as the folder is now.
+
+    Raises:
+        ValueError: If it is no folder, or has a manifest.
+    """
+    if not checkpoint.is_dir() or manifest_of(checkpoint).exists():
+        raise ValueError(f"{checkpoint} is no folder without a manifest; only those need to be accepted.")
+    files = {name: _describe(path) for name, path in _files(checkpoint).items()}
+    _write_manifest(manifest_of(checkpoint), [{"files": files}], process_name())
 
 
 def about(checkpoint: Path) -> dict[str, Any]:
@@ -206,6 +228,18 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
+def _flaw_of_archive(checkpoint: Path) -> str | None:
+    if checkpoint.stat().st_size == 0:
+        return "it is empty"
+    if not zipfile.is_zipfile(checkpoint):
+        return "it cannot be read: cut short, overwritten, or written by something other than torch.save"
+    with zipfile.ZipFile(checkpoint) as archive:
+        torn = archive.testzip()
+        if torn is not None:
+            return f"its part {torn} is torn"
+        return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it is not of torch.save"
+
+
 def _difference(checkpoint: Path, files: dict[str, dict[str, Any]]) -> str | None:
     for name, expected in files.items():
         path = checkpoint / name
@@ -256,6 +290,11 @@ def _sync(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    flaws = {name: flaw(Path(name)) for name in sys.argv[1:]}
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--accept"]:
+        arguments = arguments[1:]
+        for argument in arguments:
+            accept(Path(argument))
+    flaws = {name: flaw(Path(name)) for name in arguments}
     print(*(f"{name}: {wrong or 'complete'}" for name, wrong in flaws.items()), sep="\n")
     sys.exit(any(flaws.values()))

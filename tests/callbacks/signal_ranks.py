@@ -33,7 +33,10 @@ from pl_grouprl.algorithms import GRPO
 from pl_grouprl.utilities import checkpoint_files
 
 CASES = json.loads(sys.argv[1])
-"""Of each: strategy, moment (rollout, reward, update, save, validation), which rank gets it (-1: all), signal."""
+"""Of each: strategy, moment (rollout, reward, update, save, validation, last validation, export), which rank gets it
+(-1: all), signal.
+"""
+AFTER_TRAINING = {"last validation": "on_validation_end", "export": "on_train_end"}
 
 
 class At:
@@ -72,8 +75,10 @@ def train(folder, strategy, rank, moment=None, signum=0, checkpoint=None):
         checkpoint_files._describe = wrap(checkpoint_files._describe, at)
     elif moment == "validation":
         extra = [AtValidation(signum)]
+    elif moment is not None:
+        extra = [AfterTraining(signum, AFTER_TRAINING[moment])]
     module = make_module("grpo", reward)
-    trainer = make_trainer(folder, strategy, [checkpointing(folder), *extra], max_steps=12)
+    trainer = make_trainer(folder, strategy, [checkpointing(folder), *extra], max_steps=12, val_check_interval=4)
     trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
     torch.save(final_state(trainer, module), folder / f"final-{rank}.pt")
 
@@ -86,6 +91,18 @@ class AtValidation(Callback):
 
     def on_validation_start(self, trainer, pl_module):
         os.kill(os.getpid(), self.signum)
+
+
+class AfterTraining(Callback):
+    """Sends a signal in a hook that comes after the last batch."""
+
+    def __init__(self, signum, hook):
+        self.signum = signum
+        setattr(self, hook, self.send)
+
+    def send(self, trainer, *args):
+        if trainer.global_step == 12:
+            os.kill(os.getpid(), self.signum)
 
 
 def final(folder, strategy):
@@ -120,7 +137,11 @@ def main():
             result["resumed"] = wait_for(again)
             result["step"] = checkpoint_files.about(last)["step"]
             if not any(result["resumed"]):
-                result["same"] = all(map(same, whole[strategy], final(folder, strategy)))
+                end = final(folder, strategy)
+                if moment in AFTER_TRAINING:  # nothing was left to train, so no random numbers went on
+                    for expected, own in zip(whole[strategy], end, strict=True):
+                        own["random"] = expected["random"]
+                result["same"] = all(map(same, whole[strategy], end))
         if not result.get("same"):
             result["log"] = log.read_text()[-2000:]
         print(json.dumps(result), flush=True)

@@ -218,7 +218,7 @@ def test_files_without_a_manifest_are_checked_by_their_own_sums(tmp_path):
     assert flaw(tmp_path / "whole.ckpt") is None
     assert "cannot be read" in flaw(tmp_path / "short.ckpt")
     assert "torn" in flaw(tmp_path / "other.ckpt")
-    assert flaw(tmp_path / "folder.ckpt") == "it has no manifest"
+    assert flaw(tmp_path / "folder.ckpt").startswith("it has no manifest; ")
 
 
 def test_leftovers_of_killed_runs_are_removed_and_those_of_living_ones_kept(tmp_path):
@@ -302,6 +302,24 @@ def test_a_folder_of_another_configuration_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"other options than this one \(step=4.ckpt: gamma is 1.0 \(there 0.9\)\)"):
         fit(tmp_path, module=Counter(gamma=1.0, sizes=(1, 2)))
     fit(tmp_path, module=Counter(gamma=0.9, sizes=(1, 2)))  # the same options: Lightning counts the names up
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_resumed_by_path_in_its_own_folder_may_have_other_options(tmp_path):
+    fit(tmp_path, module=Counter(gamma=0.9))
+    _, module = fit(tmp_path, 6, tmp_path / "step=4.ckpt", Counter(gamma=1.0))
+    assert module.weight.item() == 6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_checkpoints_of_other_peoples_modules_are_verified_too(tmp_path):
+    fit(tmp_path)
+    content = (tmp_path / "step=4.ckpt").read_bytes()
+    (tmp_path / "step=4.ckpt").write_bytes(content[:-10] + b"?" * 10)
+    with pytest.raises(
+        ValueError, match=r"step=4\.ckpt is damaged: the contents of step=4\.ckpt are not what was saved"
+    ):
+        fit(tmp_path, 6, tmp_path / "step=4.ckpt")
 
 
 def test_a_remote_folder_is_refused():

@@ -7,23 +7,27 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint, StoppedBySignal
 from pl_grouprl.utilities.checkpoint_files import flaw
 
 SCRIPT = Path(__file__).with_name("signal_ranks.py")
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
-FAST = [("single", "reward", 0, "SIGINT"), ("ddp", "update", 1, "SIGTERM")]
+FAST = [("single", "reward", 0, "SIGINT"), ("ddp", "update", 1, "SIGTERM"), ("ddp", "export", 1, "SIGTERM")]
 SLOW = [
     ("single", "rollout", 0, "SIGTERM"),
     ("single", "update", 0, "SIGUSR1"),
     ("single", "save", 0, "SIGTERM"),
     ("single", "validation", 0, "SIGTERM"),
+    ("single", "last validation", 0, "SIGTERM"),
+    ("single", "export", 0, "SIGINT"),
+    ("fsdp2", "export", 1, "SIGUSR1"),
     ("ddp", "rollout", 0, "SIGUSR1"),
     ("ddp", "reward", 1, "SIGUSR1"),
     ("ddp", "save", 0, "SIGTERM"),
@@ -83,7 +87,8 @@ class Counter(LightningModule):
 def fit(folder, module, callback=None, **options):
     callback = callback or SafeCheckpoint(dirpath=folder, every_n_train_steps=100)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = Trainer(max_steps=5, callbacks=[callback], default_root_dir=folder, **quiet, **options)
+    callbacks = callback if isinstance(callback, list) else [callback]
+    trainer = Trainer(max_steps=5, callbacks=callbacks, default_root_dir=folder, **quiet, **options)
     trainer.fit(module)
     return trainer
 
@@ -109,6 +114,56 @@ def test_gradients_that_are_accumulated_are_stepped_first(tmp_path):
         fit(tmp_path, module, accumulate_grad_batches=2)
     assert module.batches == 4
     assert saved(tmp_path)["global_step"] == 2
+
+
+class After(Callback):
+    """Notes which hooks ran after the last batch; sends a signal in one of them."""
+
+    def __init__(self, hook, signum):
+        self.ran = []
+        for name in ("on_train_epoch_end", "on_train_end"):
+            setattr(self, name, partial(self.note, name, hook, signum))
+
+    def note(self, name, hook, signum, trainer, module):
+        self.ran.append((name, sorted(path.name for path in Path(trainer.default_root_dir).glob("*.ckpt"))))
+        if name == hook:
+            os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+def test_after_the_last_batch_the_run_is_saved_and_finished_first(tmp_path, name, hook):
+    after = After(hook, getattr(signal, name))
+    callback = SafeCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=100)
+    with pytest.raises(StoppedBySignal) as end:
+        fit(tmp_path, Counter(), [after, callback])
+    assert end.value.code == CODES[name]
+    assert after.ran == [("on_train_epoch_end", []), ("on_train_end", ["step=5.ckpt"])]  # saved before the export
+    assert torch.load(tmp_path / "step=5.ckpt", weights_only=True)["global_step"] == 5
+
+
+def test_a_signal_while_the_trainer_cleans_up_counts(tmp_path, monkeypatch):
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    own = SingleDeviceStrategy.teardown
+    kills = iter([signal.SIGTERM])
+
+    def teardown(self):
+        os.kill(os.getpid(), next(kills, 0))
+        own(self)
+
+    monkeypatch.setattr(SingleDeviceStrategy, "teardown", teardown)
+    with pytest.raises(StoppedBySignal) as end:
+        fit(tmp_path, Counter())
+    assert end.value.code == 143
+    assert list(tmp_path.glob("*step=5.ckpt"))
+
+
+def test_a_signal_saves_the_end_of_a_run_that_saves_nothing_else(tmp_path):
+    callback = SafeCheckpoint(dirpath=tmp_path, save_top_k=0)
+    with pytest.raises(StoppedBySignal):
+        fit(tmp_path, Counter(), [After("on_train_epoch_end", signal.SIGTERM), callback])
+    assert saved(tmp_path)["global_step"] == 5
 
 
 def test_several_requests_are_one(tmp_path):

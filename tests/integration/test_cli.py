@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,24 @@ def test_last_of_a_run_with_other_options_is_refused(run, small):
     options = ["--ckpt_path", "last", "--model.init_args.num_generations", "3"]
     with pytest.raises(ValueError, match=r"is of a run with other options: num_generations is 3 \(there 4\)"):
         main(["fit", *small, *options])
+
+
+@pytest.fixture(scope="module")
+def damaged(run, tmp_path_factory):
+    """A copy of a checkpoint with one byte of its weights changed."""
+    path = tmp_path_factory.mktemp("damaged") / "last.ckpt"
+    content = bytearray((run / "checkpoints" / "last.ckpt").read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+    shutil.copy(run / "checkpoints" / "last.ckpt.manifest.json", path.parent)
+    return path
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "parity"])
+def test_a_damaged_checkpoint_is_refused_by_every_command(damaged, small, command):
+    text = rf"checkpoint {re.escape(str(damaged))} is damaged: the contents of last\.ckpt are not what was saved"
+    with pytest.raises(ValueError, match=text):
+        main([command, *small, "--ckpt_path", str(damaged)])
 
 
 def test_code_in_a_checkpoint_is_never_run(run, small):

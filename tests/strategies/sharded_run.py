@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "algorithms"))
@@ -18,7 +17,7 @@ from cpu_strategies import CPUFSDPStrategy
 
 import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.callbacks import ExportPolicy
+from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule
 from pl_grouprl.models import SharedTrunkCritic
 from pl_grouprl.models.adapters import LoRAAdapter
@@ -99,7 +98,7 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
         **case["module"],
     )
     callbacks = [
-        ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+        SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
         Results(folder),
         ExportPolicy(folder=str(folder / "export"), adapter="separate" if "adapter" in case else "merged"),
     ]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / "algorithms"), str(TESTS / "helpers")]
@@ -25,7 +24,7 @@ from conftest import TinyPolicy, share_of_letters  # noqa: E402
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
 from pl_grouprl.algorithms import OptimizerConfig  # noqa: E402
 from pl_grouprl.algorithms.passes import Passes  # noqa: E402
-from pl_grouprl.callbacks import ExportPolicy  # noqa: E402
+from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint  # noqa: E402
 
 FRAGMENTS = TESTS.parent / "configs" / "strategy"
 STEPS, SAVED_STEP = 10, 5
@@ -129,7 +128,7 @@ def main(folder: Path, row: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=SAVED_STEP, save_top_k=-1),
+            SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=SAVED_STEP, save_top_k=-1),
             Recorder(folder),
             ExportPolicy(folder=str(folder / "policy")),
         ],

@@ -1,0 +1,68 @@
+"""What `ckpt_path="last"` is: the newest complete checkpoint of this run's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
+from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.verified_loading import note_verified
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def last_checkpoint(trainer: Trainer, options: Mapping[str, Any] | None = None) -> str:
+    """Find the newest complete checkpoint that runs with the same logger folder and name have left.
+
+    Without a logger it is the newest of the runs in `default_root_dir`. The `dirpath` of a checkpoint callback that has
+    one is searched too. Damaged ones are passed over with a warning.
+
+    Args:
+        trainer: Its loggers and callbacks say where to look.
+        options: Those of the run that is to go on from it, where they are to be compared.
+
+    Raises:
+        ValueError: If there is none, or if it is of a run with other options.
+    """
+    places = [place for place in _places(trainer) if place.is_dir()]
+    for place in places:
+        settle(place)
+    newest, torn = newest_complete(path for place in places for path in place.glob("*.ckpt"))
+    for path, flaw in torn.items():
+        rank_zero_warn(f"ckpt_path 'last' passes over {path}: {flaw}.")
+    if newest is None:
+        raise ValueError(
+            f"ckpt_path is 'last' and there is no checkpoint below {runs_folder(trainer)} that is complete; leave "
+            "ckpt_path out to start anew, or pass the path of a checkpoint."
+        )
+    differences = differing_options(about(newest).get("options", {}), options or {})
+    if differences:
+        raise ValueError(
+            f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(differences)}. Restore "
+            "them, give this run another logger name, or pass the checkpoint's path to change them from there on."
+        )
+    note_verified(newest)
+    rank_zero_info(f"ckpt_path 'last' is {newest}")
+    return str(newest)
+
+
+def runs_folder(trainer: Trainer) -> Path:
+    """The folder that holds the versions of a run: `<save_dir>/<name>`, or without a logger the root folder."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    return Path(trainer.default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))
+
+
+def _places(trainer: Trainer) -> list[Path]:
+    callbacks = [own for own in trainer.checkpoint_callbacks if isinstance(own, ModelCheckpoint)]
+    own = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
+    patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
+    found = [place for pattern in patterns for place in runs_folder(trainer).glob(pattern)]
+    return list(dict.fromkeys(place.resolve() for place in (*found, *own)))

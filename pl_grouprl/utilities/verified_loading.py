@@ -1,0 +1,124 @@
+"""Checkpoints are verified before anything of them is loaded, whoever asks for them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pl_grouprl.utilities.checkpoint_files import ABSENT, about, flaw, settle
+from pl_grouprl.utilities.distributed import gather_plain, num_ranks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_just_verified: dict[Path, list[tuple[str, int, int]]] = {}
+"""Checkpoints that a search has found whole, with the names, sizes and times of their files then."""
+
+
+def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
+    """Refuse a checkpoint that is not what was saved. All ranks call it; rank 0 reads it and tells the others.
+
+    Args:
+        path: A file or a folder. What has an address, such as `s3://...`, is left to Lightning, with a warning.
+        device: Where the communication happens; the rank's own GPU under NCCL.
+
+    Raises:
+        FileNotFoundError: On all ranks, if there is none on one of them.
+        ValueError: On all ranks, if it is damaged; with the path and what is wrong.
+    """
+    if "://" in str(path):
+        from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+        rank_zero_warn(f"checkpoint {path} is not a local file or folder, so it is loaded without being verified.")
+        return
+    checkpoint = Path(path)
+    first = num_ranks() == 1 or torch.distributed.get_rank() == 0
+    own = _flaw(checkpoint) if first else None if checkpoint.exists() else ABSENT
+    for rank, reason in enumerate(gather_plain(own or "", device)):
+        if reason == ABSENT:
+            raise FileNotFoundError(f"checkpoint {path}: {ABSENT}{f' (rank {rank})' if rank else ''}.")
+        if reason:
+            raise ValueError(f"checkpoint {path} is damaged: {reason}. Nothing of it was loaded; choose another one.")
+
+
+def verify_loads(trainer: Trainer) -> None:
+    """Verify each checkpoint that a Trainer loads, before anything of it is. Calling this again changes nothing."""
+    from lightning.pytorch.strategies import Strategy
+
+    strategy = trainer.strategy
+    if "load_checkpoint" in vars(strategy):
+        return
+    load = strategy.load_checkpoint
+    reads_files = type(strategy).load_checkpoint is Strategy.load_checkpoint
+
+    def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        verify_checkpoint(checkpoint_path, strategy.root_device)
+        compare = getattr(trainer.lightning_module, "compare_origin", None)
+        if compare is not None and "://" not in str(checkpoint_path):
+            compare(about(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
+        if not reads_files:
+            return load(checkpoint_path, weights_only=weights_only)
+        _refuse_folder(checkpoint_path, f"{type(strategy).__name__} reads files; use the strategy that wrote it")
+        return _read(checkpoint_path, lambda: load(checkpoint_path, weights_only=weights_only))
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
+
+
+def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load a checkpoint of one file to the CPU, outside of a Trainer; no code in it is run.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is damaged, a folder, no checkpoint of Lightning, or holds more than tensors and plain values.
+    """
+    verify_checkpoint(path)
+    _refuse_folder(path, "load it with ckpt_path of a Trainer and the strategy that wrote it")
+    return _read(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
+
+
+def note_verified(checkpoint: Path) -> None:
+    """Spare the coming load of a checkpoint that was just found whole a second reading."""
+    _just_verified[checkpoint.resolve()] = _state(checkpoint.resolve())
+
+
+def _flaw(checkpoint: Path) -> str | None:
+    if not checkpoint.exists() and checkpoint.parent.is_dir():
+        settle(checkpoint.parent)  # a folder that was moved aside when a save was killed
+    if _just_verified.pop(checkpoint.resolve(), None) == _state(checkpoint.resolve()):
+        return None
+    return flaw(checkpoint)
+
+
+def _state(checkpoint: Path) -> list[tuple[str, int, int]]:
+    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
+    return [(str(path), path.stat().st_size, path.stat().st_ctime_ns) for path in files if path.exists()]
+
+
+def _refuse_folder(path: str | os.PathLike[str], instead: str) -> None:
+    if Path(path).is_dir():
+        raise ValueError(
+            f"checkpoint {path} is a folder, as FSDP and DeepSpeed write them: {instead}, or make one file of it with "
+            "`python -m lightning.pytorch.utilities.consolidate_checkpoint` (of FSDP's)."
+        )
+
+
+def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        checkpoint = load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"checkpoint {path} holds more than tensors and plain values, whose code is not run here: {error}"
+        ) from None
+    except (RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(
+            f"checkpoint {path} is none of Lightning: it has no 'state_dict'. To begin with weights of another "
+            "program, pass a Hugging Face folder as the policy."
+        )
+    return checkpoint

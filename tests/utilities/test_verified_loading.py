@@ -1,0 +1,121 @@
+"""No damaged checkpoint is taken for a whole one: each byte of a small one is changed, and it is cut everywhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pl_grouprl.utilities.checkpoint_files import accept, commit, manifest_of, unfinished_path
+from pl_grouprl.utilities.verified_loading import load_verified, note_verified, verify_checkpoint
+
+OWNER = f"{os.uname().nodename}-{2**22 + 1}"
+
+
+def save(path, manifest):
+    content = {"state_dict": {"weight": torch.arange(40.0)}, "global_step": 3}
+    unfinished = unfinished_path(path, OWNER) if manifest else path
+    torch.save(content, unfinished)
+    if manifest:
+        commit(unfinished, path, {"step": 3}, OWNER)
+    return path.read_bytes()
+
+
+def same_weights(path):
+    return torch.equal(load_verified(path)["state_dict"]["weight"], torch.arange(40.0))
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "own sums"])
+def test_a_flipped_byte_never_changes_what_is_loaded(tmp_path, manifest, record_property):
+    path = tmp_path / "own.ckpt"
+    content = save(path, manifest)
+    refused = 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+        try:
+            same = same_weights(path)  # padding and dates, where there is no manifest
+        except ValueError:
+            refused += 1
+        else:
+            assert same
+    assert refused == len(content) if manifest else refused > 0.3 * len(content)
+    record_property("figure", f"{refused} of {len(content)} flipped bytes refused, 0 changed weights taken")
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "own sums"])
+def test_a_file_that_is_cut_short_is_refused(tmp_path, manifest):
+    path = tmp_path / "own.ckpt"
+    content = save(path, manifest)
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
+        with pytest.raises(
+            ValueError, match=rf"^checkpoint {re.escape(str(path))} is damaged: it|own.ckpt has \d+ byt"
+        ):
+            load_verified(path)
+
+
+def test_the_manifest_itself_may_be_damaged(tmp_path):
+    path = tmp_path / "own.ckpt"
+    save(path, manifest=True)
+    manifest_of(path).write_text("{")
+    with pytest.raises(ValueError, match=r"is damaged: its manifest own\.ckpt\.manifest\.json cannot be read"):
+        verify_checkpoint(path)
+
+
+def test_a_link_to_nothing_and_a_missing_shard(tmp_path):
+    (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
+    with pytest.raises(ValueError, match=r"last\.ckpt is damaged: it is a link to .*gone\.ckpt, which does not exist"):
+        verify_checkpoint(tmp_path / "last.ckpt")
+    folder = unfinished_path(tmp_path / "shards.ckpt", OWNER)
+    folder.mkdir()
+    for name in ("0.distcp", "1.distcp"):
+        (folder / name).write_bytes(b"shard")
+    commit(folder, tmp_path / "shards.ckpt", {}, OWNER)
+    verify_checkpoint(tmp_path / "shards.ckpt")
+    (tmp_path / "shards.ckpt" / "1.distcp").unlink()
+    with pytest.raises(ValueError, match=r"shards\.ckpt is damaged: its file 1\.distcp is missing"):
+        verify_checkpoint(tmp_path / "shards.ckpt")
+
+
+def test_a_folder_without_a_manifest_is_refused_until_it_is_accepted(tmp_path):
+    folder = tmp_path / "shards.ckpt"
+    folder.mkdir()
+    (folder / "0.distcp").write_bytes(b"shard")
+    with pytest.raises(
+        ValueError, match=r"it has no manifest; if another program wrote all of it, accept it"
+    ) as failure:
+        verify_checkpoint(folder)
+    command = re.search(r"python -m (\S+) --accept (\S+?)\. ", str(failure.value))
+    done = subprocess.run(
+        [sys.executable, "-m", command[1], "--accept", command[2]], check=True, capture_output=True, text=True
+    )
+    assert done.stdout == f"{folder}: complete\n"
+    verify_checkpoint(folder)
+    with pytest.raises(ValueError, match="is no folder without a manifest"):
+        accept(folder)
+
+
+def test_what_was_just_verified_is_read_again_once_it_has_changed(tmp_path):
+    path = tmp_path / "own.ckpt"
+    content = save(path, manifest=True)
+    note_verified(path)
+    path.write_bytes(content[:-1] + b"?")
+    with pytest.raises(ValueError, match="is damaged"):
+        verify_checkpoint(path)
+
+
+def test_code_is_never_run(tmp_path):
+    torch.save({"state_dict": {}, "function": print}, tmp_path / "own.ckpt")
+    with pytest.raises(ValueError, match=r"own\.ckpt holds more than tensors and plain values"):
+        load_verified(tmp_path / "own.ckpt")
+
+
+def test_what_is_not_local_is_loaded_with_a_warning():
+    with pytest.warns(
+        UserWarning, match=r"checkpoint s3://bucket/x\.ckpt is not a local file .*without being verified"
+    ):
+        verify_checkpoint("s3://bucket/x.ckpt")
