@@ -29,6 +29,7 @@ from pl_grouprl.rewards import (
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -197,13 +198,13 @@ class SamplingModule(PolicyModule):
     ) -> list[RolloutGroup]:
         """Do as `generate` does, with an engine that is bound to some policy. Reads nothing that training changes."""
         prompts = [prompt.open() for prompt in prompts]
-        media = [prompt.media for prompt in prompts]
+        media = [dict(prompt.media) for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
         named = num_ranks() > 1 and _takes(engine.generate, "prompt_indices")
         if named:
             options["prompt_indices"] = self._places(prompts)
         rollouts = engine.generate(
-            [prompt.token_ids for prompt in prompts],
+            [list(prompt.token_ids) for prompt in prompts],
             sampling,
             num_generations=num_generations,
             # Without names for the prompts, ranks would draw the same numbers for different ones.
@@ -220,7 +221,7 @@ class SamplingModule(PolicyModule):
                 rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
         return [
             RolloutGroup(prompt.token_ids, own, place, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
-            for place, prompt, own in zip(self._places(prompts), prompts, rollouts, strict=True)
+            for place, prompt, own in zip(self._places(prompts), private_copy(prompts), rollouts, strict=True)
         ]
 
     def _places(self, prompts: Sequence[Prompt]) -> list[int]:
@@ -252,9 +253,9 @@ class SamplingModule(PolicyModule):
         self.start_rewards(self._evaluated).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Return the rollouts of the batch with their rewards, as `groups`, for callbacks to show."""
+        """Return copies of the batch's rollouts with their rewards, as `groups`, for callbacks to show."""
         self._records += summarize(self._evaluated)
-        return {"groups": self._evaluated}
+        return {"groups": private_copy(self._evaluated)}
 
     def on_validation_epoch_end(self) -> None:
         """Log `val/...` metrics over all ranks."""

@@ -24,10 +24,11 @@ verl's, called once per rollout, returns a number, or a dictionary whose `score`
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
 The third is for what needs token ids and knows what to do with prompts that stand in several rollouts, such as
-`ModelReward`. It is called once, with the `RolloutGroup`s themselves (not to be changed), and returns for each group
-one number or None per rollout::
+`ModelReward`. It is called once, with the `RolloutGroup`s, and returns for each group one number or None per rollout::
 
     f(groups) -> list[list[float | None]]
+
+Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
 
 An object with a method `set_up()` has it called when a run is set up, and perhaps again: what must be loaded is then
 loaded, and refused, before the first rollout. One with a true attribute `stays_in_process` is never sent to worker

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.rewards.base import RewardConfigurationError, RewardFunction
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
     RewardInputs,
@@ -28,6 +28,7 @@ from pl_grouprl.rewards.conventions import (
     read_result,
     smaller_units,
 )
+from pl_grouprl.utilities.copying import private_copy
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,16 @@ class Call:
     Attributes:
         unit: The rollouts that it is about.
         group_of: Which group each of them is from.
-        kwargs: What the function is called with.
+        kwargs: What the function is called with: the originals.
     """
 
     unit: list[int]
     group_of: list[int]
     kwargs: dict[str, Any]
+
+    def make(self, function: RewardFunction) -> Any:
+        """Call a function with copies, so that it changes neither what is trained nor the arguments of other calls."""
+        return function(**private_copy(self.kwargs))
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
     failure = Failure("was not called")
     for _ in range(retries + 1):
         try:
-            result = reward.function(**call.kwargs)
+            result = call.make(reward.function)
         except RewardConfigurationError:
             raise
         except (Exception, SystemExit) as error:  # a user's function may raise anything
@@ -258,7 +263,7 @@ async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, tim
 
 async def _attempt_async(reward: PreparedReward, call: Call) -> Outcome:
     try:
-        result = await reward.function(**call.kwargs)
+        result = await call.make(reward.function)
     except RewardConfigurationError:
         raise
     except (Exception, SystemExit) as error:  # what leaves a task as SystemExit would end the event loop

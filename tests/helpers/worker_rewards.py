@@ -119,3 +119,41 @@ class OnlyHere:
 
     def __call__(self, completions):
         return [1.0 for _ in completions]
+
+
+def ruin(value):
+    """Change every list and dictionary in a value, in place."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in list(inside):
+        ruin(item)
+    if isinstance(value, list):
+        value[:] = [0]
+    elif isinstance(value, dict):
+        value.clear()
+
+
+def vandal_trl(prompts, completions, completion_ids, **columns):
+    rewards = [1.0 for _ in completions]
+    ruin([prompts, completions, completion_ids, columns])
+    return rewards
+
+
+def vandal_verl(data_source, solution_str, ground_truth, extra_info):
+    ruin([ground_truth, extra_info])
+    return 1.0
+
+
+def vandal_groups(groups):
+    rewards = [[1.0 for _ in group.rollouts] for group in groups]
+    for group in groups:
+        for rollout in group.rollouts:
+            ruin([rollout.token_ids, rollout.logprobs, rollout.loss_mask])
+            rollout.text = "ruined"
+        ruin([group.prompt, group.prompt_ids, group.columns, group.rollouts])
+        group.data_source = "ruined"
+    return rewards
+
+
+async def vandal_async(prompts, completions, completion_ids, **columns):
+    await asyncio.sleep(0)
+    return vandal_trl(prompts, completions, completion_ids, **columns)
