@@ -17,6 +17,7 @@ from pl_grouprl.rewards.conventions import (
     prepare_reward,
 )
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import private_copy
 
 Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
 """What is accepted wherever reward functions are: one, or a list, weighted or not."""
@@ -41,10 +42,10 @@ def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
 def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> None:
     """Check before a run that every prompt has the columns that the reward functions cannot be called without.
 
-    Functions with a method `set_up` are set up.
+    Functions with a method `set_up` are set up, and those with a method `check_row` look at each row.
 
     Raises:
-        ValueError: If one has not; names the prompt (counted from 0), the function and the column.
+        ValueError: If one has not, or `check_row` refuses it; names the prompt (counted from 0) and the column.
         RewardConfigurationError: If a function cannot work as it is configured.
     """
     prepared = prepare_rewards(rewards)
@@ -59,6 +60,8 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
         for reward in prepared:
             try:
                 call_arguments(reward, inputs, [0])
+                if callable(check_row := getattr(reward.function, "check_row", None)):
+                    check_row(private_copy(prompt.columns))
             except ValueError as error:
                 raise ValueError(f"{split}, prompt {number}: {error}") from error
 
