@@ -31,8 +31,8 @@ The third is for what needs token ids and knows what to do with prompts that sta
 Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
 
 An object with a method `set_up()` has it called when a run is set up, and perhaps again: what must be loaded is then
-loaded, and refused, before the first rollout. A method `check_row(columns)` is called then with the columns of each
-prompt, and raises ValueError where it cannot score it. One with a true attribute `stays_in_process` is never sent to worker
+loaded, and refused, before the first rollout. A method `check_row(columns)` is called then for each prompt, and raises
+ValueError where it cannot score it. An object with a true attribute `stays_in_process` is never sent to worker
 processes, nor is an `async` function; every other one must then give a group's rewards whatever the other groups are,
 since workers call it once per group.
 

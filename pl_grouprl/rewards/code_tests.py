@@ -34,7 +34,7 @@ class StdinTest:
         output: The expected standard output.
     """
 
-    def __init__(self, input: str, output: str) -> None:  # noqa: A002 (the data's name)
+    def __init__(self, input: str, output: str) -> None:
         self.input = input
         self.output = output
 
@@ -57,7 +57,7 @@ class FunctionTest:
 
     def __init__(self, function: str, args: list[Any], expected: Any) -> None:
         self.call = json.dumps({"function": function, "args": args})
-        self.expected = expected
+        self.expected = json.loads(json.dumps(expected))
 
     def passes(self, sandbox: Sandbox, code: str) -> bool:
         """Run the code and call the function."""

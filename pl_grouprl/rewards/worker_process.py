@@ -18,6 +18,7 @@ from typing import Any
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.rewards.calls import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import PreparedReward, Score
+from pl_grouprl.rewards.guard import adopt_orphans
 
 
 class RemoteError(RuntimeError):
@@ -32,6 +33,7 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes]) -> None:
         pickled: The functions by name.
     """
     os.setsid()  # so that the functions' own processes are killed with this one
+    adopt_orphans()
     rewards: dict[str, PreparedReward] = {}
     for name, data in pickled.items():
         try:

@@ -59,6 +59,19 @@ def hangs_with_a_child(solution_str, ground_truth, extra_info):
         time.sleep(1)
 
 
+def hangs_with_daemons(solution_str, ground_truth, extra_info):
+    """Hangs with a child in a session of its own and the orphan of a child; writes the ids of both."""
+    if solution_str != "hang":
+        return 1.0
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    orphan = subprocess.run(
+        ["sh", "-c", "setsid sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+    Path(extra_info["file"]).write_text(f"{child.pid} {orphan}")
+    while True:
+        time.sleep(1)
+
+
 def misbehaves(solution_str, ground_truth):
     if solution_str == "raise":
         raise KeyError("no such key")

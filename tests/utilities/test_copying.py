@@ -60,14 +60,16 @@ def containers(value, found=None):
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_equal_and_of_the_same_type_with_no_container_in_common(value):
     own = private_copy(value)
-    assert type(own) is type(value) and own == value
+    assert type(own) is type(value)
+    assert own == value
     assert containers(own).isdisjoint(containers(value))
 
 
 def test_arrays_are_copied_and_leaves_are_shared():
     leaf, tensor, array = object(), torch.zeros(2), np.zeros(2)
     own = private_copy({"leaf": leaf, "tensor": [tensor], "array": array})
-    assert own["leaf"] is leaf and own["tensor"][0] is tensor
+    assert own["leaf"] is leaf
+    assert own["tensor"][0] is tensor
     own["array"][:] = 1
     assert array.tolist() == [0, 0]
 

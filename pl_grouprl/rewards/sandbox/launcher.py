@@ -234,7 +234,7 @@ def _become_program(request: Mapping[str, Any], stdin: int, others: int) -> NoRe
         _say(status, {"started": True})
         installed = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_))
         _check(installed, "filter of system calls (seccomp)")
-        os.execve(request["command"][0], request["command"], request["environment"])
+        os.execve(request["command"][0], request["command"], request["environment"])  # noqa: S606
     except BaseException as error:
         _say(status, {"refused": str(error)})
     os._exit(1)

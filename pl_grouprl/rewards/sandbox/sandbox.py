@@ -148,7 +148,8 @@ class _Run:
         self._deadline = time.monotonic() + START_SECONDS
         self._started: float | None = None
         self._seconds = 0.0
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         self._status = status
         self._read: dict[int, bytearray] = {
             file: bytearray() for file in (process.stdout.fileno(), process.stderr.fileno(), status)
