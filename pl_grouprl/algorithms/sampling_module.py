@@ -23,6 +23,7 @@ from pl_grouprl.rewards import (
     RewardWorkers,
     Weighted,
     check_columns,
+    check_stoppable,
     prepare_rewards,
     start_rewards,
 )
@@ -95,12 +96,9 @@ class SamplingModule(PolicyModule):
                 ),
             }
         )
+        prepared = prepare_rewards(rewards)
         if reward_timeout is not None and reward_workers == 0:
-            raise ValueError(
-                f"reward_timeout is {reward_timeout} with reward_workers=0; what runs in this process cannot "
-                "be stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
-            )
-        prepare_rewards(rewards)
+            check_stoppable(prepared, reward_timeout)
         self.rewards = rewards
         self.sampling = sampling
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
@@ -237,6 +235,7 @@ class SamplingModule(PolicyModule):
             retries=self.reward_retries,
             max_failed_share=self.max_failed_share,
             workers=self._workers,
+            timeout=self.reward_timeout,
         )
 
     # Evaluation.

@@ -7,6 +7,7 @@ from pl_grouprl.rewards.apply import (
     Rewards,
     apply_rewards,
     check_columns,
+    check_stoppable,
     prepare_rewards,
     start_rewards,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "Weighted",
     "apply_rewards",
     "check_columns",
+    "check_stoppable",
     "prepare_rewards",
     "start_rewards",
 ]

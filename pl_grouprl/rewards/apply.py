@@ -66,6 +66,20 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
                 raise ValueError(f"{split}, prompt {number}: {error}") from error
 
 
+def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
+    """Refuse a time limit where there are no workers, unless it is for async functions.
+
+    Raises:
+        ValueError: With the functions that it could not stop.
+    """
+    plain = [reward.name for reward in prepared if not reward.is_async]
+    if len(plain) == len(prepared) or any(not reward.in_process for reward in prepared):
+        raise ValueError(
+            f"reward_timeout is {timeout} with reward_workers=0; {plain} run in this process, where they cannot be "
+            "stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
+        )
+
+
 class PendingRewards:
     """Rewards that are being computed; made by `start_rewards`."""
 
@@ -99,6 +113,7 @@ def start_rewards(
     retries: int = 1,
     max_failed_share: float = 0.5,
     workers: CallRunner | None = None,
+    timeout: float | None = None,
 ) -> PendingRewards:
     """Begin what `apply_rewards` does, and go on with something else: `wait` on the result finishes it.
 
@@ -109,10 +124,14 @@ def start_rewards(
         raise ValueError(f"retries is {retries}; it must be 0 or larger.")
     if not 0 <= max_failed_share <= 1:
         raise ValueError(f"max_failed_share is {max_failed_share}; it must be in [0, 1].")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; it must be larger than 0, or None for any time.")
     prepared = prepare_rewards(rewards)
     _decode(groups, tokenizer)
     inputs = flatten_groups(groups)
-    scores = PendingScores(prepared, inputs, retries=retries, max_failed_share=max_failed_share, workers=workers)
+    scores = PendingScores(
+        prepared, inputs, retries=retries, max_failed_share=max_failed_share, workers=workers, timeout=timeout
+    )
     return PendingRewards(groups, prepared, scores)
 
 
@@ -124,6 +143,7 @@ def apply_rewards(
     retries: int = 1,
     max_failed_share: float = 0.5,
     workers: CallRunner | None = None,
+    timeout: float | None = None,
 ) -> dict[str, float]:
     """Reward every rollout: sets `Rollout.rewards` (per function, unweighted) and `Rollout.reward`.
 
@@ -140,6 +160,8 @@ def apply_rewards(
         max_failed_share: Share of rollouts on which a function may fail before that is an error, from 0 to 1.
         workers: `RewardWorkers` made for the same rewards: functions run in its processes, side by side. None: in this
             process, one after another.
+        timeout: Seconds that a call of an async function may take; None: as long as one in the workers, and any time
+            without them.
 
     Returns:
         For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
@@ -154,7 +176,13 @@ def apply_rewards(
         RuntimeError: If a function fails on more rollouts than allowed.
     """
     return start_rewards(
-        groups, rewards, tokenizer=tokenizer, retries=retries, max_failed_share=max_failed_share, workers=workers
+        groups,
+        rewards,
+        tokenizer=tokenizer,
+        retries=retries,
+        max_failed_share=max_failed_share,
+        workers=workers,
+        timeout=timeout,
     ).wait()
 
 

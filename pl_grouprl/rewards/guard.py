@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -25,8 +24,12 @@ def adopt_orphans() -> None:
 
 
 def children(parent: int) -> set[int]:
-    """The processes that have this parent, as far as /proc tells."""
-    return {child for child, own in _parents().items() if own == parent}
+    """The processes with this parent that have not ended, as far as /proc tells."""
+    try:
+        listed = [_read(f"/proc/{parent}/task/{thread}/children") for thread in os.listdir(f"/proc/{parent}/task")]
+    except OSError:  # not every kernel lists them
+        return {child for child, own in _parents().items() if own == parent}
+    return {int(child) for child in b" ".join(listed).split() if _parent(child.decode()) == parent}
 
 
 def kill_tree(root: int) -> None:
@@ -68,18 +71,23 @@ def _descendants(root: int) -> set[int]:
 
 def _parents() -> dict[int, int]:
     """The parent of each process that has not ended."""
-    parents = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-        except OSError:  # it has ended meanwhile
-            continue
-        if state not in b"ZX":
-            parents[int(name)] = int(parent)
-    return parents
+    names = os.listdir("/proc") if os.path.isdir("/proc/self") else ()
+    found = {int(name): _parent(name) for name in names if name.isdigit()}
+    return {process: parent for process, parent in found.items() if parent is not None}
+
+
+def _parent(process: str) -> int | None:
+    """The parent of a process; None where it has ended."""
+    try:
+        state, parent = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state in b"ZX" else int(parent)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _send(kill: Callable[[int, int], None], target: int, number: int) -> None:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pl_grouprl.rewards.base import RewardConfigurationError
-from pl_grouprl.rewards.calls import Call, Failure, Outcome, attempt
+from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import PreparedReward, Score
 from pl_grouprl.rewards.guard import adopt_orphans
 

@@ -17,7 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pl_grouprl.rewards.calls import Call, Failure, Outcome, too_slow
+from pl_grouprl.rewards.call import Call, Failure, Outcome, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.rewards.guard import kill_tree
 from pl_grouprl.rewards.worker_process import read_answer, run_worker
