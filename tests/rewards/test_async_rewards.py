@@ -79,7 +79,9 @@ def test_one_that_blocks_is_named_and_the_others_go_on(gate, caplog):
 def test_it_ends_the_run_where_too_much_failed(gate):
     error = in_thread(lambda: apply_rewards([make_group("block")], blocks_on(gate), timeout=0.2))
     assert isinstance(error, RuntimeError)
-    assert "Reward function 'blocks' took longer than reward_timeout=0.2 seconds and blocked its event loop" in str(error)
+    assert "Reward function 'blocks' took longer than reward_timeout=0.2 seconds and blocked its event loop" in str(
+        error
+    )
 
 
 def test_workers_hand_their_time_limit_on(gate):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
+from helpers.cheating_programs import CHEATS
 
 from pl_grouprl.rewards import (
     CodeTests,
@@ -18,6 +18,7 @@ from pl_grouprl.rewards import (
 )
 from pl_grouprl.rewards.code_tests import extract_code, read_tests
 from pl_grouprl.rewards.sandbox import Sandbox, SandboxUnavailableError
+from pl_grouprl.rewards.sandbox.sandbox import _Run
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
 ADDS = "def add(a, b):\n    return a + b\n\nif __name__ == '__main__':\n    print(sum(map(int, input().split())))\n"
@@ -75,36 +76,6 @@ def test_rows_without_tests_and_completions_without_a_block():
     assert reward(completions, tests=[STDIN[:1]] * 3 + [None]) == [0.0, 0.0, 1.0, None]
 
 
-CHEATS = {
-    "os._exit(0)": "import os; os._exit(0)",
-    "sys.exit(0)": "import sys; sys.exit(0)",
-    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))",
-    "says that it passed": "print('PASSED'); print('{\"passed\": true, \"value\": true}')",
-    "writes to all files": 'import os\nfor n in range(64):\n    try:\n        os.write(n, b\'{"exit": 0, "passed": true}\\n\')\n'
-    "    except OSError:\n        pass",
-    "equal to everything": "class Any:\n    __eq__ = lambda self, other: True\n    __str__ = lambda self: '3'\n"
-    "def add(a, b):\n    return Any()",
-    "patched json": "import json\njson.dumps = lambda *_, **__: '{\"value\": ' + 'true' * 1 + '}'\ndef add(a, b):\n    return 0",
-    "patched builtins": "import builtins\nbuiltins.print = builtins.len = lambda *_: True\nbuiltins.AssertionError = Exception"
-    "\ndef add(a, b):\n    raise AssertionError",
-    "looks for the answer": "import gc, sys\nframe, found = sys._getframe(), []\nwhile frame:\n"
-    "    found.append(repr(frame.f_locals) + repr(frame.f_globals)); frame = frame.f_back\n"
-    "found += [repr(o) for o in gc.get_objects() if isinstance(o, dict) and 'expected' in o and 'args' in o]\n"
-    "open('/tmp/seen', 'w').write(''.join(found))\n"
-    "def add(a, b):\n    import json\n    return json.loads(open('/stdin').read()).get('expected')",
-    "answers twice": "import os\nos.write(1, b'{\"value\": 0}')\nimport atexit\n"
-    "atexit.register(lambda: os.write(3, b'{\"value\": 1}'))\ndef add(a, b):\n    return 2",
-    "too deep": "import os\ndef add(a, b):\n    os.write(3, b'[' * 100000); os._exit(0)",
-    "too long a number": "import os\ndef add(a, b):\n    os.write(3, b'{\"value\": ' + b'9' * 100000 + b'}'); os._exit(0)",
-    "not a number": "def add(a, b):\n    return float('nan')",
-    "floods": "while True:\n    print('3' * 100000)",
-    "runs out of memory": "x = []\nwhile True:\n    x.append(bytearray(1 << 20))",
-    "kills all it can": "import os, signal\nfor target in (-1, 1):\n    try:\n        os.kill(target, signal.SIGKILL)\n"
-    "    except OSError:\n        pass",
-    "loops": "while True:\n    pass",
-}
-
-
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
 def test_programs_that_cheat_pass_nothing(code, record_property):
     limits = SandboxLimits(timeout=2.0, memory_limit_mb=128)
@@ -114,17 +85,13 @@ def test_programs_that_cheat_pass_nothing(code, record_property):
 
 def test_the_expected_answer_never_enters_the_sandbox(monkeypatch):
     sent = []
-    send = os.write
-    from pl_grouprl.rewards.sandbox import sandbox
-
-    monkeypatch.setattr(sandbox._Run, "send", lambda self, request: sent.append(request) or self._process.kill())
+    monkeypatch.setattr(_Run, "send", lambda self, request: sent.append(request) or self._process.kill())
     secret = "expected-4711"
     for test in read_tests([{"input": "1", "output": secret}, {"function": "f", "args": [1], "expected": secret}], "t"):
         with pytest.raises(RuntimeError, match="launcher ended without a report"):
             test.passes(Sandbox(), "print(1)")
     assert len(sent) == 2
     assert secret not in repr(sent)
-    assert send is os.write
 
 
 @pytest.mark.parametrize(

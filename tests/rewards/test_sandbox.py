@@ -66,6 +66,18 @@ def until(condition):
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{marker}']"
 
 
+DOUBLE_FORK = f"""
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        {SLEEPER}, stdin=-3, stdout=-3, stderr=-3)
+        time.sleep(1000)
+    os._exit(0)
+"""
+
+
 def test_a_program_reads_its_input_and_writes(sandbox):
     result = sandbox.run("import sys; print(input()); print('e', file=sys.stderr); sys.exit(3)", "hallo ü\n")
     assert (result.ending, result.exit_code, result.stdout, result.stderr) == ("exit", 3, "hallo ü\n", "e\n")
@@ -113,10 +125,7 @@ except RuntimeError:
     [
         SLEEPER + ")",
         SLEEPER + ", start_new_session=True)",
-        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        "
-        + SLEEPER
-        + ", stdin=-3, stdout=-3, stderr=-3)\n        import time; time.sleep(1000)\n    os._exit(0)\n",
+        DOUBLE_FORK,
     ],
     ids=["child that holds stdout", "setsid", "double fork"],
 )
@@ -324,7 +333,8 @@ def test_links_lead_nowhere(sandbox, tmp_path):
     (tmp_path / "target").write_text("planted-in-file")
     program = f"""
 import os
-for number, target in enumerate([{str(tmp_path / "target")!r}, "/etc/shadow", "/proc/1/root", "../../../../etc/passwd"]):
+targets = {str(tmp_path / "target")!r}, "/etc/shadow", "/proc/1/root", "../../../../etc/passwd"
+for number, target in enumerate(targets):
     os.symlink(target, str(number))
     try:
         print(open(str(number)).read())
