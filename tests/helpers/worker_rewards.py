@@ -114,6 +114,10 @@ async def never(completions):
     await asyncio.sleep(1000)
 
 
+async def blocks(completions, **columns):
+    time.sleep(5)
+
+
 class NeedsAKey:
     """Refuses to be set up."""
 

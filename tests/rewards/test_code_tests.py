@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 from helpers.cheating_programs import CHEATS
@@ -67,6 +69,34 @@ def test_all_or_nothing():
 
 def test_in_worker_processes():
     assert rewards_of([ADDS, "pass"], STDIN, workers=1) == [1.0, 0.0]
+
+
+def test_a_worker_that_takes_too_long_leaves_no_program():
+    reward = CodeTests(limits=SandboxLimits(timeout=1000.0))
+    workers = RewardWorkers(prepare_rewards(reward), 1, timeout=3.0)
+    before = programs()
+    try:
+        group = RolloutGroup([1], [Rollout([7], text=block("while True: pass"))], columns={"tests": STDIN})
+        metrics = apply_rewards([group], reward, workers=workers, max_failed_share=1.0)
+    finally:
+        workers.close()
+    assert metrics["rewards/CodeTests/invalid"] == 1.0
+    deadline = time.monotonic() + 30
+    while programs() - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def programs():
+    """Processes that run a program of the sandbox."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"/program.py" in file.read_bytes():
+                found.add(int(file.parent.name))
+        except OSError:
+            continue
+    return found
 
 
 def test_rows_without_tests_and_completions_without_a_block():

@@ -18,7 +18,7 @@ import pytest
 
 from pl_grouprl.rewards import RewardConfigurationError, Sandbox, SandboxLimits
 from pl_grouprl.rewards.guard import children
-from pl_grouprl.rewards.sandbox import SandboxUnavailableError, launcher, view
+from pl_grouprl.rewards.sandbox import SandboxUnavailableError, view
 from pl_grouprl.rewards.sandbox.seccomp import CLONE, CLONE3, REFUSED, SOCKET, seccomp_filter
 
 PROCESSES = 6
@@ -314,7 +314,7 @@ print(sorted(os.listdir("/")))
     lines = result.stdout.splitlines()
     assert set(lines[:-2]) <= {"FileNotFoundError", "PermissionError", "IsADirectoryError"}
     names = set(ast.literal_eval(lines[-2]))
-    assert names <= {"PATH", "LANG", "HOME", "OMP_NUM_THREADS", "LC_CTYPE"}
+    assert names <= {"PATH", "LANG", "HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE"}
     assert "proc" not in lines[-1]
     assert "home" not in lines[-1]
 
@@ -363,7 +363,8 @@ print(os.listdir("."))
 """
     assert sandbox.run(program).stdout == f"['{marker}']\n"
     assert sandbox.run("import os; print(os.listdir('.'))").stdout == "[]\n"
-    assert not Path(launcher.WORKING_DIRECTORY, marker).exists()
+    assert not Path("/tmp", marker).exists()
+    assert not Path("/sandbox").exists()
 
 
 # The walls themselves.

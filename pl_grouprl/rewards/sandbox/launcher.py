@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 NOBODY = 65534
-WORKING_DIRECTORY = "/tmp"  # noqa: S108 (in a file system of the program's own)
 
 _CLONE_NAMESPACES = {
     "user": 0x10000000,
@@ -151,13 +150,16 @@ def _build_file_system(request: Mapping[str, Any]) -> int:
             file.write(text)
     _check(_libc.umount2(b"/old", _MNT_DETACH), "umount of the machine's files")
     os.rmdir("/old")
-    os.makedirs(WORKING_DIRECTORY, exist_ok=True)
+    directory = request["directory"]
+    os.mkdir(directory)
+    with contextlib.suppress(FileExistsError):
+        os.symlink(directory, "/tmp")  # noqa: S108 (of the program)
     attributes = _MountAttributes(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
     read_only = (request["mount_setattr"], _AT_FDCWD, b"/", _AT_RECURSIVE, ctypes.byref(attributes))
     _check(_libc.syscall(*read_only, ctypes.sizeof(attributes)), "mount_setattr (Linux 5.12 or later)")
     options = f"mode=777,size={request['disk']},nr_inodes=4096"
-    _mount("tmpfs", WORKING_DIRECTORY, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    os.chdir(WORKING_DIRECTORY)
+    _mount("tmpfs", directory, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    os.chdir(directory)
     return os.open("/stdin", os.O_RDONLY)
 
 

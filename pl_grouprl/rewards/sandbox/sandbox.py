@@ -23,7 +23,14 @@ from pl_grouprl.rewards.sandbox.view import interpreter_view
 START_SECONDS = 60.0
 """How long the walls may take to build, on a machine with much else to do."""
 
-_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}  # noqa: S108
+_DIRECTORY = "/sandbox"  # not /tmp, where Python itself may be installed
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": _DIRECTORY,
+    "TMPDIR": _DIRECTORY,
+    "OMP_NUM_THREADS": "1",
+}
 _TRIAL = "print(input())"
 
 
@@ -133,6 +140,7 @@ class Sandbox:
             "mount_setattr": REFUSED["mount_setattr"][column],
             "rlimits": self.limits.rlimits(),
             "disk": self.limits.disk_limit_mb * MIB,
+            "directory": _DIRECTORY,
             "environment": _ENVIRONMENT,
             "command": [sys.executable, "-I", "/program.py"],
         }
