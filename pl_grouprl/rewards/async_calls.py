@@ -85,10 +85,13 @@ class AsyncCalls:
             self._futures[number] = self._loop.submit(self._reward.name, attempts)
 
     def _pending(self) -> list[int]:
-        """Wait, at most for the time of one call; returns which calls have no outcome."""
-        waited = [future for number, future in self._futures.items() if number not in self._outcomes]
-        wait_for_futures(waited, self._timeout)
-        return [n for n, future in self._futures.items() if n not in self._outcomes and not future.done()]
+        """Wait, at most for the time of one call; returns which calls have no outcome.
+
+        Those that an abandoned loop has cancelled have none.
+        """
+        waited = {number: future for number, future in self._futures.items() if number not in self._outcomes}
+        wait_for_futures(waited.values(), self._timeout)
+        return [number for number, future in waited.items() if not future.done() or future.cancelled()]
 
 
 async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, timeout: float | None) -> Outcome:

@@ -80,7 +80,7 @@ class CodeTests:
             `{"function": ..., "args": [...], "expected": ...}`. The reward does not apply to rows where it is None.
         all_or_nothing: 1 if all tests pass, otherwise 0; the first that fails ends it.
         max_concurrent: Programs that run at a time in each process.
-        limits: Of each program.
+        limits: Of each program; a mapping of their names will do.
 
     Raises:
         ValueError: If an option is out of range.
@@ -99,7 +99,7 @@ class CodeTests:
         self.column = column
         self.all_or_nothing = all_or_nothing
         self.max_concurrent = max_concurrent
-        self._sandbox = Sandbox(limits)
+        self._sandbox = Sandbox(SandboxLimits(**limits) if isinstance(limits, Mapping) else limits)
 
     def set_up(self) -> None:
         """Run a program for trial.

@@ -118,6 +118,25 @@ def test_one_that_blocks_for_a_while_has_failed_as_well():
     assert pending.wait()["rewards/slow/invalid"] == 1.0
 
 
+def test_one_that_waits_on_a_loop_that_ends_begins_anew():
+    async def blocks(completions):
+        time.sleep(1.0)
+
+    group = make_group("a")
+    pending = start_rewards([group], [Weighted(blocks, 0.0), patient], timeout=0.1, max_failed_share=1.0)
+    patient_calls = pending._scores._begun_elsewhere[1]
+    wait = patient_calls.wait
+
+    def wait_late():
+        for thread in async_calls._blocked:
+            thread.join(30)
+        return wait()
+
+    pending._scores._begun[1] = wait_late
+    in_thread(pending.wait)
+    assert group.rollouts[0].rewards == {"blocks": None, "patient": 2.0}
+
+
 def test_too_many_blocked_threads_end_the_run(gate, monkeypatch):
     monkeypatch.setattr(async_calls, "MAX_BLOCKED_THREADS", 2)
     function = blocks_on(gate)

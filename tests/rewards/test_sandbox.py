@@ -433,6 +433,29 @@ def test_a_program_that_closes_its_streams_ends_too(sandbox):
     assert (result.ending, result.exit_code, result.stdout) == ("exit", 5, "")
 
 
+def first_processes():
+    """The parents of running programs: the first processes of their namespaces."""
+    launchers = children(os.getpid())
+    inner = [process for launcher in launchers for process in children(launcher)]
+    return [process for process in inner if any(is_program(child) for child in children(process))]
+
+
+def is_program(process):
+    try:
+        return b"/program.py" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_walls_that_are_killed_from_outside_are_no_success(sandbox):
+    with ThreadPoolExecutor(1) as executor:
+        pending = executor.submit(sandbox.run, "import time; time.sleep(1000)")
+        until(first_processes)
+        os.kill(*first_processes(), signal.SIGKILL)
+        result = pending.result()
+    assert (result.ending, result.exit_code) == ("killed", None)
+
+
 def test_runs_leave_nothing_here(sandbox, record_property):
     sandbox.run("pass")
     gc.collect()

@@ -34,6 +34,9 @@ _ENVIRONMENT = {
 _TRIAL = "print(input())"
 
 
+Ending = Literal["exit", "timeout", "output", "killed"]
+
+
 class SandboxUnavailableError(RewardConfigurationError):
     """This system does not allow the walls, so nothing is run."""
 
@@ -44,7 +47,7 @@ class ProgramResult:
 
     Attributes:
         ending: `exit`: it ended by itself, or one of its limits (memory, processor time) killed it. `timeout`: it took
-            too long. `output`: it wrote too much.
+            too long. `output`: it wrote too much. `killed`: the system killed its processes, out of memory for one.
         exit_code: Of a program that ended by itself; minus the number of the signal that killed it. It says nothing
             about correctness: the program chooses it.
         stdout: What it wrote, up to the limit; bytes that are not UTF-8 are replaced.
@@ -52,7 +55,7 @@ class ProgramResult:
         seconds: From its start to its end.
     """
 
-    ending: Literal["exit", "timeout", "output"]
+    ending: Ending
     exit_code: int | None
     stdout: str
     stderr: str
@@ -111,16 +114,17 @@ class Sandbox:
             self._request = self._prepare()
         script = "/program.py"
         texts = {script: program, **(files or {})}
+        request = {**self._request, "files": _encodable(texts), "stdin": _encodable(stdin)}
         readable, writable = os.pipe()
-        try:
-            process = _start(writable)
-        finally:
-            os.close(writable)
-        with process:
-            request = {**self._request, "files": _encodable(texts), "stdin": _encodable(stdin), "status": writable}
-            run = _Run(process, readable, self.limits)
-            run.send(request)
-            run.collect()
+        with open(readable, "rb", buffering=0):
+            try:
+                process = _start(writable)
+            finally:
+                os.close(writable)
+            with process:
+                run = _Run(process, readable, self.limits)
+                run.send({**request, "status": writable})
+                run.collect()
         return run.result()
 
     def _prepare(self) -> dict[str, Any]:
@@ -152,10 +156,9 @@ class _Run:
     def __init__(self, process: subprocess.Popen[bytes], status: int, limits: SandboxLimits) -> None:
         self._process = process
         self._limits = limits
-        self._ending: Literal["exit", "timeout", "output"] = "exit"
+        self._ending: Ending | None = None
         self._deadline = time.monotonic() + START_SECONDS
         self._started: float | None = None
-        self._seconds = 0.0
         assert process.stdout is not None
         assert process.stderr is not None
         self._status = status
@@ -165,8 +168,10 @@ class _Run:
 
     def send(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
+        rest = memoryview(json.dumps(request).encode() + b"\n")
         with contextlib.suppress(BrokenPipeError):  # then its standard error says why
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            while rest:
+                rest = rest[self._process.stdin.write(rest) :]
 
     def collect(self) -> None:
         """Read until all processes are gone."""
@@ -183,14 +188,13 @@ class _Run:
         finally:
             self._process.kill()  # harmless where it has ended
             self._process.wait()
-            os.close(self._status)
 
     def _receive(self, selector: selectors.BaseSelector, file: int) -> None:
         part = os.read(file, 65536)
         if not part:
             selector.unregister(file)
             return
-        if self._ending != "exit":
+        if self._ending is not None:
             return
         self._read[file] += part
         if file == self._status:
@@ -200,11 +204,11 @@ class _Run:
         elif len(self._read[file]) > self._limits.max_output_mb * MIB:
             self._stop("output")
 
-    def _stop(self, ending: Literal["timeout", "output"]) -> None:
+    def _stop(self, ending: Ending) -> None:
         """Tell the launcher to kill the program; where that takes long, kill the launcher, which has the same end."""
-        if self._ending != "exit":
+        if self._ending is not None:
             self._process.kill()
-        self._ending = ending
+        self._ending = self._ending or ending
         self._deadline = time.monotonic() + START_SECONDS
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -222,10 +226,10 @@ class _Run:
                 "(of a container: a seccomp profile that lets unshare and mount through) on Linux 5.14 or later; "
                 "without them no program is run."
             )
-        if self._started is None or ("exit" not in status and self._ending == "exit"):
+        if self._started is None:
             raise RuntimeError(f"the sandbox's launcher ended without a report; it wrote {stderr[-2000:]!r}.")
-        seconds = time.monotonic() - self._started
-        return ProgramResult(self._ending, status.get("exit"), stdout, stderr, seconds)
+        ending = self._ending or ("exit" if "exit" in status else "killed")
+        return ProgramResult(ending, status.get("exit"), stdout, stderr, time.monotonic() - self._started)
 
 
 def _start(status: int) -> subprocess.Popen[bytes]:
