@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted
+from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted, hook_of
 from pl_grouprl.rewards.calls import CallRunner, PendingScores
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
@@ -50,7 +50,7 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
     """
     prepared = prepare_rewards(rewards)
     for reward in prepared:
-        if callable(set_up := getattr(reward.function, "set_up", None)):
+        if set_up := hook_of(reward.function, "set_up"):
             set_up()
     for number, prompt in enumerate(prompts):
         group = RolloutGroup(
@@ -60,7 +60,7 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
         for reward in prepared:
             try:
                 call_arguments(reward, inputs, [0])
-                if callable(check_row := getattr(reward.function, "check_row", None)):
+                if check_row := hook_of(reward.function, "check_row"):
                     check_row(private_copy(prompt.columns))
             except ValueError as error:
                 raise ValueError(f"{split}, prompt {number}: {error}") from error

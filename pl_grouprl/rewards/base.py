@@ -111,6 +111,13 @@ def reward_name(function: RewardFunction) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
+def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
+    """Return an optional method of a reward function, such as `set_up`, also of one that a file defines."""
+    own = function.function if isinstance(function, FunctionFromFile) else function
+    found = getattr(own, name, None)
+    return found if callable(found) else None
+
+
 def as_weighted(rewards: Sequence[Weighted | RewardFunction] | Weighted | RewardFunction) -> list[Weighted]:
     """Bring a reward function, or a list of them, weighted or not, into one form: weighted and named.
 

@@ -11,6 +11,8 @@ from helpers.cheating_programs import CHEATS
 
 from pl_grouprl.rewards import (
     CodeTests,
+    CosineLengthReward,
+    FunctionFromFile,
     RewardConfigurationError,
     RewardWorkers,
     SandboxLimits,
@@ -147,6 +149,17 @@ def test_a_malformed_row_is_named_at_setup(columns, message):
     prompts = [Prompt([1], columns={"tests": STDIN}), Prompt([1], columns=columns)]
     with pytest.raises(ValueError, match=message):
         check_columns(prompts, CodeTests(), "train")
+
+
+@pytest.mark.parametrize("wrap", ["cosine", "file"])
+def test_setup_looks_through_what_wraps_it(wrap, tmp_path):
+    if wrap == "cosine":
+        reward = CosineLengthReward(CodeTests(), max_len=10)
+    else:
+        (tmp_path / "rewards.py").write_text("from pl_grouprl.rewards import CodeTests\ngrade = CodeTests()\n")
+        reward = FunctionFromFile(str(tmp_path / "rewards.py"), "grade")
+    with pytest.raises(ValueError, match=r"train, prompt 0: column 'tests' is \[\]"):
+        check_columns([Prompt([1], columns={"tests": []})], reward, "train")
 
 
 def test_a_row_of_parquet_has_all_keys():

@@ -50,6 +50,8 @@ class SandboxLimits:
             "RLIMIT_FSIZE": self.disk_limit_mb * MIB,
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_NICE": 0,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_NPROC": self.max_processes,
+            "RLIMIT_RTPRIO": 0,
         }
