@@ -73,8 +73,11 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         {SLEEPER}, stdin=-3, stdout=-3, stderr=-3)
+        open("started", "w").close()
         time.sleep(1000)
     os._exit(0)
+while not os.path.exists("started"):
+    time.sleep(0.01)
 """
 
 
