@@ -28,6 +28,7 @@ from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted, prepare_rewards
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import gather_plain
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
@@ -121,10 +122,13 @@ class GRPO(PolicyGradientModule):
         if self.advantage_estimator.per_token:
             buffer.put("advantages", self._per_token_advantages(buffer))
             return
-        buffer.put_per_rollout("advantages", self.compute_advantages(self._penalized(buffer)))
+        buffer.put_per_rollout("advantages", self.compute_advantages(private_copy(self._penalized(buffer))))
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
-        """Compute the advantage of each rollout of this rank, shape [B]; the statistics are those of all ranks."""
+        """Compute the advantage of each rollout of this rank, shape [B]; the statistics are those of all ranks.
+
+        The groups are copies: changing them changes nothing that is trained.
+        """
         weights = [reward.weight for reward in prepare_rewards(self.rewards)]
         own = {
             "rewards": [self._reward_columns(group) for group in groups],

@@ -24,6 +24,7 @@ from pl_grouprl.rewards import (
     RewardWorkers,
     Weighted,
     check_columns,
+    check_stoppable,
     prepare_rewards,
     start_rewards,
 )
@@ -32,6 +33,7 @@ from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -97,12 +99,9 @@ class SamplingModule(PolicyModule):
                 ),
             }
         )
+        prepared = prepare_rewards(rewards)
         if reward_timeout is not None and reward_workers == 0:
-            raise ValueError(
-                f"reward_timeout is {reward_timeout} with reward_workers=0; what runs in this process cannot "
-                "be stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
-            )
-        prepare_rewards(rewards)
+            check_stoppable(prepared, reward_timeout)
         self.rewards = rewards
         self.sampling = sampling
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
@@ -223,13 +222,13 @@ class SamplingModule(PolicyModule):
     ) -> list[RolloutGroup]:
         """Do as `generate` does, with an engine that is bound to some policy. Reads nothing that training changes."""
         prompts = [prompt.open() for prompt in prompts]
-        media = [prompt.media for prompt in prompts]
+        media = [dict(prompt.media) for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
         named = num_ranks() > 1 and _takes(engine.generate, "prompt_indices")
         if named:
             options["prompt_indices"] = self._places(prompts)
         rollouts = engine.generate(
-            [prompt.token_ids for prompt in prompts],
+            [list(prompt.token_ids) for prompt in prompts],
             sampling,
             num_generations=num_generations,
             # Without names for the prompts, ranks would draw the same numbers for different ones.
@@ -246,7 +245,7 @@ class SamplingModule(PolicyModule):
                 rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
         return [
             RolloutGroup(prompt.token_ids, own, place, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
-            for place, prompt, own in zip(self._places(prompts), prompts, rollouts, strict=True)
+            for place, prompt, own in zip(self._places(prompts), private_copy(prompts), rollouts, strict=True)
         ]
 
     def _places(self, prompts: Sequence[Prompt]) -> list[int]:
@@ -262,6 +261,7 @@ class SamplingModule(PolicyModule):
             retries=self.reward_retries,
             max_failed_share=self.max_failed_share,
             workers=self._workers,
+            timeout=self.reward_timeout,
         )
 
     # Evaluation.
@@ -276,9 +276,9 @@ class SamplingModule(PolicyModule):
         self.start_rewards(self._evaluated).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Return the rollouts of the batch with their rewards, as `groups`, for callbacks to show."""
+        """Return copies of the batch's rollouts with their rewards, as `groups`, for callbacks to show."""
         self._records += summarize(self._evaluated)
-        return {"groups": self._evaluated}
+        return {"groups": private_copy(self._evaluated)}
 
     def on_validation_epoch_end(self) -> None:
         """Log `val/...` metrics over all ranks."""

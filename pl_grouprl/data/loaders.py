@@ -9,6 +9,7 @@ import numpy as np
 
 from pl_grouprl.data.epoch_order import EpochOrder
 from pl_grouprl.types import Prompt
+from pl_grouprl.utilities.copying import private_copy
 
 
 class PromptBatch:
@@ -18,7 +19,7 @@ class PromptBatch:
     and to guess a batch size, token by token. Pass `batch_size` when logging.
 
     Attributes:
-        prompts: Prompts of this rank.
+        prompts: Prompts of this rank; copies, since callbacks are handed the batch.
         rollout_number: Counts rollouts from the start of the training, over all epochs; equal on all ranks. In
             evaluation, counts batches.
         update_index: How often this batch has come already: 0 when a rollout begins.
@@ -30,7 +31,7 @@ class PromptBatch:
     def __init__(
         self, prompts: Sequence[Prompt], rollout_number: int = 0, update_index: int = 0, num_updates: int = 1
     ) -> None:
-        self.prompts = list(prompts)
+        self.prompts = private_copy(list(prompts))
         self.rollout_number = rollout_number
         self.update_index = update_index
         self.num_updates = num_updates

@@ -7,22 +7,26 @@ from pl_grouprl.rewards.apply import (
     Rewards,
     apply_rewards,
     check_columns,
+    check_stoppable,
     prepare_rewards,
     start_rewards,
 )
 from pl_grouprl.rewards.base import FunctionFromFile, RewardConfigurationError, RewardFunction, Weighted
+from pl_grouprl.rewards.code_tests import CodeTests
 from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
 from pl_grouprl.rewards.overlong import OverlongPenalty
 from pl_grouprl.rewards.repetition import RepetitionPenalty
+from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
 from pl_grouprl.rewards.workers import RewardWorkers
 
 if TYPE_CHECKING:
     from pl_grouprl.rewards.model_reward import ModelReward
 
 __all__ = [
+    "CodeTests",
     "CosineLengthReward",
     "ExactMatch",
     "FunctionFromFile",
@@ -36,9 +40,12 @@ __all__ = [
     "RewardFunction",
     "RewardWorkers",
     "Rewards",
+    "Sandbox",
+    "SandboxLimits",
     "Weighted",
     "apply_rewards",
     "check_columns",
+    "check_stoppable",
     "prepare_rewards",
     "start_rewards",
 ]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted
+from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted, hook_of
 from pl_grouprl.rewards.calls import CallRunner, PendingScores
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
@@ -17,6 +17,7 @@ from pl_grouprl.rewards.conventions import (
     prepare_reward,
 )
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import private_copy
 
 Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
 """What is accepted wherever reward functions are: one, or a list, weighted or not."""
@@ -41,15 +42,15 @@ def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
 def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> None:
     """Check before a run that every prompt has the columns that the reward functions cannot be called without.
 
-    Functions with a method `set_up` are set up.
+    Functions with a method `set_up` are set up, and those with a method `check_row` look at each row.
 
     Raises:
-        ValueError: If one has not; names the prompt's row, the function and the column.
+        ValueError: If one has not, or `check_row` refuses it; names the row, the function and the column.
         RewardConfigurationError: If a function cannot work as it is configured.
     """
     prepared = prepare_rewards(rewards)
     for reward in prepared:
-        if callable(set_up := getattr(reward.function, "set_up", None)):
+        if set_up := hook_of(reward.function, "set_up"):
             set_up()
     for number, prompt in enumerate(prompts):
         group = RolloutGroup(
@@ -59,8 +60,24 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
         for reward in prepared:
             try:
                 call_arguments(reward, inputs, [0])
+                if check_row := hook_of(reward.function, "check_row"):
+                    check_row(private_copy(prompt.columns))
             except ValueError as error:
                 raise ValueError(f"{prompt.where or f'{split}, prompt {number}'}: {error}") from error
+
+
+def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
+    """Refuse a time limit where there are no workers, unless it is for async functions.
+
+    Raises:
+        ValueError: With the functions that it could not stop.
+    """
+    plain = [reward.name for reward in prepared if not reward.is_async]
+    if len(plain) == len(prepared) or any(not reward.in_process for reward in prepared):
+        raise ValueError(
+            f"reward_timeout is {timeout} with reward_workers=0; {plain} run in this process, where they cannot be "
+            "stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
+        )
 
 
 class PendingRewards:
@@ -96,6 +113,7 @@ def start_rewards(
     retries: int = 1,
     max_failed_share: float = 0.5,
     workers: CallRunner | None = None,
+    timeout: float | None = None,
 ) -> PendingRewards:
     """Begin what `apply_rewards` does, and go on with something else: `wait` on the result finishes it.
 
@@ -106,10 +124,14 @@ def start_rewards(
         raise ValueError(f"retries is {retries}; it must be 0 or larger.")
     if not 0 <= max_failed_share <= 1:
         raise ValueError(f"max_failed_share is {max_failed_share}; it must be in [0, 1].")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; it must be larger than 0, or None for any time.")
     prepared = prepare_rewards(rewards)
     decode_completions(groups, tokenizer)
     inputs = flatten_groups(groups)
-    scores = PendingScores(prepared, inputs, retries=retries, max_failed_share=max_failed_share, workers=workers)
+    scores = PendingScores(
+        prepared, inputs, retries=retries, max_failed_share=max_failed_share, workers=workers, timeout=timeout
+    )
     return PendingRewards(groups, prepared, scores)
 
 
@@ -121,6 +143,7 @@ def apply_rewards(
     retries: int = 1,
     max_failed_share: float = 0.5,
     workers: CallRunner | None = None,
+    timeout: float | None = None,
 ) -> dict[str, float]:
     """Reward every rollout: sets `Rollout.rewards` (per function, unweighted) and `Rollout.reward`.
 
@@ -137,6 +160,8 @@ def apply_rewards(
         max_failed_share: Share of rollouts on which a function may fail before that is an error, from 0 to 1.
         workers: `RewardWorkers` made for the same rewards: functions run in its processes, side by side. None: in this
             process, one after another.
+        timeout: Seconds that a call of an async function may take; None: as long as one in the workers, and any time
+            without them.
 
     Returns:
         For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
@@ -151,7 +176,13 @@ def apply_rewards(
         RuntimeError: If a function fails on more rollouts than allowed.
     """
     return start_rewards(
-        groups, rewards, tokenizer=tokenizer, retries=retries, max_failed_share=max_failed_share, workers=workers
+        groups,
+        rewards,
+        tokenizer=tokenizer,
+        retries=retries,
+        max_failed_share=max_failed_share,
+        workers=workers,
+        timeout=timeout,
     ).wait()
 
 

@@ -24,13 +24,15 @@ verl's, called once per rollout, returns a number, or a dictionary whose `score`
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
 The third is for what needs token ids and knows what to do with prompts that stand in several rollouts, such as
-`ModelReward`. It is called once, with the `RolloutGroup`s themselves (not to be changed), and returns for each group
-one number or None per rollout::
+`ModelReward`. It is called once, with the `RolloutGroup`s, and returns for each group one number or None per rollout::
 
     f(groups) -> list[list[float | None]]
 
+Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
+
 An object with a method `set_up()` has it called when a run is set up, and perhaps again: what must be loaded is then
-loaded, and refused, before the first rollout. One with a true attribute `stays_in_process` is never sent to worker
+loaded, and refused, before the first rollout. A method `check_row(columns)` is called then for each prompt, and raises
+ValueError where it cannot score it. An object with a true attribute `stays_in_process` is never sent to worker
 processes, nor is an `async` function; every other one must then give a group's rewards whatever the other groups are,
 since workers call it once per group.
 
@@ -107,6 +109,13 @@ def reward_name(function: RewardFunction) -> str:
     if isinstance(function, functools.partial):
         return reward_name(function.func)
     return getattr(function, "__name__", None) or type(function).__name__
+
+
+def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
+    """Return an optional method of a reward function, such as `set_up`, also of one that a file defines."""
+    own = function.function if isinstance(function, FunctionFromFile) else function
+    found = getattr(own, name, None)
+    return found if callable(found) else None
 
 
 def as_weighted(rewards: Sequence[Weighted | RewardFunction] | Weighted | RewardFunction) -> list[Weighted]:

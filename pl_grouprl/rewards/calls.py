@@ -1,72 +1,30 @@
 """Running reward functions: retries, functions side by side, failures kept to the rollouts they concern.
 
-Functions run in one of three places: coroutine functions on an event loop in a thread of its own (so a loop that
-already runs here, a notebook's, does not matter); plain ones in worker processes where there are any; otherwise plain
-ones run here, one after another, on the thread that waits for the scores: graders that use signals work on the main
-thread only.
+Functions run in one of three places: coroutine functions on an event loop in a thread of its own; plain ones in worker
+processes where there are any; otherwise plain ones run here, one after another, on the thread that waits for the
+scores: graders that use signals work on the main thread only.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import logging
-import os
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.rewards.async_calls import AsyncCalls
+from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
     RewardInputs,
     Score,
     call_arguments,
     call_units,
-    read_result,
     smaller_units,
 )
-from pl_grouprl.utilities.progress import tick
+from pl_grouprl.rewards.process_state import left_as_found
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a function.
-
-    Attributes:
-        unit: The rollouts that it is about.
-        group_of: Which group each of them is from.
-        kwargs: What the function is called with.
-    """
-
-    unit: list[int]
-    group_of: list[int]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Stands for the scores of a call that gave none.
-
-    Attributes:
-        what: What the function did, to follow its name in a message.
-        error: What it raised, or what tells of it.
-    """
-
-    what: str
-    error: BaseException | None = None
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """The failure of a call that raised."""
-        return cls(f"raised {type(error).__name__}: {error}", error)
-
-
-Outcome = list[Score] | Failure
 
 
 class CallRunner(Protocol):
@@ -91,6 +49,7 @@ class PendingScores:
         retries: How often a call that raised is repeated.
         max_failed_share: Share of rollouts on which a function may fail.
         workers: Runs the functions that are not `in_process`, a group or a rollout per call; None runs them here.
+        timeout: Seconds that a call of a coroutine function may take; None: as long as one in the workers.
 
     Raises:
         ValueError: If a function needs a column that the data lacks.
@@ -104,12 +63,14 @@ class PendingScores:
         retries: int,
         max_failed_share: float,
         workers: CallRunner | None = None,
+        timeout: float | None = None,
     ) -> None:
+        self._timeout = workers.timeout if timeout is None and workers is not None else timeout
         self._rewards = rewards
         self._inputs = inputs
         self._max_failed_share = max_failed_share
         self._workers = workers
-        self._futures: list[Future[Any]] = []
+        self._begun_elsewhere: list[AsyncCalls | Future[Any]] = []
         units = [call_units(reward, inputs, by_group=self._runs_in_workers(reward)) for reward in rewards]
         self._calls = [self._make_calls(reward, own) for reward, own in zip(rewards, units, strict=True)]
         self._begun = [self._begin(reward, own, retries) for reward, own in zip(rewards, self._calls, strict=True)]
@@ -137,8 +98,8 @@ class PendingScores:
             again = [self._begin(reward, own, retries=0) for reward, own in zip(self._rewards, parts, strict=True)]
             outcomes_again = self._finish(again)
         finally:
-            for future in self._futures:
-                future.cancel()
+            for begun in self._begun_elsewhere:
+                begun.cancel()
         return [
             self._join(reward, [*zip(*first, strict=True), *zip(*second, strict=True)])
             for reward, first, second in zip(
@@ -161,15 +122,18 @@ class PendingScores:
     def _begin(self, reward: PreparedReward, calls: list[Call], retries: int) -> Callable[[], list[Outcome]]:
         """Start calls, or put them off where they run here; returns what waits for their outcomes."""
         if reward.is_async:
-            timeout = None if self._workers is None else self._workers.timeout
-            future = _submit(_run_async(reward, calls, retries, timeout))
-            self._futures.append(future)
-            return future.result
+            own = AsyncCalls(reward, calls, retries, self._timeout)
+            self._begun_elsewhere.append(own)
+            return own.wait
         if self._workers is not None and not reward.in_process:
             futures = [self._workers.submit(reward.name, call, retries) for call in calls]
-            self._futures += futures
+            self._begun_elsewhere += futures
             return lambda: [future.result() for future in futures]
-        return lambda: [attempt(reward, call, retries) for call in calls]
+        return lambda: self._attempt_here(reward, calls, retries)
+
+    def _attempt_here(self, reward: PreparedReward, calls: Sequence[Call], retries: int) -> list[Outcome]:
+        with left_as_found(reward.name, children=self._workers is None):  # workers come and go meanwhile
+            return [attempt(reward, call, retries) for call in calls]
 
     def _finish(self, begun: Sequence[Callable[[], list[Outcome]]]) -> list[list[Outcome]]:
         """Wait for the outcomes of each function; what runs here goes first, while the others run."""
@@ -216,74 +180,3 @@ def _judge_failures(
             "allows; mend the function (the cause is above), or let it return None where it does not apply."
         ) from (None if failure is None else failure.error)
     log.warning("%s. %d of %d rollouts are left without a reward.", what, failed, total)
-
-
-def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
-    """Call a plain function here.
-
-    Raises:
-        RewardConfigurationError: If it says that it cannot work as it is configured.
-        ValueError: If it returned the wrong type or length.
-    """
-    tick()
-    failure = Failure("was not called")
-    for _ in range(retries + 1):
-        try:
-            result = reward.function(**call.kwargs)
-        except RewardConfigurationError:
-            raise
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
-            failure = Failure.of(error)
-        else:
-            return read_result(reward, result, call.group_of)
-    return failure
-
-
-async def _run_async(
-    reward: PreparedReward, calls: Sequence[Call], retries: int, timeout: float | None
-) -> list[Outcome]:
-    return list(await asyncio.gather(*(_attempt_in_time(reward, call, retries, timeout) for call in calls)))
-
-
-async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, timeout: float | None) -> Outcome:
-    failure = Failure("was not called")
-    for _ in range(retries + 1):
-        try:
-            outcome = await asyncio.wait_for(_attempt_async(reward, call), timeout)
-        except asyncio.TimeoutError:
-            return too_slow(timeout)
-        if not isinstance(outcome, Failure):
-            return outcome
-        failure = outcome
-    return failure
-
-
-async def _attempt_async(reward: PreparedReward, call: Call) -> Outcome:
-    tick()
-    try:
-        result = await reward.function(**call.kwargs)
-    except RewardConfigurationError:
-        raise
-    except (Exception, SystemExit) as error:  # what leaves a task as SystemExit would end the event loop
-        return Failure.of(error)
-    return read_result(reward, result, call.group_of)
-
-
-def too_slow(timeout: float | None) -> Failure:
-    """The failure of a call that was stopped. It is not repeated: the same call would as a rule take the time again."""
-    return Failure(f"took longer than reward_timeout={timeout} seconds")
-
-
-def _submit(coroutine: Coroutine[Any, Any, list[Outcome]]) -> Future[list[Outcome]]:
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop(os.getpid()))
-
-
-@functools.cache
-def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
-    """Start an event loop in a thread, once per process (a fork does not inherit threads).
-
-    The loop lives as long as the process: HTTP clients that a reward function keeps between calls belong to it.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True).start()
-    return loop

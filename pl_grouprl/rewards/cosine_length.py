@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted
+from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted, hook_of
 from pl_grouprl.rewards.calls import score_all
 from pl_grouprl.rewards.completion_text import completion_text
 from pl_grouprl.rewards.conventions import flatten_groups, prepare_reward
@@ -86,6 +86,16 @@ class CosineLengthReward:
     def stays_in_process(self) -> bool:
         """As `correct` does, unless it is only async."""
         return self.correct.in_process and not self.correct.is_async
+
+    def set_up(self) -> None:
+        """As `correct` does, where it has such a method."""
+        if set_up := hook_of(self.correct.function, "set_up"):
+            set_up()
+
+    def check_row(self, columns: dict[str, Any]) -> None:
+        """As `correct` does, where it has such a method."""
+        if check_row := hook_of(self.correct.function, "check_row"):
+            check_row(columns)
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]

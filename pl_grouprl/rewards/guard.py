@@ -1,27 +1,98 @@
-"""Kills the process groups of reward workers when the process that started them is gone, however it ended.
+"""Kills reward workers with all that they started, also when the process that trains is gone, however it ended.
 
 Run as a script, by its path, so that it imports nothing but the standard library. It reads lines `+ID` and `-ID` from
-its standard input, which say which groups there are; the end of the input is the end of that process. A worker cannot
+its standard input, which say which workers there are; the end of the input is the end of that process. A worker cannot
 see to this itself: a function that holds the interpreter's lock keeps all of its threads from running.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what this process's children leave, where the system has that (Linux): see `kill_tree`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children(parent: int) -> set[int]:
+    """The processes with this parent that have not ended, as far as /proc tells."""
+    try:
+        listed = [_read(f"/proc/{parent}/task/{thread}/children") for thread in os.listdir(f"/proc/{parent}/task")]
+    except OSError:  # not every kernel lists them
+        return {child for child, own in _parents().items() if own == parent}
+    return {int(child) for child in b" ".join(listed).split() if _parent(child.decode()) == parent}
+
+
+def kill_tree(root: int) -> None:
+    """Kill a process with its group and all of its descendants, those in sessions of their own too.
+
+    The root is stopped first: it starts nothing more, and while it is there the orphans of its descendants stay its
+    own, if it has called `adopt_orphans`.
+    """
+    _send(os.kill, root, signal.SIGSTOP)
+    killed: set[int] = set()
+    while found := _descendants(root) - killed:
+        for process in found:
+            _send(os.kill, process, signal.SIGKILL)
+        killed |= found
+    _send(os.killpg, root, signal.SIGKILL)
+    _send(os.kill, root, signal.SIGKILL)  # before it has a group
 
 
 def guard() -> None:
     """Read until the input ends, then kill what is left."""
-    groups: set[int] = set()
+    workers: set[int] = set()
     for line in sys.stdin:
-        change = groups.add if line[0] == "+" else groups.discard
+        change = workers.add if line[0] == "+" else workers.discard
         change(int(line[1:]))
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+    for worker in workers:
+        kill_tree(worker)
+
+
+def _descendants(root: int) -> set[int]:
+    """All living descendants; zombies are left to their parents."""
+    parents = _parents()
+    found: set[int] = set()
+    fresh = {root}
+    while fresh:
+        fresh = {child for child, parent in parents.items() if parent in fresh} - found
+        found |= fresh
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process that has not ended."""
+    names = os.listdir("/proc") if os.path.isdir("/proc/self") else ()
+    found = {int(name): _parent(name) for name in names if name.isdigit()}
+    return {process: parent for process, parent in found.items() if parent is not None}
+
+
+def _parent(process: str) -> int | None:
+    """The parent of a process; None where it has ended."""
+    try:
+        state, parent = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state in b"ZX" else int(parent)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _send(kill: Callable[[int, int], None], target: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        kill(target, number)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pl_grouprl.rewards.base import RewardConfigurationError
-from pl_grouprl.rewards.calls import Call, Failure, Outcome, attempt
+from pl_grouprl.rewards.base import RewardConfigurationError, hook_of
+from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import PreparedReward, Score
+from pl_grouprl.rewards.guard import adopt_orphans
 
 
 class RemoteError(RuntimeError):
@@ -32,11 +33,12 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes]) -> None:
         pickled: The functions by name.
     """
     os.setsid()  # so that the functions' own processes are killed with this one
+    adopt_orphans()
     rewards: dict[str, PreparedReward] = {}
     for name, data in pickled.items():
         try:
             rewards[name] = pickle.loads(data)  # noqa: S301 (made by the process that trains)
-            if callable(set_up := getattr(rewards[name].function, "set_up", None)):
+            if set_up := hook_of(rewards[name].function, "set_up"):
                 set_up()
         except Exception as error:
             _send(pipe, {"configuration": _unloadable(name, error), "trace": traceback.format_exc()})

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -18,8 +17,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pl_grouprl.rewards.calls import Call, Failure, Outcome, too_slow
+from pl_grouprl.rewards.call import Call, Failure, Outcome, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.guard import kill_tree
 from pl_grouprl.rewards.worker_process import read_answer, run_worker
 from pl_grouprl.utilities.progress import tick
 
@@ -31,8 +31,8 @@ class RewardWorkers:
     """Worker processes for the calls of reward functions; pass it to `start_rewards` or `apply_rewards`.
 
     Each worker serves one call at a time on its main thread, in a session of its own. One that takes too long is killed
-    together with the processes that it started, and replaced; so is one that dies. All end with this process, also
-    where it is killed.
+    together with the processes that it started (on Linux those in other sessions too), and replaced; so is one that
+    dies. All end with this process, also where it is killed.
 
     Functions are sent to the workers once, by pickle. They keep what they remember between calls in each worker apart.
     Workers are started afresh ("spawn"), so a script needs the usual `if __name__ == "__main__":`.
@@ -149,7 +149,7 @@ class _Worker(threading.Thread):
         with self._forking:
             self._closing = True
             if self.process is not None:
-                _kill_group(self.process.pid)
+                kill_tree(self.process.pid)
 
     def _attempt(self, task: _Task) -> Outcome:
         tick()
@@ -199,7 +199,7 @@ class _Worker(threading.Thread):
         if process is None:
             return None
         with self._forking:
-            _kill_group(process.pid)
+            kill_tree(process.pid)
             self._tell_guard(f"-{process.pid}")
             process.join()
             self.process = None
@@ -234,13 +234,6 @@ def _start_guard() -> subprocess.Popen[bytes]:
     script = str(Path(__file__).with_name("guard.py"))
     command = [sys.executable, "-I", "-S", script]
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
-
-
-def _kill_group(process_id: int) -> None:
-    """Kill a worker and its group; before it has one, itself."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(process_id, signal.SIGKILL)
 
 
 def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], guard: subprocess.Popen[bytes]) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.worker_rewards import length, patient, raises_always
+from helpers.worker_rewards import blocks, length, never, patient, raises_always
 
 from pl_grouprl.rewards import workers as workers_module
 
@@ -42,7 +42,11 @@ def test_failures_are_judged_by_the_options(make_module, make_data, make_trainer
     ("options", "message"),
     [
         ({"reward_workers": -1}, r"reward_workers is -1; it must be 0 \(none\) or larger"),
-        ({"reward_timeout": 3.0}, "reward_timeout is 3.0 with reward_workers=0; .*Set reward_workers to 1 or more"),
+        (
+            {"reward_timeout": 3.0, "rewards": [length, patient]},
+            r"reward_timeout is 3.0 with reward_workers=0; \['length'\] run in this process.*reward_workers to 1",
+        ),
+        ({"reward_timeout": 3.0, "rewards": length}, r"with reward_workers=0; \['length'\] run in this process"),
         ({"reward_workers": 1, "reward_timeout": 0.0}, "reward_timeout is 0.0; it must be larger than 0"),
         ({"reward_workers": 1, "reward_timeout": math.nan}, "reward_timeout is nan; it must be larger than 0"),
         ({"reward_retries": -1}, "reward_retries is -1; it must be 0 or larger"),
@@ -52,6 +56,18 @@ def test_failures_are_judged_by_the_options(make_module, make_data, make_trainer
 def test_options_out_of_range_are_refused(make_module, options, message):
     with pytest.raises(ValueError, match=message):
         make_module(**options)
+
+
+def test_async_functions_have_a_time_limit_without_workers(make_module, make_data, make_trainer, scripted_engine):
+    def fit(rewards):
+        module = make_module(rewards=rewards, engine=scripted_engine, reward_timeout=0.5)
+        make_trainer(max_steps=1).fit(module, make_data())
+
+    fit(patient)
+    with pytest.raises(RuntimeError, match=r"'never' took longer than reward_timeout=0.5 seconds"):
+        fit(never)
+    with pytest.raises(RuntimeError, match=r"'blocks' took longer than reward_timeout=0.5 seconds .*event loop"):
+        fit(blocks)
 
 
 def test_functions_that_workers_cannot_run_are_refused_at_setup(make_module, make_data, make_trainer):

@@ -137,7 +137,8 @@ def test_lightning_hands_the_batch_over_untouched(whole_run):
     data = PromptDataModule([{"prompt": "12", "scale": torch.ones(1)}], batch_size=1)
     fit(data, max_steps=1, precision="bf16-true", callbacks=[Catch()])
     ((batch, columns),) = handed
-    assert batch.prompts[0] is data.prompts["train"][0]
+    assert batch.prompts[0] is not data.prompts["train"][0]  # a copy, but for what is no container
+    assert batch.prompts[0].columns["scale"] is data.prompts["train"][0].columns["scale"]
     assert columns[0]["scale"].dtype == torch.float32
 
 

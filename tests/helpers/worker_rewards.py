@@ -59,6 +59,19 @@ def hangs_with_a_child(solution_str, ground_truth, extra_info):
         time.sleep(1)
 
 
+def hangs_with_daemons(solution_str, ground_truth, extra_info):
+    """Hangs with a child in a session of its own and the orphan of a child; writes the ids of both."""
+    if solution_str != "hang":
+        return 1.0
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    orphan = subprocess.run(
+        ["sh", "-c", "setsid sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+    Path(extra_info["file"]).write_text(f"{child.pid} {orphan}")
+    while True:
+        time.sleep(1)
+
+
 def misbehaves(solution_str, ground_truth):
     if solution_str == "raise":
         raise KeyError("no such key")
@@ -101,6 +114,10 @@ async def never(completions):
     await asyncio.sleep(1000)
 
 
+async def blocks(completions, **columns):
+    time.sleep(5)
+
+
 class NeedsAKey:
     """Refuses to be set up."""
 
@@ -119,3 +136,41 @@ class OnlyHere:
 
     def __call__(self, completions):
         return [1.0 for _ in completions]
+
+
+def ruin(value):
+    """Change every list and dictionary in a value, in place."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in list(inside):
+        ruin(item)
+    if isinstance(value, list):
+        value[:] = [0]
+    elif isinstance(value, dict):
+        value.clear()
+
+
+def vandal_trl(prompts, completions, completion_ids, **columns):
+    rewards = [1.0 for _ in completions]
+    ruin([prompts, completions, completion_ids, columns])
+    return rewards
+
+
+def vandal_verl(data_source, solution_str, ground_truth, extra_info):
+    ruin([ground_truth, extra_info])
+    return 1.0
+
+
+def vandal_groups(groups):
+    rewards = [[1.0 for _ in group.rollouts] for group in groups]
+    for group in groups:
+        for rollout in group.rollouts:
+            ruin([rollout.token_ids, rollout.logprobs, rollout.loss_mask])
+            rollout.text = "ruined"
+        ruin([group.prompt, group.prompt_ids, group.columns, group.rollouts])
+        group.data_source = "ruined"
+    return rewards
+
+
+async def vandal_async(prompts, completions, completion_ids, **columns):
+    await asyncio.sleep(0)
+    return vandal_trl(prompts, completions, completion_ids, **columns)

@@ -128,6 +128,22 @@ def test_a_hang_is_killed_with_its_children_and_its_rollout_masked(make_workers,
     assert zombies() == []
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+@pytest.mark.parametrize("ends", ["timeout", "close"])
+def test_children_in_other_sessions_are_killed_too(make_workers, tmp_path, ends, record_property):
+    file = tmp_path / "ids"
+    workers = make_workers(functions.hangs_with_daemons, 1, timeout=2.0 if ends == "timeout" else None)
+    group = make_group("a", "hang", "b", extra_info={"file": str(file)})
+    pending = start_rewards([group], functions.hangs_with_daemons, workers=workers)
+    until(lambda: file.exists() and len(file.read_text().split()) == 2)
+    if ends == "timeout":
+        pending.wait()
+    workers.close()
+    child, orphan = map(int, file.read_text().split())
+    until(lambda: not runs(child) and not runs(orphan))
+    record_property("figure", "survivors 0 of a child with setsid and a double fork")
+
+
 def test_failures_cost_their_own_rollouts(make_workers, caplog):
     workers = make_workers(functions.misbehaves, 2, timeout=60)
     texts = ["fine", "raise", "leave", "die", "nan", "inf", "none", "big", "good"]

@@ -1,0 +1,190 @@
+"""Coroutine functions: on an event loop in a thread of its own, which is abandoned where a function blocks it.
+
+The loop is kept from batch to batch, because HTTP clients that a reward function keeps between calls belong to it; and
+it is not that of this thread, so one that already runs here, a notebook's, does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Collection, Coroutine, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any
+
+from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt_async, too_slow
+from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.process_state import exits_refused
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCKED_THREADS = 8
+"""So many threads may hang in functions that block before that ends the run."""
+
+_reward_name: contextvars.ContextVar[str] = contextvars.ContextVar("reward_name", default="")
+
+
+class AsyncCalls:
+    """Calls of a coroutine function, begun when this is made.
+
+    Args:
+        reward: The function.
+        calls: All run at the same time.
+        retries: How often a call that raised is repeated.
+        timeout: Seconds that each attempt may take; None: any time.
+    """
+
+    def __init__(self, reward: PreparedReward, calls: Sequence[Call], retries: int, timeout: float | None) -> None:
+        self._reward = reward
+        self._calls = calls
+        self._retries = retries
+        self._timeout = timeout
+        self._futures: dict[int, Future[Outcome]] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._begin(range(len(calls)))
+
+    def wait(self) -> list[Outcome]:
+        """Wait for the outcomes.
+
+        Raises:
+            RuntimeError: If too many threads hang in functions that block.
+            RewardConfigurationError: If the function says that it cannot work as it is configured.
+            ValueError: If it returned the wrong type or length.
+        """
+        while pending := self._pending():
+            if self._loop.answers(self._timeout):
+                continue
+            name = self._loop.abandon()
+            if name in ("", self._reward.name):
+                blocked = Failure(
+                    f"took longer than reward_timeout={self._timeout} seconds and blocked its event loop meanwhile; "
+                    "await what takes time (asyncio.sleep, an asynchronous client), or make it a plain function"
+                )
+                self._outcomes |= dict.fromkeys(pending, blocked)
+            else:
+                self._begin(pending)
+        return [
+            self._outcomes[number] if number in self._outcomes else self._futures[number].result()
+            for number in range(len(self._calls))
+        ]
+
+    def cancel(self) -> None:
+        """Cancel what still runs."""
+        for future in self._futures.values():
+            future.cancel()
+
+    def _begin(self, numbers: Sequence[int]) -> None:
+        self._loop = _current_loop()
+        for number in numbers:
+            attempts = _attempt_in_time(self._reward, self._calls[number], self._retries, self._timeout)
+            self._futures[number] = self._loop.submit(self._reward.name, attempts)
+
+    def _pending(self) -> list[int]:
+        """Wait, at most for the time of one call; returns which calls have no outcome.
+
+        Those that an abandoned loop has cancelled have none.
+        """
+        waited = {number: future for number, future in self._futures.items() if number not in self._outcomes}
+        wait_for_futures(waited.values(), self._timeout)
+        return [number for number, future in waited.items() if not future.done() or future.cancelled()]
+
+
+async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, timeout: float | None) -> Outcome:
+    clock, failure = asyncio.get_running_loop().time, Failure("was not called")
+    for _ in range(retries + 1):
+        began = clock()
+        try:
+            with exits_refused():
+                outcome = await asyncio.wait_for(attempt_async(reward, call), timeout)
+        except asyncio.TimeoutError:
+            return too_slow(timeout)
+        if timeout is not None and clock() - began > timeout:  # it blocked the loop, which could not stop it
+            return too_slow(timeout)
+        if not isinstance(outcome, Failure):
+            return outcome
+        failure = outcome
+    return failure
+
+
+class _LoopThread:
+    """An event loop in a thread; its tasks know for which reward function they run."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._make_task)
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._blocked_by: str | None = None
+        self.thread = threading.Thread(target=self._run, name="reward-functions", daemon=True)
+        self.thread.start()
+
+    def submit(self, name: str, coroutine: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
+        """Run a coroutine for the reward function of that name."""
+        context = contextvars.copy_context()
+        context.run(_reward_name.set, name)
+        return context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+
+    def answers(self, seconds: float | None) -> bool:
+        """Whether the loop gets round within that time. One that was abandoned does not count."""
+        if self._blocked_by is not None:
+            return False
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(seconds)
+
+    def abandon(self) -> str:
+        """Leave the thread to what blocks it; returns the name of that function, or "" where it is not known."""
+        if self._blocked_by is None:
+            task = asyncio.current_task(self._loop)
+            self._blocked_by = "" if task is None else self._names.get(task, "")
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            _forget(self, self._blocked_by)
+        return self._blocked_by
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **kwargs)
+        self._names[task] = _reward_name.get()
+        return task
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)  # it was abandoned, and what blocked it has ended
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(_settle(tasks))
+        self._loop.close()
+
+
+async def _settle(tasks: Collection[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_loops: dict[int, _LoopThread] = {}
+_blocked: list[threading.Thread] = []
+_lock = threading.Lock()
+
+
+def _current_loop() -> _LoopThread:
+    """The loop of this process (a fork inherits no threads)."""
+    with _lock:
+        if os.getpid() not in _loops:
+            _loops[os.getpid()] = _LoopThread()
+        return _loops[os.getpid()]
+
+
+def _forget(loop: _LoopThread, name: str) -> None:
+    """Let the next calls have another loop, unless too many threads hang."""
+    with _lock:
+        if _loops.get(os.getpid()) is loop:
+            del _loops[os.getpid()]
+        _blocked[:] = [thread for thread in (*_blocked, loop.thread) if thread.is_alive()]
+        if len(_blocked) >= MAX_BLOCKED_THREADS:
+            raise RuntimeError(
+                f"{len(_blocked)} threads hang in async reward functions that block their event loop, the last one in "
+                f"{name!r}; await what takes time, or make it a plain function and set reward_workers."
+            )
+    log.warning("Reward function %r blocks its event loop; its thread is left to itself.", name)

@@ -1,0 +1,88 @@
+"""One call of a reward function, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pl_grouprl.rewards.base import RewardConfigurationError, RewardFunction
+from pl_grouprl.rewards.conventions import PreparedReward, Score, read_result
+from pl_grouprl.utilities.copying import private_copy
+from pl_grouprl.utilities.progress import tick
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function.
+
+    Attributes:
+        unit: The rollouts that it is about.
+        group_of: Which group each of them is from.
+        kwargs: What the function is called with: the originals.
+    """
+
+    unit: list[int]
+    group_of: list[int]
+    kwargs: dict[str, Any]
+
+    def make(self, function: RewardFunction) -> Any:
+        """Call a function with copies, so that it changes neither what is trained nor the arguments of other calls."""
+        tick()
+        return function(**private_copy(self.kwargs))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands for the scores of a call that gave none.
+
+    Attributes:
+        what: What the function did, to follow its name in a message.
+        error: What it raised, or what tells of it.
+    """
+
+    what: str
+    error: BaseException | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The failure of a call that raised."""
+        return cls(f"raised {type(error).__name__}: {error}", error)
+
+
+Outcome = list[Score] | Failure
+
+
+def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
+    """Call a plain function here.
+
+    Raises:
+        RewardConfigurationError: If it says that it cannot work as it is configured.
+        ValueError: If it returned the wrong type or length.
+    """
+    failure = Failure("was not called")
+    for _ in range(retries + 1):
+        try:
+            result = call.make(reward.function)
+        except RewardConfigurationError:
+            raise
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            failure = Failure.of(error)
+        else:
+            return read_result(reward, result, call.group_of)
+    return failure
+
+
+async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:
+    """Call a coroutine function once; raises what `attempt` does."""
+    try:
+        result = await call.make(reward.function)
+    except RewardConfigurationError:
+        raise
+    except (Exception, SystemExit) as error:  # what leaves a task as SystemExit would end the event loop
+        return Failure.of(error)
+    return read_result(reward, result, call.group_of)
+
+
+def too_slow(timeout: float | None) -> Failure:
+    """The failure of a call that was stopped. It is not repeated: the same call would as a rule take the time again."""
+    return Failure(f"took longer than reward_timeout={timeout} seconds")

@@ -1,0 +1,213 @@
+"""Reward for programs that pass tests, run in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.rewards.sandbox import ProgramResult, Sandbox, SandboxLimits
+from pl_grouprl.utilities.options import check_options
+
+_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FORMS = '{"input": ..., "output": ...} or {"function": ..., "args": [...], "expected": ...}'
+
+
+class CodeTest(Protocol):
+    """One test of a program: what is run, and what its answer is compared with, which the program never sees."""
+
+    def passes(self, sandbox: Sandbox, code: str) -> bool:
+        """Run the code and judge its answer."""
+        ...
+
+
+class StdinTest:
+    """A program that reads `input` is to write `output`; space at the ends of lines does not count.
+
+    Args:
+        input: Standard input.
+        output: The expected standard output.
+    """
+
+    def __init__(self, input: str, output: str) -> None:
+        self.input = input
+        self.output = output
+
+    def passes(self, sandbox: Sandbox, code: str) -> bool:
+        """Run the code as a script."""
+        result = sandbox.run(code, self.input)
+        return result.ending == "exit" and _lines(result.stdout) == _lines(self.output)
+
+
+class FunctionTest:
+    """A function that is given `args` is to return `expected`; both are JSON, so a tuple is a list.
+
+    Args:
+        function: Its name.
+        args: Its positional arguments.
+        expected: Its value.
+    """
+
+    _driver = Path(__file__).with_name("sandbox") / "function_call.py"
+
+    def __init__(self, function: str, args: list[Any], expected: Any) -> None:
+        self.call = json.dumps({"function": function, "args": args})
+        self.expected = json.loads(json.dumps(expected))
+
+    def passes(self, sandbox: Sandbox, code: str) -> bool:
+        """Run the code and call the function."""
+        result = sandbox.run(self._driver.read_text(), self.call, {"/solution.py": code})
+        found, value = _returned(result)
+        return found and bool(value == self.expected)
+
+
+class CodeTests:
+    """The share of tests that the program in a completion passes. Has TRL's signature.
+
+    The program is the last block of the completion between lines of three backticks; without one the reward is 0. Each
+    test runs it afresh, in a sandbox; see `pl_grouprl.rewards.sandbox.Sandbox` for what that keeps out, and what it
+    needs. Answers are compared in this process: neither the exit code of a program nor anything that it writes about
+    itself counts, and it cannot read what is expected.
+
+    Args:
+        column: Column of the data with the tests of each prompt: a list (or its JSON) of
+            `{"input": ..., "output": ...}`, standard input and output, or of
+            `{"function": ..., "args": [...], "expected": ...}`. The reward does not apply to rows where it is None.
+        all_or_nothing: 1 if all tests pass, otherwise 0; the first that fails ends it.
+        max_concurrent: Programs that run at a time in each process.
+        limits: Of each program; a mapping of their names will do.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        column: str = "tests",
+        *,
+        all_or_nothing: bool = False,
+        max_concurrent: int = 4,
+        limits: SandboxLimits | None = None,
+    ) -> None:
+        valid = isinstance(max_concurrent, int) and max_concurrent >= 1
+        check_options({"CodeTests.max_concurrent": (max_concurrent, valid, "a whole number, at least 1")})
+        self.column = column
+        self.all_or_nothing = all_or_nothing
+        self.max_concurrent = max_concurrent
+        self._sandbox = Sandbox(SandboxLimits(**limits) if isinstance(limits, Mapping) else limits)
+
+    def set_up(self) -> None:
+        """Run a program for trial.
+
+        Raises:
+            RewardConfigurationError: If this system does not allow the sandbox, with the reason.
+        """
+        self._sandbox.check()
+
+    def check_row(self, columns: Mapping[str, Any]) -> None:
+        """Refuse a row whose tests are missing or malformed.
+
+        Raises:
+            ValueError: With the column and what is wrong.
+        """
+        if self.column not in columns:
+            raise ValueError(
+                f"CodeTests needs the column {self.column!r}, and the row has {sorted(columns)}; add it, or name "
+                "another one: CodeTests(column=...)."
+            )
+        if columns[self.column] is not None:
+            read_tests(columns[self.column], self.column)
+
+    def __call__(self, completions: list[Any], **columns: list[Any]) -> list[float | None]:
+        """Return the share of passed tests of each completion.
+
+        Raises:
+            ValueError: As `check_row` does.
+        """
+        rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
+        for row in rows:
+            self.check_row(row)
+        stopped = threading.Event()
+        executor = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="code-tests")
+        try:
+            texts = [completion_text(completion) for completion in completions]
+            return list(executor.map(lambda text, row: self._score(text, row[self.column], stopped), texts, rows))
+        finally:
+            stopped.set()
+            executor.shutdown(cancel_futures=True)
+
+    def _score(self, text: str, given: Any, stopped: threading.Event) -> float | None:
+        if given is None:
+            return None
+        code = extract_code(text)
+        if code is None:
+            return 0.0
+        tests, passed = read_tests(given, self.column), 0
+        for test in tests:
+            if stopped.is_set():
+                break
+            if test.passes(self._sandbox, code):
+                passed += 1
+            elif self.all_or_nothing:
+                return 0.0
+        return passed / len(tests)
+
+
+def extract_code(text: str) -> str | None:
+    """Return the last fenced block of a text, or None."""
+    blocks: list[str] = _BLOCK.findall(text)
+    return blocks[-1] if blocks else None
+
+
+def read_tests(given: Any, column: str) -> list[CodeTest]:
+    """Read the tests of a row.
+
+    Raises:
+        ValueError: If they are malformed.
+    """
+    what = f"column {column!r}"
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{what} is a string and no JSON ({error}); write a list of {_FORMS}.") from error
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{what} is {given!r:.80}; write a list of at least one {_FORMS}.")
+    return [_read_test(test, f"{what}, test {number}") for number, test in enumerate(given)]
+
+
+def _read_test(test: Any, where: str) -> CodeTest:
+    if not isinstance(test, Mapping):
+        raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
+    # In parquet every test has all keys that one of them has.
+    fields = {name: value for name, value in test.items() if value is not None or name == "expected"}
+    if {"input", "output"} <= fields.keys() and "function" not in fields:
+        if all(isinstance(fields[name], str) for name in ("input", "output")):
+            return StdinTest(fields["input"], fields["output"])
+        raise ValueError(f"{where}: input and output are {test!r:.80}; write strings.")
+    if {"function", "args", "expected"} <= fields.keys():
+        try:
+            return FunctionTest(str(fields["function"]), list(fields["args"]), fields["expected"])
+        except TypeError as error:
+            raise ValueError(f"{where}: {test!r:.80} is not JSON ({error}).") from error
+    raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _returned(result: ProgramResult) -> tuple[bool, Any]:
+    """Whether a program gave an answer, and which."""
+    if result.ending != "exit":
+        return False, None
+    try:
+        answer = json.loads(result.stdout)
+    except (ValueError, RecursionError):
+        return False, None
+    return (True, answer["value"]) if isinstance(answer, dict) and "value" in answer else (False, None)

@@ -1,0 +1,164 @@
+"""What a reward function has to leave as it is in the process that trains: put back where it can be, and named.
+
+A run whose working directory moves writes elsewhere; one without its signal handlers saves no checkpoint; one that a
+function ends with `os._exit(0)` looks finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pl_grouprl.rewards.guard import children as children_of
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+
+_named: set[tuple[str, str]] = set()
+
+
+@contextlib.contextmanager
+def left_as_found(name: str, *, children: bool) -> Iterator[None]:
+    """Compare the process before and after a function's calls; put back what changed, and warn once of each thing.
+
+    Args:
+        name: Of the function.
+        children: Whether to look for processes that it leaves.
+    """
+    before = _State.now(children)
+    try:
+        with exits_refused():
+            yield
+    finally:
+        for what, detail in before.put_back(children):
+            if (name, what) not in _named:
+                _named.add((name, what))
+                log.warning(
+                    "Reward function %r %s%s; let it leave the process as it is, or give it one of its own: "
+                    "reward_workers.", name, what, detail,
+                )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _State:
+    directory: str
+    environment: dict[str, str]
+    handlers: dict[signal.Signals, Any]
+    alarm: bool
+    limits: dict[str, tuple[int, int]]
+    children: set[int]
+
+    @classmethod
+    def now(cls, children: bool) -> _State:
+        own = [number for number in signal.valid_signals() if isinstance(number, signal.Signals)]
+        kinds = {} if resource is None else {v: name for name, v in vars(resource).items() if name[:7] == "RLIMIT_"}
+        return cls(
+            _directory(),
+            dict(os.environ),
+            {number: signal.getsignal(number) for number in own},
+            bool(hasattr(signal, "getitimer") and signal.getitimer(signal.ITIMER_REAL)[0]),
+            {name: resource.getrlimit(kind) for kind, name in kinds.items()},
+            children_of(os.getpid()) if children else set(),
+        )
+
+    def put_back(self, children: bool) -> Iterator[tuple[str, str]]:
+        """Undo changes since then; yields what was changed, and details of it."""
+        now = _State.now(children)
+        if now.directory != self.directory:
+            with contextlib.suppress(OSError):
+                os.chdir(self.directory)
+            yield "changed the working directory", f" to {now.directory!r} (put back)"
+        if names := [name for name in {**self.environment, **now.environment} if _differs(self, now, name)]:
+            yield "changed the environment", f": {sorted(names)}"
+        if threading.current_thread() is threading.main_thread():
+            yield from self._put_back_signals(now)
+        if names := [name for name in self.limits if self.limits[name] != now.limits[name]]:
+            yield "changed the limits of the process", f": {[self._put_back_limit(name) for name in names]}"
+        if left := now.children - self.children:
+            yield "left processes", f": {sorted(left)}"
+
+    def _put_back_signals(self, now: _State) -> Iterator[tuple[str, str]]:
+        if now.alarm and not self.alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            yield "left an alarm", " (cancelled)"
+        changed = [number for number, handler in self.handlers.items() if handler != now.handlers[number]]
+        for number in changed:
+            if self.handlers[number] is not None:  # None: not from Python
+                signal.signal(number, self.handlers[number])
+        if changed:
+            yield "changed signal handlers", f" of {[number.name for number in changed]} (put back)"
+
+    def _put_back_limit(self, name: str) -> str:
+        kind, (soft, hard) = getattr(resource, name), self.limits[name]
+        try:
+            resource.setrlimit(kind, (soft, hard))
+        except (ValueError, OSError):
+            return f"{name} is {resource.getrlimit(kind)}, not {(soft, hard)}"
+        return f"{name} (put back)"
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
+
+
+def _differs(before: _State, now: _State, name: str) -> bool:
+    return before.environment.get(name) != now.environment.get(name)
+
+
+# os._exit
+
+
+class _ExitGate:
+    """Stands in for `os._exit` while a function runs; counts, since functions of several threads may."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._real: Callable[[int], NoReturn] = os._exit
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._entered == 0:
+                self._real, os._exit = os._exit, self._exit  # type: ignore[assignment]
+            self._entered += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._entered -= 1
+            if self._entered == 0:
+                os._exit = self._real  # type: ignore[assignment]
+
+    def _exit(self, status: int) -> NoReturn:
+        if _process.get() != os.getpid():  # another thread, or a forked child: none of ours
+            self._real(status)
+        raise SystemExit(f"os._exit({status}), which would have ended the run")
+
+
+_gate = _ExitGate()
+_process: ContextVar[int] = ContextVar("process", default=0)
+
+
+@contextlib.contextmanager
+def exits_refused() -> Iterator[None]:
+    """Turn `os._exit` of what runs inside, in this process and thread, into `SystemExit`."""
+    token = _process.set(os.getpid())
+    _gate.enter()
+    try:
+        yield
+    finally:
+        _gate.leave()
+        _process.reset(token)

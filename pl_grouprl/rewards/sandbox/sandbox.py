@@ -1,0 +1,248 @@
+"""Runs a Python program that nobody trusts: without network, with limits, and with nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.rewards.sandbox.limits import MIB, SandboxLimits
+from pl_grouprl.rewards.sandbox.seccomp import REFUSED, seccomp_filter
+from pl_grouprl.rewards.sandbox.view import interpreter_view
+
+START_SECONDS = 60.0
+"""How long the walls may take to build, on a machine with much else to do."""
+
+_DIRECTORY = "/sandbox"  # not /tmp, where Python itself may be installed
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": _DIRECTORY,
+    "TMPDIR": _DIRECTORY,
+    "OMP_NUM_THREADS": "1",
+}
+_TRIAL = "print(input())"
+
+
+Ending = Literal["exit", "timeout", "output", "killed"]
+
+
+class SandboxUnavailableError(RewardConfigurationError):
+    """This system does not allow the walls, so nothing is run."""
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """What became of a program.
+
+    Attributes:
+        ending: `exit`: it ended by itself, or one of its limits (memory, processor time) killed it. `timeout`: it took
+            too long. `output`: it wrote too much. `killed`: the system killed its processes, out of memory for one.
+        exit_code: Of a program that ended by itself; minus the number of the signal that killed it. It says nothing
+            about correctness: the program chooses it.
+        stdout: What it wrote, up to the limit; bytes that are not UTF-8 are replaced.
+        stderr: Likewise.
+        seconds: From its start to its end.
+    """
+
+    ending: Ending
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class Sandbox:
+    """Runs Python programs one at a time per call; calls from several threads run side by side.
+
+    A program sees the system's libraries and this Python (with its packages), read-only, an empty working directory in
+    memory, and no other file. It has no network, no environment of ours, no open file but its three streams, no rights
+    of root, and a process namespace of its own, with which everything that it started ends. Where the system does not
+    allow one of these, nothing is run.
+
+    Needs Linux 5.14 or later on x86_64 or aarch64, and user namespaces, with or without root.
+
+    Args:
+        limits: Of each run.
+    """
+
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits or SandboxLimits()
+        self._request: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is found anew where it is unpickled."""
+        return vars(self) | {"_request": None}
+
+    def check(self) -> None:
+        """Run a trial.
+
+        Raises:
+            SandboxUnavailableError: If the system does not allow the walls, or a program does not run inside of them;
+                with the reason.
+        """
+        result = self.run(_TRIAL, stdin="trial")
+        if result.stdout != "trial\n":
+            raise SandboxUnavailableError(
+                f"programs do not run in the sandbox: a trial ended with {result.ending}, exit code {result.exit_code} "
+                f"and {result.stderr[-500:]!r}; give it more (memory_limit_mb={self.limits.memory_limit_mb}, "
+                f"timeout={self.limits.timeout})."
+            )
+
+    def run(self, program: str, stdin: str = "", files: Mapping[str, str] | None = None) -> ProgramResult:
+        """Run a program and wait for its end.
+
+        Args:
+            program: Source code in Python.
+            stdin: Its standard input.
+            files: Texts of further files to read, by absolute path.
+
+        Raises:
+            SandboxUnavailableError: If the system does not allow the walls.
+        """
+        if self._request is None:
+            self._request = self._prepare()
+        script = "/program.py"
+        texts = {script: program, **(files or {})}
+        request = {**self._request, "files": _encodable(texts), "stdin": _encodable(stdin)}
+        readable, writable = os.pipe()
+        with open(readable, "rb", buffering=0):
+            try:
+                process = _start(writable)
+            finally:
+                os.close(writable)
+            with process:
+                run = _Run(process, readable, self.limits)
+                run.send({**request, "status": writable})
+                run.collect()
+        return run.result()
+
+    def _prepare(self) -> dict[str, Any]:
+        """What every request says."""
+        if sys.platform != "linux":
+            raise SandboxUnavailableError(f"the sandbox for programs needs Linux, and this is {sys.platform}.")
+        try:
+            view, code = interpreter_view(), seccomp_filter()
+        except ValueError as error:
+            raise SandboxUnavailableError(f"the sandbox for programs cannot be built: {error}.") from error
+        column = 0 if platform.machine() == "x86_64" else 1
+        return {
+            "mounts": view.mounts,
+            "links": view.links,
+            "filter": code.hex(),
+            "pivot_root": REFUSED["pivot_root"][column],
+            "mount_setattr": REFUSED["mount_setattr"][column],
+            "rlimits": self.limits.rlimits(),
+            "disk": self.limits.disk_limit_mb * MIB,
+            "directory": _DIRECTORY,
+            "environment": _ENVIRONMENT,
+            "command": [sys.executable, "-I", "/program.py"],
+        }
+
+
+class _Run:
+    """One launcher: sends its request, reads what comes, ends it in time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], status: int, limits: SandboxLimits) -> None:
+        self._process = process
+        self._limits = limits
+        self._ending: Ending | None = None
+        self._deadline = time.monotonic() + START_SECONDS
+        self._started: float | None = None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._status = status
+        self._read: dict[int, bytearray] = {
+            file: bytearray() for file in (process.stdout.fileno(), process.stderr.fileno(), status)
+        }
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        rest = memoryview(json.dumps(request).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # then its standard error says why
+            while rest:
+                rest = rest[self._process.stdin.write(rest) :]
+
+    def collect(self) -> None:
+        """Read until all processes are gone."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                for file in self._read:
+                    selector.register(file, selectors.EVENT_READ)
+                while selector.get_map():
+                    ready = selector.select(max(0.0, self._deadline - time.monotonic()))
+                    for key, _ in ready:
+                        self._receive(selector, key.fd)
+                    if time.monotonic() > self._deadline:
+                        self._stop("timeout")
+        finally:
+            self._process.kill()  # harmless where it has ended
+            self._process.wait()
+
+    def _receive(self, selector: selectors.BaseSelector, file: int) -> None:
+        part = os.read(file, 65536)
+        if not part:
+            selector.unregister(file)
+            return
+        if self._ending is not None:
+            return
+        self._read[file] += part
+        if file == self._status:
+            if self._started is None and b"started" in part:
+                self._started = time.monotonic()
+                self._deadline = self._started + self._limits.timeout
+        elif len(self._read[file]) > self._limits.max_output_mb * MIB:
+            self._stop("output")
+
+    def _stop(self, ending: Ending) -> None:
+        """Tell the launcher to kill the program; where that takes long, kill the launcher, which has the same end."""
+        if self._ending is not None:
+            self._process.kill()
+        self._ending = self._ending or ending
+        self._deadline = time.monotonic() + START_SECONDS
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b".")
+
+    def result(self) -> ProgramResult:
+        out, err, said = (bytes(own[: self._limits.max_output_mb * MIB]) for own in self._read.values())
+        stdout, stderr = out.decode(errors="replace"), err.decode(errors="replace")
+        status: dict[str, Any] = {}
+        for line in said.splitlines():
+            status |= json.loads(line)
+        if "refused" in status:
+            raise SandboxUnavailableError(
+                f"this system does not allow a sandbox for programs: {status['refused']}. It takes user namespaces "
+                "(of a container: a seccomp profile that lets unshare and mount through) on Linux 5.14 or later; "
+                "without them no program is run."
+            )
+        if self._started is None:
+            raise RuntimeError(f"the sandbox's launcher ended without a report; it wrote {stderr[-2000:]!r}.")
+        ending = self._ending or ("exit" if "exit" in status else "killed")
+        return ProgramResult(ending, status.get("exit"), stdout, stderr, time.monotonic() - self._started)
+
+
+def _start(status: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("launcher.py"))]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(  # noqa: S603 (our own)
+        command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[status], env=_ENVIRONMENT, cwd="/",
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _encodable(texts: Any) -> Any:
+    """Replace lone surrogates, which no file holds."""
+    if isinstance(texts, str):
+        return texts.encode("utf-8", "replace").decode()
+    return {path: _encodable(text) for path, text in texts.items()}

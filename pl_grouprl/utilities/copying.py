@@ -1,0 +1,61 @@
+"""Copies of data for code that may change what it is handed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import MutableMapping
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
+
+
+def private_copy(value: T) -> T:
+    """Copy containers all the way down, and share what they hold at the bottom.
+
+    Lists, tuples, dictionaries, sets, byte arrays, NumPy arrays and dataclasses (prompts, rollouts, groups) are copied,
+    subclasses included. Everything else, such as tensors and images, is the original: a copy may cost more than the
+    call it is made for.
+    """
+    return _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, (list, tuple)):
+        return _copy_sequence(value)
+    if isinstance(value, MutableMapping):
+        return _copy_mapping(value)
+    if isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy":
+        return copy.copy(value)
+    if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        own = copy.copy(value)
+        vars(own).update({name: _copy(held) for name, held in vars(value).items()})
+        return own
+    return value
+
+
+def _copy_sequence(value: Any) -> Any:
+    kind = type(value)
+    if kind is list and _ATOMS.issuperset(map(type, value)):  # token ids, mostly
+        return value.copy()
+    items = [_copy(item) for item in value]
+    if kind is list:
+        return items
+    if isinstance(value, list):
+        own = copy.copy(value)
+        own[:] = items
+        return own
+    return value._make(items) if hasattr(value, "_make") else kind(items)
+
+
+def _copy_mapping(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copy(held) for key, held in value.items()}
+    own = copy.copy(value)
+    for key, held in value.items():
+        own[key] = _copy(held)
+    return own
