@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
-from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.run_options import changes_since, refused_changes, remedy
 
 if TYPE_CHECKING:
     from pl_grouprl.attention import ParityReport
@@ -284,13 +284,13 @@ def last_checkpoint(trainer: Trainer, model: LightningModule | None = None) -> s
             "start anew, or pass the path of a checkpoint."
         )
     if model is not None:
-        from pl_grouprl.callbacks.safe_checkpoint import run_options
-
-        differences = differing_options(about(newest).get("options", {}), run_options(model))
-        if differences:
+        allowed = getattr(model, "allow_changed", ())
+        changes = changes_since(about(newest), model)
+        refused = refused_changes(changes, allowed)
+        if refused:
             raise ValueError(
-                f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(differences)}. Restore "
-                "them, give this run another logger name, or pass the checkpoint's path to change them from there on."
+                f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(refused)}. Restore "
+                f"them; {remedy(changes, allowed)}; or give this run another logger name."
             )
     rank_zero_info(f"ckpt_path 'last' is {newest}")
     return str(newest)

@@ -438,5 +438,5 @@ class RolloutModule(CollectingModule, ABC):
             self._ahead.load_state_dict(per_rank[self.global_rank])
 
     def _compare_options(self, then: dict[str, Any], now: dict[str, Any]) -> None:
-        if self.is_resumed:
-            compare_options(then, now, amid_rollouts=self._amid_rollouts)
+        if self.is_resumed and self._amid_rollouts:
+            compare_options(then, now)

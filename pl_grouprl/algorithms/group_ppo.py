@@ -6,7 +6,7 @@ Legend: B rollouts, T length of the longest one, N response tokens of all rollou
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ class GroupPPO(PPO):
     Raises:
         ValueError: If an option is out of range, unknown, or has no meaning together with another.
     """
+
+    starts_over: ClassVar[dict[str, str]] = PPO.starts_over | {"threshold_controller": "group_variance_threshold"}
 
     def __init__(
         self,

@@ -43,6 +43,9 @@ class PolicyModule(SavedStateModule):
         verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
         max_nonfinite_steps: Abort after so many steps in a row whose loss or gradient is NaN or infinite. A single one
             is skipped on all ranks: weights and optimizer state stay as they are.
+        allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or by what names
+            begin with: `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. Any other one that decides what is
+            optimised must be the same.
 
     Attributes:
         policy: The model, once `configure_model` has run.
@@ -65,8 +68,9 @@ class PolicyModule(SavedStateModule):
         attention_backend: str = "auto",
         verify: bool = True,
         max_nonfinite_steps: int = 10,
+        allow_changed: Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(allow_changed)
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
         get_backend(attention_backend)  # an unknown name is an error here, not at the start of a fit
@@ -104,6 +108,7 @@ class PolicyModule(SavedStateModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what the strategy cannot honour, before anything is loaded."""
+        super().setup(stage)
         self.support.check(self)
 
     def configure_model(self) -> None:

@@ -31,7 +31,7 @@ from pl_grouprl.utilities.checkpoint_files import (
 )
 from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.run_options import changes_since, options_of, refused_changes
 from pl_grouprl.utilities.signals import StopRequest
 
 
@@ -81,8 +81,9 @@ class SafeCheckpoint(ModelCheckpoint):
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
         if trainer.ckpt_path is None or Path(trainer.ckpt_path).resolve().parent != folder.resolve():
-            options = run_options(pl_module)
-            _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, options, trainer))
+            _on_all_ranks(
+                trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, pl_module, trainer)
+            )
 
     # Signals.
 
@@ -162,7 +163,7 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
     unfinished = unfinished_path(target, owner)
     what = f"the checkpoint {target} could not be saved, the former ones are untouched"
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    facts = {"step": trainer.global_step, "options": run_options(trainer.lightning_module)}
+    facts = {"step": trainer.global_step, "run_options": options_of(trainer.lightning_module)}
     try:
         _on_all_ranks(trainer, what, lambda: _clear(unfinished) if trainer.is_global_zero else None)
         _on_all_ranks(trainer, what, lambda: trainer.strategy.save_checkpoint(checkpoint, unfinished))
@@ -173,12 +174,6 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
         if trainer.is_global_zero:
             _clear(unfinished)
         raise
-
-
-def run_options(module: LightningModule) -> dict[str, Any]:
-    """What tells the runs of two configurations apart: the module and, where it names them, its `rollout_options`."""
-    options: dict[str, Any] = getattr(module, "rollout_options", dict)()
-    return {"model": type(module).__name__} | options
 
 
 def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> None:
@@ -222,16 +217,18 @@ def _make_ready(folder: Path, trainer: Trainer) -> None:
     trial.unlink()
 
 
-def _refuse_others(folder: Path, options: dict[str, Any], trainer: Trainer) -> None:
+def _refuse_others(folder: Path, module: LightningModule, trainer: Trainer) -> None:
     """Refuse to begin a run among the checkpoints of one that had other options."""
     if not trainer.is_global_zero:
         return
+    allowed = getattr(module, "allow_changed", ())
     for checkpoint in sorted(folder.glob("*.ckpt")):
-        differences = differing_options(about(checkpoint).get("options", {}), options)
-        if differences:
+        changes = changes_since(about(checkpoint), module)
+        refused = refused_changes(changes, allowed)
+        if refused:
             raise ValueError(
                 f"dirpath {folder} has checkpoints of a run with other options than this one ({checkpoint.name}: "
-                f"{'; '.join(differences)}); choose another folder, or remove them."
+                f"{'; '.join(refused)}); choose another folder, or remove them."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -98,6 +99,11 @@ class FunctionFromFile:
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return FunctionFromFile, (self.path, self.name)
+
+    def run_options(self) -> dict[str, str]:
+        """What decides its rewards, wherever the file is: which function of it, and a digest of its text."""
+        text = Path(self.path).expanduser().read_bytes()
+        return {"function": self.name, "sha256": hashlib.sha256(text).hexdigest()}
 
 
 def reward_name(function: RewardFunction) -> str:

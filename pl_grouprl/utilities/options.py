@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +18,3 @@ def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
     for name, (value, valid, range_) in checks.items():
         if not valid:
             raise ValueError(f"{name} is {value!r}; it must be {range_}.")
-
-
-def differing_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which options that both runs know have other values now, and which; tuples and lists are the same."""
-
-    def plain(value: Any) -> Any:
-        return json.loads(json.dumps(value))
-
-    both = [name for name in then if name in now]
-    return [f"{name} is {now[name]!r} (there {then[name]!r})" for name in both if plain(then[name]) != plain(now[name])]
