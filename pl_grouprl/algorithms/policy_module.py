@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
+from pl_grouprl.algorithms.finite_weights import check_weights
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.algorithms.resume import compare_adapters, compare_optimizers
 from pl_grouprl.algorithms.saved_state import Attributes, Check, SavedStateModule, Stateful
@@ -24,6 +25,8 @@ from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_c
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
+from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
@@ -74,8 +77,7 @@ class PolicyModule(SavedStateModule):
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
         get_backend(attention_backend)  # an unknown name is an error here, not at the start of a fit
-        if max_nonfinite_steps < 1:
-            raise ValueError(f"max_nonfinite_steps is {max_nonfinite_steps}; it must be at least 1.")
+        check_options({"max_nonfinite_steps": (max_nonfinite_steps, max_nonfinite_steps >= 1, "at least 1")})
         self.policy_source: PolicySource = PretrainedPolicy(policy) if isinstance(policy, str) else policy
         self.optimizer_config = optimizer
         self.sharing: Sharing = sharing
@@ -109,6 +111,9 @@ class PolicyModule(SavedStateModule):
     def setup(self, stage: str) -> None:
         """Refuse what the strategy cannot honour, before anything is loaded."""
         super().setup(stage)
+        clip = self.trainer.gradient_clip_val
+        valid = clip is None or clip >= 0
+        check_options({"trainer.gradient_clip_val": (clip, valid, "larger than 0, or None for no clipping")})
         self.support.check(self)
 
     def configure_model(self) -> None:
@@ -154,7 +159,8 @@ class PolicyModule(SavedStateModule):
         from pl_grouprl.attention import shared_prefix
 
         if self.verify:
-            with self.trainer.precision_plugin.forward_context():
+            memory = naming_memory("the check of shared prefixes before training", "verify=False leaves it out")
+            with memory, self.trainer.precision_plugin.forward_context():
                 reports = self.parity_reports()
             for report in reports:
                 report.raise_if_failed()
@@ -283,6 +289,11 @@ class PolicyModule(SavedStateModule):
                 f"(max_nonfinite_steps={self.max_nonfinite_steps}); lower the learning rate or clip the gradient "
                 "(trainer.gradient_clip_val), and look at the rewards."
             )
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Make the step, and end the run where it leaves NaN or infinity in a weight."""
+        super().optimizer_step(*args, **kwargs)
+        check_weights(self)
 
     def configure_gradient_clipping(
         self,

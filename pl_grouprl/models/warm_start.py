@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.options import check_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,9 +99,7 @@ class WarmStartedPolicy:
             "learning_rate": (self.learning_rate >= 0, "0 or larger"),
             "max_grad_norm": (self.max_grad_norm > 0, "larger than 0"),
         }
-        for name, (valid, range_) in checks.items():
-            if not valid:
-                raise ValueError(f"WarmStartedPolicy.{name} is {getattr(self, name)}; it must be {range_}.")
+        check_options({f"WarmStartedPolicy.{name}": (getattr(self, name), *check) for name, check in checks.items()})
 
     @property
     def folder(self) -> Path:

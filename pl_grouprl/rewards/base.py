@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pl_grouprl.utilities.options import check_finite
+
 RewardFunction = Callable[..., Any]
 """A callable with one of three signatures, told apart by the names of its parameters. It may be `async`.
 
@@ -60,6 +62,9 @@ class Weighted:
     function: RewardFunction
     weight: float = 1.0
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_finite(**{"Weighted.weight": self.weight})
 
 
 class FunctionFromFile:

@@ -20,6 +20,7 @@ from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_
 from pl_grouprl.packing import Sharing, pack
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.memory import naming_memory
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,11 @@ class ModelReward:
                 "policy's, so pass its own tokenizer: ModelReward(..., tokenizer=...)."
             )
         context = nullcontext() if self.sharing == "repeated" else shared_prefix(model, self.attention_backend)
-        with torch.autocast(model.device.type, enabled=False), context:
+        memory = naming_memory(
+            f"a pass of ModelReward with max_tokens_per_pass={self.max_tokens_per_pass}",
+            "lower it, or put the reward model on another device (device)",
+        )
+        with memory, torch.autocast(model.device.type, enabled=False), context:
             states_BD = hidden_states(model, batch).index_select(0, batch.final_index_B)
             return score_head(model)(states_BD)[:, label].float().tolist()
 

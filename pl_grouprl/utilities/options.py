@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 
 def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
-    """Refuse options that are out of range.
+    """Refuse options that are out of range, and numbers that are not finite whatever the range says.
 
     Args:
         checks: By name, the value, whether it is valid, and what it must be.
@@ -16,5 +17,24 @@ def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
         ValueError: With the name, the value and what it must be.
     """
     for name, (value, valid, range_) in checks.items():
-        if not valid:
-            raise ValueError(f"{name} is {value!r}; it must be {range_}.")
+        finite = "" if is_finite(value) or "finite" in range_ else "finite, and "
+        if not valid or not is_finite(value):
+            raise ValueError(f"{name} is {value!r}; it must be {finite}{range_}.")
+
+
+def check_finite(**options: Any) -> None:
+    """Refuse numbers that are NaN or infinite.
+
+    Raises:
+        ValueError: With the name and the value.
+    """
+    check_options({name: (value, True, "a finite number") for name, value in options.items()})
+
+
+def is_finite(value: Any) -> bool:
+    """False for NaN and infinity, and for what contains them; comparisons alone let NaN through."""
+    if isinstance(value, Mapping):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
