@@ -139,7 +139,7 @@ class SamplingConfig:
             )
         checks = {
             "max_new_tokens": (
-                self.max_new_tokens >= 1 and self.max_new_tokens == int(self.max_new_tokens),
+                self.max_new_tokens >= 1 and self.max_new_tokens % 1 == 0,
                 "a whole number, at least 1",
             ),
             "temperature": (self.temperature >= 0, "0 (greedy) or larger"),

@@ -30,7 +30,7 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_finite, check_options
 
 
 def clip_cov_policy_loss(
@@ -72,6 +72,7 @@ def clip_cov_policy_loss(
     """
     low, high = clip_bounds(epsilon, epsilon_high)
     _check_share(clip_cov_ratio=clip_cov_ratio)
+    check_finite(clip_cov_lb=clip_cov_lb, clip_cov_ub=clip_cov_ub)
     if not clip_cov_lb < clip_cov_ub:
         raise ValueError(
             f"clip_cov_lb is {clip_cov_lb} and clip_cov_ub is {clip_cov_ub}; no token lies between them, so make the "
