@@ -185,10 +185,10 @@ class CollectingModule(SamplingModule):
         if isinstance(self.engine, SyncedRolloutEngine):
             metrics |= self._weight_sync.take_metrics()
         collected.num_tokens = count_tokens(records)
-        self._count_unrewarded(metrics, len(records))
+        self._count_unrewarded(metrics)
         return metrics
 
-    def _count_unrewarded(self, metrics: dict[str, float], rollouts: int) -> None:
+    def _count_unrewarded(self, metrics: dict[str, float]) -> None:
         """Warn of a batch without a reward on any rank, and end the run where such batches follow each other."""
         if not math.isnan(metrics["reward"]):
             self.unrewarded_batches = 0
@@ -206,7 +206,7 @@ class CollectingModule(SamplingModule):
             ]
             raise RuntimeError(
                 f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
-                f"{self.max_unrewarded_batches}), so nothing is learned; of the last {rollouts} rollouts "
+                f"{self.max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
                 f"{'; '.join(counts)}. Mend the reward functions, or check the columns that they read."
             )
 

@@ -20,7 +20,7 @@ def check_weights(module: PolicyModule) -> None:
     broken = nonfinite_parameters(trained, module.device)
     if broken:
         raise RuntimeError(
-            f"NaN or infinity in {len(broken)} parameters after optimizer step {module.global_step}: "
+            f"NaN or infinity in {len(broken)} parameters after optimizer step {module.global_step + 1}: "
             f"{first_names(broken)}. {_cause(module, broken)}"
         )
 
