@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
 
 if TYPE_CHECKING:
@@ -13,9 +15,17 @@ if TYPE_CHECKING:
 def check_weights(module: PolicyModule) -> None:
     """Look at every trained weight after an optimizer step. All ranks call it, and fail together.
 
+    The norms are quick, and may overflow; only if one does is each weight looked at by itself.
+
     Raises:
         RuntimeError: With the parameters, and the options that may have done it.
     """
+    weights = module.support.weights([own for own in module.parameters() if own.requires_grad])
+    norms = torch._foreach_norm([own for own in weights if own.numel()] or [torch.zeros(1)])
+    largest = torch.stack([norm.to(module.device, torch.float32) for norm in norms]).max()
+    (suspicious,) = module.sum_over_ranks([~largest.isfinite()])
+    if not suspicious:
+        return
     trained = ((name, own) for name, own in module.named_parameters() if own.requires_grad)
     broken = nonfinite_parameters(trained, module.device)
     if broken:

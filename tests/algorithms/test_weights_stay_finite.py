@@ -71,3 +71,13 @@ def test_all_ranks_end_where_one_ranks_part_is_broken(tmp_path, strategy):
     told = [(tmp_path / f"error-{rank}.txt").read_text() for rank in range(2)]
     for text in told:
         assert "NaN or infinity in 1 parameters after optimizer step 1: policy.model.norm.weight" in text
+
+
+def test_large_weights_whose_norm_overflows_are_no_error(make_module, make_data, make_trainer, scripted_engine):
+    class Grows(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            module.policy.lm_head.weight.data[0, 0] = 1e30  # its square is not finite
+
+    module, trainer = make_module(engine=scripted_engine), make_trainer(max_steps=1, callbacks=[Grows()])
+    trainer.fit(module, make_data())
+    assert trainer.global_step == 1
