@@ -55,7 +55,7 @@ class RecordsOptions:
 
     def note_options(self, options: Mapping[str, Any]) -> None:
         """Write down arguments of a constructor as plain values, before anything can change them."""
-        noted = self.__dict__.setdefault("_options", {})
+        noted = self.__dict__.setdefault("_noted_options", {})
         for name, value in options.items():
             for former in [own for own in noted if own == name or own.startswith(f"{name}.")]:
                 del noted[former]
@@ -69,7 +69,7 @@ class RecordsOptions:
         These are the arguments of the constructors, `rollout_options`, and once there is a Trainer what it does to
         gradients and `resume_facts()` of its data module.
         """
-        noted = self.__dict__.get("_options", {})
+        noted = self.__dict__.get("_noted_options", {})
         of_rollouts: dict[str, Any] = getattr(self, "rollout_options", dict)()
         # `beta > 0` says less than beta.
         more = {name: value for name, value in of_rollouts.items() if name.split(" ")[0] not in noted}

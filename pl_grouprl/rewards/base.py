@@ -97,6 +97,7 @@ class FunctionFromFile:
                 "give the name of a function at its top level."
             )
         self.function: RewardFunction = function
+        self._sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function of the file."""
@@ -107,8 +108,7 @@ class FunctionFromFile:
 
     def run_options(self) -> dict[str, str]:
         """What decides its rewards, wherever the file is: which function of it, and a digest of its text."""
-        text = Path(self.path).expanduser().read_bytes()
-        return {"function": self.name, "sha256": hashlib.sha256(text).hexdigest()}
+        return {"function": self.name, "sha256": self._sha256}
 
 
 def reward_name(function: RewardFunction) -> str:

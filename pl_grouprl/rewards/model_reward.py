@@ -21,6 +21,7 @@ from pl_grouprl.packing import Sharing, pack
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.run_options import identity, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,11 @@ class ModelReward:
             scores += self._score_pass(model, label, part)
         remaining = iter(scores)
         return [[next(remaining) for _ in group.rollouts] for group in groups]
+
+    def run_options(self) -> dict[str, Any]:
+        """What decides its rewards; the other options change what they cost."""
+        parts = {"model": self.model, "label": self.label, "tokenizer": self.tokenizer}
+        return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 
     def _score_pass(self, model: Any, label: int, groups: list[RolloutGroup]) -> list[float]:
         batch = pack(groups, self.sharing, device=model.device)

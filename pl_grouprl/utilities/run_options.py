@@ -172,7 +172,12 @@ def _plain(value: Any) -> Any:
         return [_plain(own) for own in value]
     if isinstance(value, Enum):
         return _plain(value.value)
-    return value.hex() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.hex()
+    for kind in (bool, int, float, str):  # NumPy's numbers among them
+        if isinstance(value, kind):
+            return kind(value)
+    return value
 
 
 def _short(value: Any) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from enum import Enum
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +14,9 @@ from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.rewards import FunctionFromFile, Weighted
+from pl_grouprl.rewards import FunctionFromFile, ModelReward, Weighted
 from pl_grouprl.types import SamplingConfig
+from pl_grouprl.utilities.run_options import describe
 
 KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
 
@@ -258,6 +262,45 @@ def test_a_checkpoint_holds_plain_values(saved):
     options = torch.load(checkpoint, weights_only=True)["pl_grouprl"]["run_options"]
     assert json.loads(json.dumps(options)) == options
     assert options["rewards.share_of_letters.weight"] == 0.5
+
+
+def test_what_a_reward_model_costs_is_not_compared(make_module):
+    def options(**own):
+        return make_module(rewards=ModelReward("name-on-the-hub", **own)).run_options()
+
+    assert options(max_tokens_per_pass=99, sharing="repeated", device="cpu") == options()
+    assert options(label=1) != options()
+
+
+def test_values_of_every_kind_become_plain(tmp_path):
+    class Kind(Enum):
+        FIRST = "first"
+
+    values = {
+        "numbers": [np.float64(0.5), np.int64(2), np.bool_(True), True],
+        "kind": Kind.FIRST,
+        "names": {"b", "a"},
+        "dtype": torch.bfloat16,
+        "folder": tmp_path,
+        "partial": functools.partial(share_of_letters, bonus=2.0),
+        "method": Near(3).__call__,
+        "table": {"one": [Near(1)], "two": list(range(1000))},
+    }
+    described = {}
+    for name, value in values.items():
+        described |= describe(name, value)
+    torch.save(described, tmp_path / "described.pt")
+    assert torch.load(tmp_path / "described.pt", weights_only=True) == described
+    assert json.loads(json.dumps(described)) == described
+    assert described["numbers.0"] == 0.5
+    assert described["kind"] == "first"
+    assert described["names"] == ["a", "b"]
+    assert described["dtype"] == "torch.bfloat16"
+    assert described["partial.bonus"] == 2.0
+    assert described["method.of.wanted"] == 3
+    assert described["table.one.0.wanted"] == 1
+    assert described["table.two"].startswith("[0, 1, 2, ")
+    assert "sha256" in described["table.two"]
 
 
 def test_an_older_checkpoint_still_loads(saved, fit):
