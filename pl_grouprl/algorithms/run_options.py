@@ -34,6 +34,9 @@ FREE_OPTIONS = frozenset(
             for name in ("path", "revision", "trust_remote_code", "dtype", "attn_implementation", "head_std", "seed")
         ),
         "critic.gradient_checkpointing",
+        # Which prompts of the same rows are left; the loader knows where that cannot change.
+        "data.max_prompt_length",
+        "data.overlong_prompts",
     }
 )
 """Options of the constructors that may differ when a run is resumed; every other one is compared."""
@@ -73,22 +76,29 @@ class RecordsOptions:
         of_rollouts: dict[str, Any] = getattr(self, "rollout_options", dict)()
         # `beta > 0` says less than beta.
         more = {name: value for name, value in of_rollouts.items() if name.split(" ")[0] not in noted}
-        options = {"model": type(self).__name__} | more | noted
         trainer = getattr(self, "_trainer", None)
-        return options if trainer is None else options | _trainer_options(trainer)
+        of_trainer = {} if trainer is None else _trainer_options(trainer) | _data_options(trainer)
+        options = {"model": type(self).__name__} | more | noted | of_trainer
+        return {name: value for name, value in options.items() if name not in self.free_options}
 
 
 def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:
     clips = trainer.gradient_clip_val or None
     algorithm = None if clips is None else str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
-    own = {
+    return {
         "trainer.gradient_clip_val": clips,
         "trainer.gradient_clip_algorithm": algorithm,
         "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
         "trainer.overfit_batches": getattr(trainer, "overfit_batches", 0),
     }
+
+
+def _data_options(trainer: pl.Trainer) -> dict[str, Any]:
+    """What the data module says of its training data, which is loaded for a fit alone."""
     facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", None)
-    return own if facts is None else own | facts()
+    if facts is None or trainer.state.fn != "fit":
+        return {}
+    return {f"data.{name.removeprefix('data.')}": value for name, value in facts().items()}
 
 
 def _describe_rewards(rewards: Any) -> dict[str, Any]:

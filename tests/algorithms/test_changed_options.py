@@ -53,7 +53,9 @@ class Rows(PromptDataModule):
     digest = "first"
 
     def resume_facts(self):
-        return {"data.rows": self.digest}
+        if "train" not in self.prompts:
+            raise ValueError("the training data is not loaded")
+        return {"rows": self.digest, "max_prompt_length": self.encoding.max_prompt_length}
 
 
 @pytest.fixture
@@ -180,6 +182,15 @@ def test_other_rows_are_refused_unless_allowed(saved, fit):
     with pytest.raises(ValueError, match=r"data.rows is 'second' \(there 'first'\)"):
         fit(checkpoint=checkpoint, data=other)
     fit(checkpoint=checkpoint, data=other, allow_changed=["data"])
+    fit(checkpoint=checkpoint, data=Rows(task, batch_size=4, max_prompt_length=500))
+
+
+def test_a_checkpoint_without_training_data_can_be_saved(make_module, make_trainer, tmp_path):
+    task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=4)
+    trainer = make_trainer()
+    trainer.validate(make_module(), Rows(task, task))
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    assert "data.rows" not in torch.load(tmp_path / "state.ckpt", weights_only=True)["pl_grouprl"]["run_options"]
 
 
 FREE = {
