@@ -146,11 +146,16 @@ class SavedStateModule(RecordsOptions, pl.LightningModule):
         """
         self._begins_epoch = set_right_progress(checkpoint)
         state = checkpoint.get(KEY, {})
-        changes: Changes = changes_since(state, self) if self.is_resumed else {}
+        changes = self._changes_since(state) if self.is_resumed else {}
         for name, part in self.saved_state().items():
             if name in state and self.starts_over.get(name) not in changes:
                 part.load_state_dict(state[name])
         settle_changes(changes, self.allow_changed)
+
+    def _changes_since(self, state: dict[str, Any]) -> Changes:
+        """Options that differ on any rank: each reads its own files."""
+        per_rank: list[Changes] = gather_plain(changes_since(state, self), self.trainer.strategy.root_device)
+        return {name: change for own in per_rank for name, change in own.items()}
 
     # Random numbers.
 

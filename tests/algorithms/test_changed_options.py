@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from enum import Enum
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -340,3 +343,12 @@ def test_a_validation_compares_nothing(saved, make_module, make_data, make_train
     checkpoint = saved()
     module = make_module(rewards=share_of_digits)
     make_trainer().validate(module, make_data(val=True), ckpt_path=checkpoint, weights_only=True)
+
+
+def test_all_ranks_refuse_what_differs_on_one(tmp_path):
+    script = Path(__file__).with_name("other_reward_ranks.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert "rewards.score.sha256 is '" in (tmp_path / f"error-{rank}.txt").read_text()
