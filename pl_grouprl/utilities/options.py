@@ -17,7 +17,7 @@ def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
         ValueError: With the name, the value and what it must be.
     """
     for name, (value, valid, range_) in checks.items():
-        finite = "" if is_finite(value) or "finite" in range_ else "finite, and "
+        finite = "finite, and " if valid and "finite" not in range_ else ""
         if not valid or not is_finite(value):
             raise ValueError(f"{name} is {value!r}; it must be {finite}{range_}.")
 

@@ -54,11 +54,11 @@ class ThresholdController:
                 f"group_max_size (max_size) is {max_size}; it must be a whole number of tokens, at least 1."
             )
         _check_clips(threshold_lr, min_threshold, max_threshold)
-        check_finite(target_compression=target_compression)
         self.adaptive_threshold = adaptive_threshold
         self.threshold_lr = threshold_lr
         self.target_compression = target_compression
         if not adaptive_threshold:
+            check_finite(target_compression=target_compression)
             self._threshold = 1.0 if group_variance_threshold is None else group_variance_threshold
             return
         _check_target(target_compression, max_size)
