@@ -235,10 +235,7 @@ class RLCLI(LightningCLI):
             raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
         kwargs["weights_only"] = True
         if kwargs.get("ckpt_path") == "last":
-            from pl_grouprl.callbacks.safe_checkpoint import run_options
-
-            options = run_options(self.model) if subcommand == "fit" else None
-            kwargs["ckpt_path"] = last_checkpoint(self.trainer, options)
+            kwargs["ckpt_path"] = last_checkpoint(self.trainer, self.model if subcommand == "fit" else None)
         return kwargs
 
     def parity(self, **kwargs: Any) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pl_grouprl.utilities.options import check_options
+
 Messages = list[dict[str, Any]]
 """A conversation in chat format: dictionaries with `role` and `content`."""
 
@@ -144,7 +146,7 @@ class SamplingConfig:
             )
         checks = {
             "max_new_tokens": (
-                self.max_new_tokens >= 1 and self.max_new_tokens == int(self.max_new_tokens),
+                self.max_new_tokens >= 1 and self.max_new_tokens % 1 == 0,
                 "a whole number, at least 1",
             ),
             "temperature": (self.temperature >= 0, "0 (greedy) or larger"),
@@ -152,6 +154,4 @@ class SamplingConfig:
             "top_k": (self.top_k >= 0, "0 (off) or larger"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
         }
-        for name, (valid, range_) in checks.items():
-            if not valid:
-                raise ValueError(f"SamplingConfig.{name} is {getattr(self, name)}; it must be {range_}.")
+        check_options({f"SamplingConfig.{name}": (getattr(self, name), *check) for name, check in checks.items()})

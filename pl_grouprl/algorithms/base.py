@@ -5,6 +5,7 @@ Legend: B rollouts, N response tokens of all rollouts one after another.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.distributed import num_ranks
+from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.step_log import log_numbers
 
@@ -86,9 +89,7 @@ class RolloutModule(CollectingModule, ABC):
             "sequence_parallel_size": sequence_parallel_size,
             "max_tokens_per_micro_batch": 1 if max_tokens_per_micro_batch is None else max_tokens_per_micro_batch,
         }
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} is {count}; it must be at least 1.")
+        check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
         self.num_iterations = num_iterations
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.sequence_parallel_size = sequence_parallel_size
@@ -252,7 +253,8 @@ class RolloutModule(CollectingModule, ABC):
         Returns:
             The tensors of all rollouts, in the order of the buffer, on the CPU; None where the function returned it.
         """
-        with evaluating(model), self.trainer.precision_plugin.forward_context():
+        memory = self._naming_memory("scoring, ")
+        with memory, evaluating(model), self.trainer.precision_plugin.forward_context():
             parts = self.support.call(self, "_map_passes", buffer, function)
         numbers = [number for own, _ in parts for number in own]
         columns = enumerate(zip(*(values for _, values in parts), strict=True))
@@ -295,14 +297,8 @@ class RolloutModule(CollectingModule, ABC):
         if passes.number > 1:
             self.total_denominators(self._denominators_of(buffer, members))
         terms = StepTerms()
-        try:
+        with self._naming_memory():
             loss = self._run(passes, terms)
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError(
-                f"out of memory in a pass of max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} tokens "
-                "(None: all groups of a mini-batch at once); lower it, which changes no result, or raise "
-                "sequence_parallel_size."
-            ) from error
         if passes.number > 1:
             self._check_denominators(terms, buffer, members)
         metrics = terms.reduced(self.sum_over_ranks, lambda values: self.reduce_sums(values, "max"))
@@ -314,6 +310,19 @@ class RolloutModule(CollectingModule, ABC):
         hidden = {name: value for name, value in buffer.metrics.items() if name not in shown}
         log_numbers(self, {**hidden, **metrics, "num_tokens": float(self.num_tokens)})
         return loss
+
+    def _naming_memory(self, what: str = "") -> contextlib.AbstractContextManager[None]:
+        """Name the option that bounds a pass where one runs out of memory."""
+        return naming_memory(
+            f"{what}a pass of max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} tokens (None: all groups of "
+            "a mini-batch at once)",
+            "lower it, which changes no result, or raise sequence_parallel_size",
+        )
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Differentiate a pass; that of the last one is run by Lightning after `training_step`."""
+        with self._naming_memory("the backward of "):
+            super().backward(loss, *args, **kwargs)
 
     def _run(self, passes: Passes, terms: StepTerms) -> Tensor:
         """Run passes forward and, but for the last, backward; returns the loss of that one."""
@@ -384,9 +393,21 @@ class RolloutModule(CollectingModule, ABC):
         """Stop the clock of a micro-batch that only accumulates gradients."""
         self._clock.mark()
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
         """Stop the clock when the update is done, before callbacks save checkpoints or measure."""
-        super().optimizer_step(*args, **kwargs)
+
+        def update() -> Any:  # training_step and the backward of its last pass, which DeepSpeed's engine runs
+            assert optimizer_closure is not None
+            with self._naming_memory():
+                return optimizer_closure()
+
+        with naming_memory(
+            "the optimizer step, whose moments take two more numbers for each trained weight",
+            "shard them over more devices (trainer.strategy: fsdp2, deepspeed), or train an adapter (policy.adapter)",
+        ):
+            super().optimizer_step(epoch, batch_idx, optimizer, update)
         self._clock.mark()
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
@@ -438,5 +459,5 @@ class RolloutModule(CollectingModule, ABC):
             self._ahead.load_state_dict(per_rank[self.global_rank])
 
     def _compare_options(self, then: dict[str, Any], now: dict[str, Any]) -> None:
-        if self.is_resumed:
-            compare_options(then, now, amid_rollouts=self._amid_rollouts)
+        if self.is_resumed and self._amid_rollouts:
+            compare_options(then, now)

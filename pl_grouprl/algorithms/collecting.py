@@ -15,17 +15,19 @@ from pl_grouprl.algorithms.distribution import deal, exchange_rewards
 from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.algorithms.rollout_ahead import RolloutAhead, check_rollout_ahead
 from pl_grouprl.algorithms.sampling_module import SamplingModule
+from pl_grouprl.algorithms.saved_state import Attributes, Stateful
 from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
 from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.packing import ModelCost
-from pl_grouprl.rewards import PendingRewards, RewardFunction, Weighted
+from pl_grouprl.rewards import PendingRewards, RewardFunction, Weighted, prepare_rewards
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
+from pl_grouprl.utilities.options import check_options
 
 
 @dataclass
@@ -69,6 +71,8 @@ class CollectingModule(SamplingModule):
             first time included. If groups are still missing then, the batch is smaller.
         rollout_ahead: 1 samples the next rollout beside the updates of the present one, from a copy of the policy as it
             was before them; `rollout/policy_lag` counts the optimizer steps since. 0 samples it afterwards.
+        max_unrewarded_batches: Abort after this many batches of rollouts in a row in which no rollout of any rank has a
+            reward. A single one is warned about and teaches nothing.
         **kwargs: Options of `SamplingModule` and `PolicyModule`.
 
     Raises:
@@ -86,12 +90,16 @@ class CollectingModule(SamplingModule):
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
         rollout_ahead: int = 0,
+        max_unrewarded_batches: int = 10,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, rewards, **kwargs)
-        for name, count in (("num_generations", num_generations), ("max_generation_batches", max_generation_batches)):
-            if count < 1:
-                raise ValueError(f"{name} is {count}; it must be at least 1.")
+        counts = {
+            "num_generations": num_generations,
+            "max_generation_batches": max_generation_batches,
+            "max_unrewarded_batches": max_unrewarded_batches,
+        }
+        check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
         if dynamic_sampling and num_generations < 2:
             raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
         if rollout_ahead not in (0, 1):
@@ -102,6 +110,8 @@ class CollectingModule(SamplingModule):
         self.dynamic_sampling = dynamic_sampling
         self.max_generation_batches = max_generation_batches
         self.rollout_ahead = rollout_ahead
+        self.max_unrewarded_batches = max_unrewarded_batches
+        self.unrewarded_batches = 0
         self._ahead = RolloutAhead()
         self._policy_lag = 0
         self._clock = StepClock()
@@ -175,12 +185,34 @@ class CollectingModule(SamplingModule):
         if isinstance(self.engine, SyncedRolloutEngine):
             metrics |= self._weight_sync.take_metrics()
         collected.num_tokens = count_tokens(records)
-        if math.isnan(metrics["reward"]):
-            rank_zero_warn(
-                "no rollout of a batch has a reward, so nothing is learned from it; see that a reward function applies "
-                "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
-            )
+        self._count_unrewarded(metrics)
         return metrics
+
+    def _count_unrewarded(self, metrics: dict[str, float]) -> None:
+        """Warn of a batch without a reward on any rank, and end the run where such batches follow each other."""
+        if not math.isnan(metrics["reward"]):
+            self.unrewarded_batches = 0
+            return
+        self.unrewarded_batches += 1
+        rank_zero_warn(
+            "no rollout of a batch has a reward, so nothing is learned from it; see that a reward function applies "
+            "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
+        )
+        if self.unrewarded_batches >= self.max_unrewarded_batches:
+            counts = [
+                f"{name} gave None for {metrics.get(f'rewards/{name}/none', 0):g} and no finite number for "
+                f"{metrics.get(f'rewards/{name}/invalid', 0):g}"
+                for name in (reward.name for reward in prepare_rewards(self.rewards))
+            ]
+            raise RuntimeError(
+                f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
+                f"{self.max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
+                f"{'; '.join(counts)}. Mend the reward functions, or check the columns that they read."
+            )
+
+    def saved_state(self) -> dict[str, Stateful]:
+        """Add the count of batches without a reward."""
+        return super().saved_state() | {"unrewarded": Attributes(self, "unrewarded_batches")}
 
     def _finish_rewards(self, collected: Collected) -> None:
         assert collected.pending is not None

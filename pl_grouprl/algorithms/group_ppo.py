@@ -5,8 +5,7 @@ Legend: B rollouts, T length of the longest one, N response tokens of all rollou
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from pl_grouprl.functional.token_groups import (
 )
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.options import check_options
 
 ScoreNorm = Literal["logit", "sketch", "log_ratio"]
 
@@ -75,6 +75,8 @@ class GroupPPO(PPO):
         ValueError: If an option is out of range, unknown, or has no meaning together with another.
     """
 
+    starts_over: ClassVar[dict[str, str]] = PPO.starts_over | {"threshold_controller": "group_variance_threshold"}
+
     def __init__(
         self,
         policy: str | PolicySource,
@@ -106,8 +108,7 @@ class GroupPPO(PPO):
         for name, (value, known) in choices.items():
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
-        if not 0 <= group_epsilon < math.inf:
-            raise ValueError(f"group_epsilon is {group_epsilon}; it must be a finite number, 0 or larger.")
+        check_options({"group_epsilon": (group_epsilon, group_epsilon >= 0, "a finite number, 0 or larger")})
         if sketch_dim is not None and score_norm != "sketch":
             raise ValueError(
                 f"sketch_dim is {sketch_dim} and score_norm is {score_norm!r}, which makes no sketch; set score_norm "

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pl_grouprl.utilities.options import check_options
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 _NO_DECAY = "_no_decay"
@@ -42,19 +44,17 @@ class OptimizerConfig:
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
-        checks = {
+        checks: dict[str, tuple[bool, str]] = {
             "learning_rate": (0 <= self.learning_rate < math.inf, "a finite number, 0 or larger"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "a finite number, 0 or larger"),
             "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            "eps": (0 <= self.eps < math.inf, "a finite number, 0 or larger"),
+            "eps": (0 < self.eps < math.inf, "a finite number larger than 0: weights without a gradient get 0 / eps"),
             "warmup_steps": (self.warmup_steps >= 0, "0 (no warm-up) or larger"),
             "schedule": (self.schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
             "final_fraction": (0 <= self.final_fraction <= 1, "in [0, 1]"),
             "max_grad_norm": (self.max_grad_norm is None or self.max_grad_norm > 0, "larger than 0, or None"),
         }
-        for name, (valid, range_) in checks.items():
-            if not valid:
-                raise ValueError(f"OptimizerConfig.{name} is {getattr(self, name)!r}; it must be {range_}.")
+        check_options({f"OptimizerConfig.{name}": (getattr(self, name), *check) for name, check in checks.items()})
         if self.final_fraction and self.schedule == "constant":
             raise ValueError(
                 f"OptimizerConfig.final_fraction is {self.final_fraction} with schedule 'constant', which never falls; "

@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -70,6 +70,8 @@ class PolicyGradientModule(RolloutModule):
     Raises:
         ValueError: If an option is out of range, unknown, or has no meaning together with another.
     """
+
+    starts_over: ClassVar[dict[str, str]] = {"kl_controller": "beta"}
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
+from pl_grouprl.algorithms.finite_weights import check_weights
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.algorithms.resume import compare_adapters, compare_optimizers
 from pl_grouprl.algorithms.saved_state import Attributes, Check, SavedStateModule, Stateful
@@ -25,6 +26,8 @@ from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.loggers import prepare_loggers
+from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
 from pl_grouprl.utilities.step_log import log_numbers
 
@@ -47,6 +50,9 @@ class PolicyModule(SavedStateModule):
             is skipped on all ranks: weights and optimizer state stay as they are.
         rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits for it
             without end.
+        allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or by what names
+            begin with: `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. Any other one that decides what is
+            optimised must be the same.
 
     Attributes:
         policy: The model, once `configure_model` has run.
@@ -70,15 +76,15 @@ class PolicyModule(SavedStateModule):
         verify: bool = True,
         max_nonfinite_steps: int = 10,
         rank_timeout: float | None = 1500.0,
+        allow_changed: Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(allow_changed)
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
         get_backend(attention_backend)  # an unknown name is an error here, not at the start of a fit
-        if max_nonfinite_steps < 1:
-            raise ValueError(f"max_nonfinite_steps is {max_nonfinite_steps}; it must be at least 1.")
         check_rank_timeout(rank_timeout)
         self.rank_timeout = rank_timeout
+        check_options({"max_nonfinite_steps": (max_nonfinite_steps, max_nonfinite_steps >= 1, "at least 1")})
         self.policy_source: PolicySource = PretrainedPolicy(policy) if isinstance(policy, str) else policy
         self.optimizer_config = optimizer
         self.sharing: Sharing = sharing
@@ -112,6 +118,9 @@ class PolicyModule(SavedStateModule):
     def setup(self, stage: str) -> None:
         """Refuse what the strategy cannot honour, before anything is loaded."""
         super().setup(stage)
+        clip = self.trainer.gradient_clip_val
+        valid = clip is None or clip >= 0
+        check_options({"trainer.gradient_clip_val": (clip, valid, "larger than 0, or None for no clipping")})
         self.support.check(self)
 
     def configure_model(self) -> None:
@@ -157,7 +166,8 @@ class PolicyModule(SavedStateModule):
         from pl_grouprl.attention import shared_prefix
 
         if self.verify:
-            with self.trainer.precision_plugin.forward_context():
+            memory = naming_memory("the check of shared prefixes before training", "verify=False leaves it out")
+            with memory, self.trainer.precision_plugin.forward_context():
                 reports = self.parity_reports()
             for report in reports:
                 report.raise_if_failed()
@@ -288,6 +298,11 @@ class PolicyModule(SavedStateModule):
                 f"(max_nonfinite_steps={self.max_nonfinite_steps}); lower the learning rate or clip the gradient "
                 "(trainer.gradient_clip_val), and look at the rewards."
             )
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Make the step, and end the run where it leaves NaN or infinity in a weight."""
+        super().optimizer_step(*args, **kwargs)
+        check_weights(self)
 
     def configure_gradient_clipping(
         self,

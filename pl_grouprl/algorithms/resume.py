@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.distributed import num_ranks
-from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.run_options import Changes, changed_options, refused_changes, remedy
 
 
 def set_right_progress(checkpoint: dict[str, Any], num_batches: int | None = None) -> bool:
@@ -132,19 +132,37 @@ def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, A
             )
 
 
-def compare_options(then: dict[str, Any], now: dict[str, Any], *, amid_rollouts: bool) -> None:
-    """Refuse other options than the checkpoint's amid rollouts; elsewhere warn of them.
+def compare_options(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse other options than those that the checkpoint's unfinished rollouts were made with.
 
     Raises:
-        ValueError: If an option differs and updates of the checkpoint's rollouts are still to come.
+        ValueError: If one differs.
     """
-    for name in (name for name in then if name in now and then[name] != now[name]):
-        if amid_rollouts:
-            raise ValueError(
-                f"{name} is {now[name]!r}, but the checkpoint is amid rollouts made with {then[name]!r}; keep that "
-                "value, or resume where a batch of rollouts ends."
-            )
-        rank_zero_warn(f"{name} is {now[name]!r} from here on; the checkpoint was made with {then[name]!r}.")
+    for name, (before, after) in changed_options(then, now).items():
+        raise ValueError(
+            f"{name} is {after!r}, but the checkpoint is amid rollouts made with {before!r}; keep that "
+            "value, or resume where a batch of rollouts ends."
+        )
+
+
+def settle_changes(changes: Changes, allowed: Sequence[str]) -> None:
+    """Refuse options that differ from the checkpoint's, and report those that may.
+
+    Args:
+        changes: By name, the value in the checkpoint and the value of this run.
+        allowed: Names of options that may differ, or what they begin with.
+
+    Raises:
+        ValueError: If an option differs that may not.
+    """
+    refused = refused_changes(changes, allowed)
+    if refused:
+        raise ValueError(
+            f"the checkpoint is of a run with other options: {'; '.join(refused)}. Restore them; "
+            f"{remedy(changes, allowed)}; or start a new run from the exported policy."
+        )
+    for name, (before, after) in changes.items():
+        rank_zero_info(f"allow_changed: {name} is {after!r} from here on; the checkpoint was made with {before!r}.")
 
 
 def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -157,7 +175,7 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
     Raises:
         ValueError: If one differs.
     """
-    differences = differing_options(then, now)
+    differences = refused_changes(changed_options(then, now), ())
     if differences:
         raise ValueError(
             f"the optimizer has other options than in the checkpoint, whose state brings its own: "

@@ -85,10 +85,9 @@ class SamplingModule(PolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
-        if val_num_generations < 1:
-            raise ValueError(f"val_num_generations is {val_num_generations}; it must be at least 1.")
         check_options(
             {
+                "val_num_generations": (val_num_generations, val_num_generations >= 1, "at least 1"),
                 "reward_workers": (reward_workers, reward_workers >= 0, "0 (none) or larger"),
                 "reward_retries": (reward_retries, reward_retries >= 0, "0 or larger"),
                 "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import lightning.pytorch as pl
 
 from pl_grouprl.algorithms.loading import LoadsCheckpoints
-from pl_grouprl.algorithms.resume import set_right_progress
+from pl_grouprl.algorithms.resume import set_right_progress, settle_changes
+from pl_grouprl.algorithms.run_options import RecordsOptions
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.random_state import random_state, set_random_state
+from pl_grouprl.utilities.run_options import Changes, changes_since, check_allowed
 
 KEY = "pl_grouprl"
 """Where it is in a checkpoint."""
@@ -89,11 +91,27 @@ class OfEachRank:
         self.load(state)
 
 
-class SavedStateModule(LoadsCheckpoints):
-    """A module whose state in checkpoints is what `saved_state` lists."""
+class SavedStateModule(RecordsOptions, LoadsCheckpoints):
+    """A module whose state in checkpoints is what `saved_state` lists.
 
-    def __init__(self) -> None:
+    Args:
+        allow_changed: Options that may differ from those of the checkpoint that a run is resumed from.
+
+    Attributes:
+        starts_over: By a part of the state, the option that says where it begins: if that is changed on purpose, the
+            part begins there again.
+
+    Raises:
+        TypeError: If `allow_changed` is a string.
+    """
+
+    starts_over: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, allow_changed: Sequence[str] = ()) -> None:
         super().__init__()
+        if isinstance(allow_changed, str):
+            raise TypeError(f"allow_changed is the string {allow_changed!r}; pass a list, [{allow_changed!r}].")
+        self.allow_changed = tuple(allow_changed)
         self._random_states: list[dict[str, Any]] = []
         self._before_validation: dict[str, Any] | None = None
         self._begins_epoch = False
@@ -106,7 +124,14 @@ class SavedStateModule(LoadsCheckpoints):
         return {
             "module": Check(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
             "random_numbers": OfEachRank(self, self._random_state, self._keep_random_states),
+            "run_options": Check(self.run_options, lambda then, now: None),  # compared last, with the state at hand
         }
+
+    def setup(self, stage: str) -> None:
+        """Have checkpoints verified, and refuse names in `allow_changed` that no option has."""
+        super().setup(stage)
+        if stage == "fit":
+            check_allowed(self.allow_changed, self.run_options(), self.free_options)
 
     @property
     def is_resumed(self) -> bool:
@@ -121,14 +146,21 @@ class SavedStateModule(LoadsCheckpoints):
         """Load all parts.
 
         Raises:
-            ValueError: If it is of another algorithm, or a part refuses its state.
+            ValueError: If it is of another algorithm, a part refuses its state, or an option differs that may not.
         """
         datamodule = getattr(self._trainer, "datamodule", None) if self.is_resumed else None
         self._begins_epoch = set_right_progress(checkpoint, getattr(datamodule, "num_train_batches", None))
         state = checkpoint.get(KEY, {})
+        changes = self._changes_since(state) if self.is_resumed else {}
         for name, part in self.saved_state().items():
-            if name in state:
+            if name in state and self.starts_over.get(name) not in changes:
                 part.load_state_dict(state[name])
+        settle_changes(changes, self.allow_changed)
+
+    def _changes_since(self, state: dict[str, Any]) -> Changes:
+        """Options that differ on any rank: each reads its own files."""
+        per_rank: list[Changes] = gather_plain(changes_since(state, self), self.trainer.strategy.root_device)
+        return {name: change for own in per_rank for name, change in own.items()}
 
     # Random numbers.
 

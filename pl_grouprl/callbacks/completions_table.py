@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pl_grouprl.callbacks.run_folder import claim, is_trial, run_folder
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 
 Row = dict[str, Any]
@@ -55,9 +56,7 @@ class CompletionsTable(Callback):
             "num_completions": num_completions,
             "max_characters": max_characters,
         }
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"CompletionsTable.{name} is {count}; it must be at least 1.")
+        check_options({f"CompletionsTable.{name}": (count, count >= 1, "at least 1") for name, count in counts.items()})
         self.every_n_steps = every_n_steps
         self.num_groups = num_groups
         self.num_completions = num_completions

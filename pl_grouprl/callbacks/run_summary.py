@@ -14,6 +14,7 @@ from torch import Tensor
 from pl_grouprl.callbacks.curves import draw_curves
 from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_folder import claim, run_folder
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.writes import OptionalWrites, write_whole
 
 Statistics = Mapping[str, Mapping[str, float]]
@@ -44,8 +45,7 @@ class RunSummary(Callback):
         summary_filename: str | None = "summary.json",
         curves_filename: str | None = "curves.png",
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"RunSummary.every_n_steps is {every_n_steps}; it must be at least 1.")
+        check_options({"RunSummary.every_n_steps": (every_n_steps, every_n_steps >= 1, "at least 1")})
         self.every_n_steps = every_n_steps
         self.summary_filename = summary_filename
         self.curves_filename = curves_filename

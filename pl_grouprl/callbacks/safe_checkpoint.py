@@ -34,8 +34,8 @@ from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
-from pl_grouprl.utilities.options import differing_options
 from pl_grouprl.utilities.origin import lineage
+from pl_grouprl.utilities.run_options import changes_since, options_of, refused_changes
 from pl_grouprl.utilities.signals import StopRequest
 from pl_grouprl.utilities.verified_loading import verify_loads
 
@@ -100,16 +100,16 @@ class SafeCheckpoint(ModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Do the search of the command line where Lightning looks for `last`; none is an error."""
-        options = run_options(trainer.lightning_module) if trainer.state.fn == "fit" else None
-        return {last_checkpoint(trainer, options)}
+        return {last_checkpoint(trainer, trainer.lightning_module if trainer.state.fn == "fit" else None)}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse checkpoints of another configuration; take over the signals, for which Lightning's handler waits."""
         folder = Path(str(self.dirpath))
         resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder.resolve()
         if not is_trial(trainer) and not resumed:  # Lightning tells the path after setup only
-            options = run_options(pl_module)
-            _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, options, trainer))
+            _on_all_ranks(
+                trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, pl_module, trainer)
+            )
         if self.stop_on_signal:
             self._request.listen()
 
@@ -229,7 +229,7 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
     what = f"the checkpoint {target} could not be saved, the former ones are untouched"
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
     module = trainer.lightning_module
-    facts = {"step": trainer.global_step, "module": lineage(module), "options": run_options(module)}
+    facts = {"step": trainer.global_step, "module": lineage(module), "run_options": options_of(module)}
     try:
         _on_all_ranks(trainer, what, lambda: _clear(unfinished) if trainer.is_global_zero else None)
         _on_all_ranks(trainer, what, lambda: trainer.strategy.save_checkpoint(checkpoint, unfinished))
@@ -250,12 +250,6 @@ def _refuse_nonfinite(trainer: Trainer, target: Path) -> None:
             "is not written, the former ones are untouched. Resume from one of them with a lower learning rate or "
             "clipped gradients (trainer.gradient_clip_val)."
         )
-
-
-def run_options(module: LightningModule) -> dict[str, Any]:
-    """What tells the runs of two configurations apart: the module and, where it names them, its `rollout_options`."""
-    options: dict[str, Any] = getattr(module, "rollout_options", dict)()
-    return {"model": type(module).__name__} | options
 
 
 def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> None:
@@ -305,16 +299,18 @@ def _make_ready(folder: Path, trainer: Trainer) -> None:
     trial.unlink()
 
 
-def _refuse_others(folder: Path, options: dict[str, Any], trainer: Trainer) -> None:
+def _refuse_others(folder: Path, module: LightningModule, trainer: Trainer) -> None:
     """Refuse to begin a run among the checkpoints of one that had other options."""
     if not trainer.is_global_zero:
         return
+    allowed = getattr(module, "allow_changed", ())
     for checkpoint in sorted(folder.glob("*.ckpt")):
-        differences = differing_options(about(checkpoint).get("options", {}), options)
-        if differences:
+        changes = changes_since(about(checkpoint), module)
+        refused = refused_changes(changes, allowed)
+        if refused:
             raise ValueError(
                 f"dirpath {folder} has checkpoints of a run with other options than this one ({checkpoint.name}: "
-                f"{'; '.join(differences)}); choose another folder, or remove them."
+                f"{'; '.join(refused)}); choose another folder, or remove them."
             )
 
 

@@ -14,6 +14,7 @@ from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.measure import measure_speedup
 from pl_grouprl.attention.rows import CACHE_IN_USE
 from pl_grouprl.packing import ModelCost
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ class SharedPrefixCallback(Callback):
         min_saved_tokens: int = 16,
     ) -> None:
         get_backend(backend)
-        for name, value in (("measure_every_n_steps", measure_every_n_steps), ("min_saved_tokens", min_saved_tokens)):
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 or larger.")
+        counts = {"measure_every_n_steps": measure_every_n_steps, "min_saved_tokens": min_saved_tokens}
+        check_options({name: (count, count >= 0, "0 or larger") for name, count in counts.items()})
         self.backend = backend
         self.verify = verify
         self.measure_every_n_steps = measure_every_n_steps

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.masked import check_flat, check_mask, masked_sum, sum_per_rollout
+from pl_grouprl.utilities.options import check_finite
 
 IMPORTANCE_KINDS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -123,6 +124,7 @@ def check_importance_options(kind: str, low: float | None, high: float | None) -
     """
     if kind not in IMPORTANCE_KINDS:
         raise ValueError(f"importance_sampling is {kind!r}; it must be one of {', '.join(IMPORTANCE_KINDS)}.")
+    check_finite(importance_sampling_low=low, importance_sampling_high=high)
     if kind == "none":
         if low is not None:
             raise ValueError(f"low is {low} and importance_sampling is 'none', which has no bounds; leave low None.")

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 
+from pl_grouprl.utilities.options import check_options
+
 MAX_ERROR = 0.2
 """The relative distance to the target is limited to plus or minus this."""
 
@@ -32,8 +34,7 @@ class FixedKLController:
     """
 
     def __init__(self, coef: float) -> None:
-        if not coef >= 0:
-            raise ValueError(f"coef is {coef}; it must be 0 (no penalty) or larger.")
+        check_options({"coef": (coef, coef >= 0, "0 (no penalty) or larger")})
         self.coef = float(coef)
 
     def update(self, kl: float, num_rollouts: int) -> None:
@@ -60,9 +61,9 @@ class AdaptiveKLController:
     """
 
     def __init__(self, coef: float, target: float, horizon: int = DEFAULT_HORIZON) -> None:
-        for name, value in (("coef", coef), ("target", target), ("horizon", horizon)):
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; it must be larger than 0 for an adaptive coefficient.")
+        own = {"coef": coef, "target": target, "horizon": horizon}
+        range_ = "larger than 0 for an adaptive coefficient"
+        check_options({name: (value, value > 0, range_) for name, value in own.items()})
         self.coef = float(coef)
         self.target = float(target)
         self.horizon = horizon

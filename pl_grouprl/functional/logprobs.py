@@ -9,6 +9,7 @@ backward pass. A head that is one matrix is taken by blocks of the vocabulary, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -145,7 +146,7 @@ def _check(
         )
     if targets_N.dtype != torch.int64:
         raise ValueError(f"targets_N has dtype {targets_N.dtype}; pass token ids as int64.")
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}; it must be 0 (scored as 1) or larger.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1.")

@@ -5,6 +5,7 @@ Legend: N response tokens of all rollouts in one row (flat, no padding).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def clipped_value_loss(
     Raises:
         ValueError: If shapes differ or the range is not positive.
     """
-    if cliprange is not None and not cliprange > 0:
+    if cliprange is not None and not 0 < cliprange < math.inf:
         raise ValueError(f"cliprange is {cliprange}; it must be larger than 0, or None for no limit.")
     check_flat(values_N=values_N, old_values_N=old_values_N, returns_N=returns_N, mask_N=mask_N)
     check_mask(mask_N)

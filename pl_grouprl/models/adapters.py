@@ -17,6 +17,7 @@ from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
 from pl_grouprl.models.loading import WeightMismatch, check_finite, check_mismatch, readable_weights
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.options import check_options
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -70,9 +71,7 @@ class LoRAOptions:
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "target_modules": (bool(self.target_modules), "'all-linear' or names of layers"),
         }
-        for name, (valid, range_) in checks.items():
-            if not valid:
-                raise ValueError(f"{owner}.{name} is {getattr(self, name)!r}; it must be {range_}.")
+        check_options({f"{owner}.{name}": (getattr(self, name), *check) for name, check in checks.items()})
 
     def put_on(self, model: Any, name: str, **options: Any) -> None:
         """Put new layers into a transformers model, in place, and freeze all else; see `inject`.

@@ -26,6 +26,7 @@ from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import tick
 
 if TYPE_CHECKING:
@@ -100,9 +101,7 @@ class WarmStartedPolicy:
             "learning_rate": (self.learning_rate >= 0, "0 or larger"),
             "max_grad_norm": (self.max_grad_norm > 0, "larger than 0"),
         }
-        for name, (valid, range_) in checks.items():
-            if not valid:
-                raise ValueError(f"WarmStartedPolicy.{name} is {getattr(self, name)}; it must be {range_}.")
+        check_options({f"WarmStartedPolicy.{name}": (getattr(self, name), *check) for name, check in checks.items()})
 
     @property
     def folder(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pl_grouprl.utilities.options import check_finite
 
 RewardFunction = Callable[..., Any]
 """A callable with one of three signatures, told apart by the names of its parameters. It may be `async`.
@@ -62,6 +65,9 @@ class Weighted:
     weight: float = 1.0
     name: str | None = None
 
+    def __post_init__(self) -> None:
+        check_finite(**{"Weighted.weight": self.weight})
+
 
 class FunctionFromFile:
     """A reward function named by file and function, as in verl's `custom_reward_function`.
@@ -93,6 +99,7 @@ class FunctionFromFile:
                 "give the name of a function at its top level."
             )
         self.function: RewardFunction = function
+        self._sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function of the file."""
@@ -100,6 +107,10 @@ class FunctionFromFile:
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return FunctionFromFile, (self.path, self.name)
+
+    def run_options(self) -> dict[str, str]:
+        """What decides its rewards, wherever the file is: which function of it, and a digest of its text."""
+        return {"function": self.name, "sha256": self._sha256}
 
 
 def reward_name(function: RewardFunction) -> str:

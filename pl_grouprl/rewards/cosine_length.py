@@ -11,6 +11,7 @@ from pl_grouprl.rewards.calls import score_all
 from pl_grouprl.rewards.completion_text import completion_text
 from pl_grouprl.rewards.conventions import flatten_groups, prepare_reward
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.options import check_finite, check_options
 
 
 def cosine_between(start: float, end: float, progress: float) -> float:
@@ -62,8 +63,7 @@ class CosineLengthReward:
         threshold: float = 0.5,
         unit: Literal["token", "character"] = "token",
     ) -> None:
-        if max_len < 1:
-            raise ValueError(f"CosineLengthReward.max_len is {max_len}; it must be at least 1.")
+        check_options({"CosineLengthReward.max_len": (max_len, max_len >= 1, "at least 1")})
         if unit not in ("token", "character"):
             raise ValueError(f"CosineLengthReward.unit is {unit!r}; it must be 'token' or 'character'.")
         self.max_len = max_len
@@ -141,10 +141,8 @@ class CosineLengthReward:
         return [math.nan if score.invalid else score.value for score in scores]
 
     def _check_values(self) -> None:
-        for name in ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct", "exceed_value"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"CosineLengthReward.{name} is {value}; it must be a finite number.")
+        values = ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct", "exceed_value")
+        check_finite(**{f"CosineLengthReward.{name}": getattr(self, name) for name in (*values, "threshold")})
         for kind in ("wrong", "correct"):
             low, high = getattr(self, f"min_value_{kind}"), getattr(self, f"max_value_{kind}")
             if low > high:

@@ -21,6 +21,8 @@ from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_
 from pl_grouprl.packing import Sharing, pack
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.run_options import identity, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +152,11 @@ class ModelReward:
         remaining = iter(scores)
         return [[next(remaining) for _ in group.rollouts] for group in groups]
 
+    def run_options(self) -> dict[str, Any]:
+        """What decides its rewards; the other options change what they cost."""
+        parts = {"model": self.model, "label": self.label, "tokenizer": self.tokenizer}
+        return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
+
     def _score_pass(self, model: Any, label: int, groups: list[RolloutGroup]) -> list[float]:
         batch = pack(groups, self.sharing, device=model.device)
         largest, known = int(batch.model_inputs["input_ids"].max()), model.get_input_embeddings().num_embeddings
@@ -159,7 +166,11 @@ class ModelReward:
                 "policy's, so pass its own tokenizer: ModelReward(..., tokenizer=...)."
             )
         context = nullcontext() if self.sharing == "repeated" else shared_prefix(model, self.attention_backend)
-        with torch.autocast(model.device.type, enabled=False), context:
+        memory = naming_memory(
+            f"a pass of ModelReward with max_tokens_per_pass={self.max_tokens_per_pass}",
+            "lower it, or put the reward model on another device (device)",
+        )
+        with memory, torch.autocast(model.device.type, enabled=False), context:
             states_BD = hidden_states(model, batch).index_select(0, batch.final_index_B)
             return score_head(model)(states_BD)[:, label].float().tolist()
 

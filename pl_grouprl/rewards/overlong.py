@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pl_grouprl.utilities.options import check_options
+
 
 class OverlongPenalty:
     """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13). Has TRL's signature.
@@ -26,8 +28,7 @@ class OverlongPenalty:
     """
 
     def __init__(self, max_length: int, overlong_buffer: int, penalty: float = 1.0) -> None:
-        if max_length < 1:
-            raise ValueError(f"OverlongPenalty.max_length is {max_length}; it must be at least 1 token.")
+        check_options({"OverlongPenalty.max_length": (max_length, max_length >= 1, "at least 1 token")})
         if not 0 <= overlong_buffer <= max_length:
             raise ValueError(
                 f"OverlongPenalty.overlong_buffer is {overlong_buffer}; it must be between 0 and "

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.utilities.options import check_options
 
 
 def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
@@ -39,8 +40,7 @@ class RepetitionPenalty:
     """
 
     def __init__(self, ngram_size: int, max_penalty: float, unit: Literal["word", "token"] = "word") -> None:
-        if ngram_size < 1:
-            raise ValueError(f"RepetitionPenalty.ngram_size is {ngram_size}; it must be at least 1.")
+        check_options({"RepetitionPenalty.ngram_size": (ngram_size, ngram_size >= 1, "at least 1")})
         if not (math.isfinite(max_penalty) and max_penalty <= 0):
             raise ValueError(
                 f"RepetitionPenalty.max_penalty is {max_penalty}; it is added to the reward and must be finite and not "

@@ -17,6 +17,8 @@ from pl_grouprl.rollout.media import check_media, media_key
 from pl_grouprl.rollout.packed_linear import packed_linears
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.options import check_options
 
 _Sequence = tuple[int, int, int]
 """Index of its distinct prompt, index of its prompt, index of its rollout."""
@@ -64,9 +66,8 @@ class HFRolloutEngine:
         max_sequences: int | None = None,
         max_prefill_tokens: int = 8192,
     ) -> None:
-        for name, value in (("max_sequences", max_sequences), ("max_prefill_tokens", max_prefill_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        counts = {"max_sequences": max_sequences, "max_prefill_tokens": max_prefill_tokens}
+        check_options({name: (count, count is None or count >= 1, "at least 1") for name, count in counts.items()})
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
         self.model: Any = None
@@ -136,7 +137,13 @@ class HFRolloutEngine:
         end_ids = end_token_ids(self.model, self.tokenizer, sampling)
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts  # imports transformers
 
-        with _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
+        memory = naming_memory(
+            f"a rollout with max_sequences={self.max_sequences} (None: all at once) and max_prefill_tokens="
+            f"{self.max_prefill_tokens} of HFRolloutEngine",
+            "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens where the prompts "
+            "themselves are too long at once",
+        )
+        with memory, _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
             if min(limits.values(), default=LONGEST) >= LONGEST:
                 check_decoding(self.model, self._sample_freely)
             groups = self._generate(

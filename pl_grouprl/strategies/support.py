@@ -87,6 +87,10 @@ class StrategySupport:
         """This rank's gradients, or its shards of them, of those parameters that have one; to be changed in place."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
+    def weights(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """This rank's weights, or its shards of them, between two steps."""
+        return [parameter.detach() for parameter in parameters]
+
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients, over all ranks' shards of them, a scalar. All ranks call it."""
         return torch.nn.utils.get_total_norm(self.gradients(parameters))

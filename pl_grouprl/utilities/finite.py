@@ -52,4 +52,7 @@ def _counts(local: Tensor) -> bool:
 
 def _largest(local: Tensor) -> Tensor:
     """The largest magnitude: NaN and inf pass through, finite values cannot overflow, only float8 is copied."""
-    return torch.linalg.vector_norm(local.float() if local.itemsize == 1 else local, ord=torch.inf)
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    lowest, highest = torch.aminmax(local.float() if local.itemsize == 1 else local)
+    return torch.maximum(-lowest, highest)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
-from pl_grouprl.utilities.options import differing_options
+from pl_grouprl.utilities.run_options import changes_since, refused_changes, remedy
 from pl_grouprl.utilities.verified_loading import note_verified
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
-def last_checkpoint(trainer: Trainer, options: Mapping[str, Any] | None = None) -> str:
+def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> str:
     """Find the newest complete checkpoint that runs with the same logger folder and name have left.
 
     Without a logger it is the newest of the runs in `default_root_dir`. The `dirpath` of a checkpoint callback that has
@@ -25,7 +24,7 @@ def last_checkpoint(trainer: Trainer, options: Mapping[str, Any] | None = None) 
 
     Args:
         trainer: Its loggers and callbacks say where to look.
-        options: Those of the run that is to go on from it, where they are to be compared.
+        module: What is to be trained from it, where its options are to be compared.
 
     Raises:
         ValueError: If there is none, or if it is of a run with other options.
@@ -41,11 +40,12 @@ def last_checkpoint(trainer: Trainer, options: Mapping[str, Any] | None = None) 
             f"ckpt_path is 'last' and there is no checkpoint below {runs_folder(trainer)} that is complete; leave "
             "ckpt_path out to start anew, or pass the path of a checkpoint."
         )
-    differences = differing_options(about(newest).get("options", {}), options or {})
-    if differences:
+    changes = {} if module is None else changes_since(about(newest), module)
+    allowed = getattr(module, "allow_changed", ())
+    if refused := refused_changes(changes, allowed):
         raise ValueError(
-            f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(differences)}. Restore "
-            "them, give this run another logger name, or pass the checkpoint's path to change them from there on."
+            f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(refused)}. Restore them; "
+            f"{remedy(changes, allowed)}; or give this run another logger name."
         )
     note_verified(newest)
     rank_zero_info(f"ckpt_path 'last' is {newest}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 
 def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
-    """Refuse options that are out of range.
+    """Refuse options that are out of range, and numbers that are not finite whatever the range says.
 
     Args:
         checks: By name, the value, whether it is valid, and what it must be.
@@ -17,15 +17,24 @@ def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
         ValueError: With the name, the value and what it must be.
     """
     for name, (value, valid, range_) in checks.items():
-        if not valid:
-            raise ValueError(f"{name} is {value!r}; it must be {range_}.")
+        finite = "finite, and " if valid and "finite" not in range_ else ""
+        if not valid or not is_finite(value):
+            raise ValueError(f"{name} is {value!r}; it must be {finite}{range_}.")
 
 
-def differing_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which options that both runs know have other values now, and which; tuples and lists are the same."""
+def check_finite(**options: Any) -> None:
+    """Refuse numbers that are NaN or infinite.
 
-    def plain(value: Any) -> Any:
-        return json.loads(json.dumps(value))
+    Raises:
+        ValueError: With the name and the value.
+    """
+    check_options({name: (value, True, "a finite number") for name, value in options.items()})
 
-    both = [name for name in then if name in now]
-    return [f"{name} is {now[name]!r} (there {then[name]!r})" for name in both if plain(then[name]) != plain(now[name])]
+
+def is_finite(value: Any) -> bool:
+    """False for NaN and infinity, and for what contains them; comparisons alone let NaN through."""
+    if isinstance(value, Mapping):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)

@@ -75,6 +75,7 @@ def test_a_fixed_coefficient_and_a_fixed_threshold_are_the_options(fit, tmp_path
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(GroupPPO, {"beta": 0.1}, callbacks=[saving], steps=4)
     options = {"beta": 0.3, "adaptive_threshold": False, "group_variance_threshold": 2.5}
+    options["allow_changed"] = list(options)
     module, _ = fit(GroupPPO, options, tmp_path / "step=4.ckpt", steps=5)
     assert module.beta == 0.3
     assert module.token_group_threshold == 2.5

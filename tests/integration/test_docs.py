@@ -51,7 +51,7 @@ def here_cells(section: str | None = None) -> list[str]:
 
 def parameters(*classes: type) -> set[str]:
     """Names that the constructors take, those that are handed on by **kwargs included."""
-    return {name for cls in classes for name in inspect.signature(cls.__init__).parameters} - {"self", "kwargs"}
+    return {name for cls in classes for name in inspect.signature(cls.__init__).parameters} - {"self", "args", "kwargs"}
 
 
 OPTIONS = {

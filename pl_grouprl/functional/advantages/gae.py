@@ -16,6 +16,8 @@ verl whitens the advantages of its `gae` in the same function, and TRL's PPO rig
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -142,7 +144,7 @@ def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
     Raises:
         ValueError: If alpha is not positive.
     """
-    if not alpha > 0:
+    if not 0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}; pass a number larger than 0, such as 0.05.")
     dtype = torch.promote_types(lengths.dtype, torch.float32)
     return (1 - 1 / (alpha * lengths.to(dtype))).clamp(min=0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.advantages.groups import gather_groups
+from pl_grouprl.utilities.options import check_options
 
 REWARD_SCALES = ("group", "batch", "none")
 PASSK_SCALES = ("group", "none")
@@ -149,6 +150,7 @@ class GroupRelativeAdvantage(GroupEstimator):
 
     def __post_init__(self) -> None:
         _check_scale(self.scale)
+        _check_eps(self.eps)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,11 @@ class PassKAdvantage(GroupEstimator):
 
     def __post_init__(self) -> None:
         _check_scale(self.scale, PASSK_SCALES)
+        _check_eps(self.eps)
+
+
+def _check_eps(eps: float) -> None:
+    check_options({"eps": (eps, eps >= 0, "0 or larger")})
 
 
 def _check_scale(scale: str, scales: Sequence[str] = REWARD_SCALES) -> None:

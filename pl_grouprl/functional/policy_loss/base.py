@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.masked import check_flat, check_mask
+from pl_grouprl.utilities.options import check_finite, check_options
 
 MAX_LOG_RATIO = 20.0
 """Limit of a token's log-ratio, in nats."""
@@ -130,12 +131,11 @@ def epsilons(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
     """Return how far down and up, the first for both where the second is None.
 
     Raises:
-        ValueError: If one is negative or NaN.
+        ValueError: If one is negative or not finite.
     """
     high = epsilon if epsilon_high is None else epsilon_high
-    for name, value in (("epsilon", epsilon), ("epsilon_high", high)):
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; it must be 0 or larger.")
+    own = {"epsilon": epsilon, "epsilon_high": high}
+    check_options({name: (value, value >= 0, "0 or larger") for name, value in own.items()})
     return epsilon, high
 
 
@@ -146,6 +146,7 @@ def clip_bounds(epsilon: float, epsilon_high: float | None, delta: float | None 
         ValueError: If one is out of range.
     """
     low, high = epsilons(epsilon, epsilon_high)
+    check_finite(delta=delta)
     if delta is not None and delta < 1 + high:
         raise ValueError(f"delta is {delta}; it must be at least 1 + epsilon_high = {1 + high}, or None for no limit.")
     return 1 - low, 1 + high
@@ -155,8 +156,6 @@ def check_positive(**options: float) -> None:
     """Refuse options that are not larger than 0.
 
     Raises:
-        ValueError: If one is 0, negative or NaN.
+        ValueError: If one is 0, negative or not finite.
     """
-    for name, value in options.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be larger than 0.")
+    check_options({name: (value, value > 0, "larger than 0") for name, value in options.items()})

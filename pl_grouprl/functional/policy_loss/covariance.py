@@ -30,6 +30,7 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
+from pl_grouprl.utilities.options import check_finite, check_options
 
 
 def clip_cov_policy_loss(
@@ -71,6 +72,7 @@ def clip_cov_policy_loss(
     """
     low, high = clip_bounds(epsilon, epsilon_high)
     _check_share(clip_cov_ratio=clip_cov_ratio)
+    check_finite(clip_cov_lb=clip_cov_lb, clip_cov_ub=clip_cov_ub)
     if not clip_cov_lb < clip_cov_ub:
         raise ValueError(
             f"clip_cov_lb is {clip_cov_lb} and clip_cov_ub is {clip_cov_ub}; no token lies between them, so make the "
@@ -118,8 +120,7 @@ def kl_cov_policy_loss(
         ValueError: If shapes differ or an option is out of range.
     """
     _check_share(kl_cov_ratio=kl_cov_ratio)
-    if not ppo_kl_coef >= 0:
-        raise ValueError(f"ppo_kl_coef is {ppo_kl_coef}; it must be 0 or larger.")
+    check_options({"ppo_kl_coef": (ppo_kl_coef, ppo_kl_coef >= 0, "0 or larger")})
     log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
     covariance_N = _covariance_shares(policy_logprobs_N, advantages_N, mask_N)
     chosen_N = _largest(covariance_N, mask_N, _share_of(mask_N, kl_cov_ratio))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from pl_grouprl.utilities.options import check_finite
+
 
 class ThresholdController:
     """Moves the threshold so that a set share of the advantage positions is saved.
@@ -56,6 +58,7 @@ class ThresholdController:
         self.threshold_lr = threshold_lr
         self.target_compression = target_compression
         if not adaptive_threshold:
+            check_finite(target_compression=target_compression)
             self._threshold = 1.0 if group_variance_threshold is None else group_variance_threshold
             return
         _check_target(target_compression, max_size)
@@ -102,7 +105,7 @@ class ThresholdController:
 def _check_clips(threshold_lr: float, min_threshold: float, max_threshold: float) -> None:
     if not 0 <= threshold_lr < math.inf:
         raise ValueError(f"threshold_lr is {threshold_lr}; it must be a finite number, 0 or larger.")
-    if not min_threshold > 0:
+    if not 0 < min_threshold < math.inf:
         raise ValueError(f"min_threshold is {min_threshold}; it must be above 0 (below 1 it acts as 1).")
     if not max(min_threshold, 1.0) <= max_threshold < math.inf:
         raise ValueError(

@@ -1,0 +1,114 @@
+"""What decides a run's objective, by name: what a resumed run is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+
+from pl_grouprl.rewards import prepare_rewards
+from pl_grouprl.utilities.run_options import describe, recorded
+
+FREE_OPTIONS = frozenset(
+    {
+        "policy",  # its base, its adapter and its weights are compared as such
+        "engine",
+        "sharing",
+        "attention_backend",
+        "verify",
+        "max_nonfinite_steps",
+        "max_unrewarded_batches",
+        "allow_changed",
+        "val_num_generations",
+        "val_sampling",
+        "reward_workers",
+        "reward_timeout",
+        "reward_retries",
+        "max_failed_share",
+        "max_tokens_per_micro_batch",
+        "sequence_parallel_size",
+        # How a critic began, and how it runs: its weights come from the checkpoint.
+        *(
+            f"critic.{name}"
+            for name in ("path", "revision", "trust_remote_code", "dtype", "attn_implementation", "head_std", "seed")
+        ),
+        "critic.gradient_checkpointing",
+        # Which prompts of the same rows are left; the loader knows where that cannot change.
+        "data.max_prompt_length",
+        "data.overlong_prompts",
+    }
+)
+"""Options of the constructors that may differ when a run is resumed; every other one is compared."""
+
+
+class RecordsOptions:
+    """A module that knows which options it was made with, those of its subclasses too.
+
+    Attributes:
+        free_options: Options that may differ when a run is resumed. A subclass may add its own.
+    """
+
+    free_options: ClassVar[frozenset[str]] = FREE_OPTIONS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
+
+    def note_options(self, options: Mapping[str, Any]) -> None:
+        """Write down arguments of a constructor as plain values, before anything can change them."""
+        noted = self.__dict__.setdefault("_noted_options", {})
+        for name, value in options.items():
+            for former in [own for own in noted if own == name or own.startswith(f"{name}.")]:
+                del noted[former]
+            if name not in self.free_options:
+                described = _describe_rewards(value) if name == "rewards" else describe(name, value)
+                noted |= {own: plain for own, plain in described.items() if own not in self.free_options}
+
+    def run_options(self) -> dict[str, Any]:
+        """All that decides what is optimised, by name and as plain values.
+
+        These are the arguments of the constructors, `rollout_options`, and once there is a Trainer what it does to
+        gradients and `resume_facts()` of its data module.
+        """
+        noted = self.__dict__.get("_noted_options", {})
+        of_rollouts: dict[str, Any] = getattr(self, "rollout_options", dict)()
+        # `beta > 0` says less than beta.
+        more = {name: value for name, value in of_rollouts.items() if name.split(" ")[0] not in noted}
+        trainer = getattr(self, "_trainer", None)
+        of_trainer = {} if trainer is None else _trainer_options(trainer) | _data_options(trainer)
+        options = {"model": type(self).__name__} | more | noted | of_trainer
+        return {name: value for name, value in options.items() if name not in self.free_options}
+
+
+def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:
+    clips = trainer.gradient_clip_val or None
+    algorithm = None if clips is None else str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
+    return {
+        "trainer.gradient_clip_val": clips,
+        "trainer.gradient_clip_algorithm": algorithm,
+        "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "trainer.overfit_batches": getattr(trainer, "overfit_batches", 0),
+    }
+
+
+def _data_options(trainer: pl.Trainer) -> dict[str, Any]:
+    """What the data module says of its training data, which is loaded for a fit alone."""
+    facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", None)
+    if facts is None or trainer.state.fn != "fit":
+        return {}
+    return {f"data.{name.removeprefix('data.')}": value for name, value in facts().items()}
+
+
+def _describe_rewards(rewards: Any) -> dict[str, Any]:
+    """Reward functions by their names in metrics, each with its weight."""
+    try:
+        weighted = prepare_rewards(rewards)
+    except (TypeError, ValueError):
+        return {}  # the constructor refuses them
+    described: dict[str, Any] = {"rewards": [own.name for own in weighted]}
+    for own in weighted:
+        described |= describe(f"rewards.{own.name}", own.function)
+        described[f"rewards.{own.name}.weight"] = own.weight
+    return described

@@ -1,0 +1,354 @@
+"""A run that is resumed under another objective is refused with the option's name, or allowed by it and logged."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.callbacks import SafeCheckpoint
+from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
+from pl_grouprl.rewards import FunctionFromFile, ModelReward, Weighted
+from pl_grouprl.types import SamplingConfig
+from pl_grouprl.utilities.run_options import describe
+
+KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
+
+
+def share_of_letters(completions, **columns):
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+
+def share_of_digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+class Near:
+    """A reward whose constructor keeps its argument under another name."""
+
+    def __init__(self, length, scale=1.0):
+        self.wanted = length
+        self.scale = scale
+
+    def __call__(self, completions, **columns):
+        return [-self.scale * abs(len(text) - self.wanted) for text in completions]
+
+
+class NewOption(GRPO):
+    """A user's subclass with an option of its own."""
+
+    def __init__(self, *args, level=1, **kwargs):
+        super().__init__(*args, entropy_coef=0.1 * level, **kwargs)
+
+
+class Rows(PromptDataModule):
+    """A data module that says which rows it has."""
+
+    digest = "first"
+
+    def resume_facts(self):
+        if "train" not in self.prompts:
+            raise ValueError("the training data is not loaded")
+        return {"rows": self.digest, "max_prompt_length": self.encoding.max_prompt_length}
+
+
+@pytest.fixture
+def fit(make_module, make_data, make_trainer):
+    def run(cls=GRPO, checkpoint=None, trainer=None, data=None, **options):
+        options.setdefault("rewards", share_of_letters)
+        module = make_module(cls, **options)
+        own = make_trainer(max_steps=1 if checkpoint is None else 2, **(trainer or {}))
+        own.fit(module, data or make_data(), ckpt_path=checkpoint, weights_only=True)
+        return own, module
+
+    return run
+
+
+@pytest.fixture
+def saved(fit, tmp_path):
+    def save(**options):
+        trainer, _ = fit(**options)
+        trainer.save_checkpoint(tmp_path / "state.ckpt")
+        return tmp_path / "state.ckpt"
+
+    return save
+
+
+def reward_file(tmp_path, folder, text):
+    path = tmp_path / folder / "reward.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"def score(completions, **columns):\n    return [{text} for text in completions]\n")
+    return FunctionFromFile(str(path), "score")
+
+
+ADVANTAGE = {"advantage_estimator": "grpo_passk", "scale_rewards": "group"}
+CHANGES = {
+    "another function": ({"rewards": share_of_letters}, {"rewards": share_of_digits}, r"rewards is \['share_of_digits"),
+    "one more function": ({}, {"rewards": [share_of_letters, share_of_digits]}, r"rewards is \['share_of_letters', "),
+    "the function under its name": (
+        {"rewards": Weighted(share_of_letters, name="score")},
+        {"rewards": Weighted(share_of_digits, name="score")},
+        r"rewards.score is '.*share_of_digits' \(there '.*share_of_letters'\)",
+    ),
+    "weight": (
+        {"rewards": Weighted(share_of_letters)},
+        {"rewards": Weighted(share_of_letters, 2.0)},
+        r"rewards.share_of_letters.weight is 2.0 \(there 1.0\)",
+    ),
+    "argument under another name": (
+        {"rewards": Near(3)},
+        {"rewards": Near(4)},
+        r"rewards.Near.wanted is 4 \(there 3\)",
+    ),
+    "argument": ({"rewards": Near(3)}, {"rewards": Near(3, 2.0)}, r"rewards.Near.scale is 2.0 \(there 1.0\)"),
+    "beta": ({"beta": 0.1}, {"beta": 0.2}, r"beta is 0.2 \(there 0.1\)"),
+    "kl_target": (KL, KL | {"kl_target": 0.02}, r"kl_target is 0.02 \(there 0.01\)"),
+    "kl_type": ({"beta": 0.1}, {"beta": 0.1, "kl_type": "k2"}, r"kl_type is 'k2' \(there 'k3'\)"),
+    "loss_type": ({}, {"loss_type": "cispo"}, r"loss_type is 'cispo' \(there 'dapo'\)"),
+    "epsilon_high": ({}, {"epsilon_high": 0.28}, r"epsilon_high is 0.28 \(there None\)"),
+    "policy_loss_options": (
+        {"policy_loss": "clip_cov"},
+        {"policy_loss": "clip_cov", "policy_loss_options": {"clip_cov_lb": 2.0}},
+        "policy_loss_options is",
+    ),
+    "advantage_estimator": ({}, ADVANTAGE, r"advantage_estimator is 'grpo_passk' \(there 'grpo'\)"),
+    "entropy_coef": ({}, {"entropy_coef": 0.1}, r"entropy_coef is 0.1 \(there 0.0\)"),
+    "top_p": (
+        {},
+        {"sampling": SamplingConfig(max_new_tokens=5, top_p=0.9)},
+        r"sampling.top_p is 0.9 \(there 1.0\)",
+    ),
+    "clipping": (
+        {"trainer": {"gradient_clip_val": 1.0}},
+        {"trainer": {"gradient_clip_val": 0.5}},
+        r"trainer.gradient_clip_val is 0.5 \(there 1.0\)",
+    ),
+    "clipping of a part": (
+        {},
+        {"optimizer": OptimizerConfig(1e-2, max_grad_norm=1.0)},
+        r"optimizer.max_grad_norm is 1.0 \(there None\)",
+    ),
+    "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches is 2"),
+    "gamma": ({"cls": PPO}, {"cls": PPO, "gamma": 0.9}, r"gamma is 0.9 \(there 1.0\)"),
+    "vf_coef": ({"cls": PPO}, {"cls": PPO, "vf_coef": 0.5}, r"vf_coef is 0.5 \(there 1.0\)"),
+    "critic": (
+        {"cls": PPO, "critic": SharedTrunkCritic()},
+        {"cls": PPO, "critic": SharedTrunkCritic(detach=True)},
+        r"critic.detach is True \(there False\)",
+    ),
+    "target_compression": (
+        {"cls": GroupPPO},
+        {"cls": GroupPPO, "target_compression": 0.5},
+        r"target_compression is 0.5 \(there 0.75\)",
+    ),
+    "algorithm": ({"cls": GRPO}, {"cls": NewOption}, r"model is 'NewOption' \(there 'GRPO'\)"),
+    "option of a subclass": ({"cls": NewOption}, {"cls": NewOption, "level": 2}, r"level is 2 \(there 1\)"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resumed_run_with_another_objective_is_refused(saved, fit, change):
+    then, now, message = CHANGES[change]
+    with pytest.raises(ValueError, match=f"run with other options: .*{message}.* pass allow_changed="):
+        fit(checkpoint=saved(**then), **now)
+
+
+def test_a_reward_file_is_known_by_its_text_not_its_path(saved, fit, tmp_path):
+    checkpoint = saved(rewards=reward_file(tmp_path, "here", "len(text)"))
+    fit(checkpoint=checkpoint, rewards=reward_file(tmp_path, "there", "len(text)"))
+    with pytest.raises(ValueError, match=r"rewards.score.sha256 is '[0-9a-f]{64}' \(there"):
+        fit(checkpoint=checkpoint, rewards=reward_file(tmp_path, "here", "-len(text)"))
+
+
+def test_the_text_is_that_which_was_run(saved, fit, tmp_path, make_module):
+    then = make_module(rewards=reward_file(tmp_path, "here", "len(text)"))
+    before = then.run_options()
+    reward_file(tmp_path, "here", "-len(text)")
+    assert then.run_options() == before
+
+
+def test_other_rows_are_refused_unless_allowed(saved, fit):
+    task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=4)
+    checkpoint = saved(data=Rows(task, batch_size=4))
+    fit(checkpoint=checkpoint, data=Rows(task, batch_size=4))
+    other = Rows(task, batch_size=4)
+    other.digest = "second"
+    with pytest.raises(ValueError, match=r"data.rows is 'second' \(there 'first'\)"):
+        fit(checkpoint=checkpoint, data=other)
+    fit(checkpoint=checkpoint, data=other, allow_changed=["data"])
+    fit(checkpoint=checkpoint, data=Rows(task, batch_size=4, max_prompt_length=500))
+
+
+def test_a_checkpoint_without_training_data_can_be_saved(make_module, make_trainer, tmp_path):
+    task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=4)
+    trainer = make_trainer()
+    trainer.validate(make_module(), Rows(task, task))
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    assert "data.rows" not in torch.load(tmp_path / "state.ckpt", weights_only=True)["pl_grouprl"]["run_options"]
+
+
+FREE = {
+    "reward_workers": 1,
+    "max_failed_share": 0.9,
+    "max_tokens_per_micro_batch": 64,
+    "attention_backend": "reference",
+    "sharing": "repeated",
+    "val_num_generations": 2,
+    "max_nonfinite_steps": 3,
+}
+
+
+def test_what_decides_nothing_may_differ(saved, fit):
+    options = dict(FREE, rewards=len_reward)
+    _, module = fit(checkpoint=saved(rewards=len_reward), **options)
+    assert module.global_step == 2
+
+
+def len_reward(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def test_an_allowed_change_is_logged_once_with_both_values(saved, fit, caplog):
+    checkpoint = saved(beta=0.1)
+    _, module = fit(checkpoint=checkpoint, beta=0.2, entropy_coef=0.1, allow_changed=["beta", "entropy_coef"])
+    assert module.beta == 0.2
+    told = [r.message for r in caplog.records if "from here on" in r.message]
+    assert sorted(told) == [
+        "allow_changed: beta is 0.2 from here on; the checkpoint was made with 0.1.",
+        "allow_changed: entropy_coef is 0.1 from here on; the checkpoint was made with 0.0.",
+    ]
+
+
+def test_a_prefix_allows_all_its_options(saved, fit):
+    sampling = SamplingConfig(max_new_tokens=4, temperature=0.7)
+    checkpoint = saved()
+    with pytest.raises(ValueError, match=r"sampling.max_new_tokens is 4 .*allow_changed=\['sampling.temperature', "):
+        fit(checkpoint=checkpoint, sampling=sampling, allow_changed=["sampling.temperature"])
+    fit(checkpoint=checkpoint, sampling=sampling, allow_changed=["sampling"])
+
+
+def test_an_allowed_start_of_what_adapts_takes_effect(saved, fit):
+    _, module = fit(checkpoint=saved(**KL), **{**KL, "beta": 10.0}, allow_changed=["beta"])
+    assert module.beta == pytest.approx(10.0, rel=0.05)  # the coefficient of the checkpoint was near 0.1
+    _, module = fit(
+        GroupPPO, saved(cls=GroupPPO), group_variance_threshold=9.0, allow_changed=["group_variance_threshold"]
+    )
+    assert module.threshold_controller.threshold == pytest.approx(9.0, rel=0.05)  # by default it begins at 4
+
+
+def test_the_learning_rate_stays_the_checkpoints(saved, fit):
+    message = r"whose state brings its own: policy.learning_rate is 0.001 \(there 0.01\)"
+    with pytest.raises(ValueError, match=message):
+        fit(checkpoint=saved(), optimizer=OptimizerConfig(1e-3), allow_changed=["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("batae", r"allow_changed has 'batae', and no option of this run begins so; did you mean 'beta'\?"),
+        ("sampling.temprature", r"did you mean 'sampling.temperature'\?"),
+        ("bet", r"did you mean 'beta'\?"),
+        ("rewards.share_of_leters", r"did you mean 'rewards.share_of_letters'\?"),
+        ("reward_workers", "allow_changed has 'reward_workers', which may change in any case; leave it out"),
+    ],
+)
+def test_a_name_that_nothing_has_is_refused_at_setup(fit, name, message):
+    with pytest.raises(ValueError, match=message):
+        fit(allow_changed=[name])
+
+
+def test_a_string_is_refused(make_module):
+    with pytest.raises(TypeError, match=r"allow_changed is the string 'beta'; pass a list, \['beta'\]"):
+        make_module(allow_changed="beta")
+
+
+def test_a_checkpoint_holds_plain_values(saved):
+    checkpoint = saved(cls=PPO, critic=PolicyCopyCritic(), rewards=[Near(3), Weighted(share_of_letters, 0.5)])
+    options = torch.load(checkpoint, weights_only=True)["pl_grouprl"]["run_options"]
+    assert json.loads(json.dumps(options)) == options
+    assert options["rewards.share_of_letters.weight"] == 0.5
+
+
+def test_what_a_reward_model_costs_is_not_compared(make_module):
+    def options(**own):
+        return make_module(rewards=ModelReward("name-on-the-hub", **own)).run_options()
+
+    assert options(max_tokens_per_pass=99, sharing="repeated", device="cpu") == options()
+    assert options(label=1) != options()
+
+
+def test_values_of_every_kind_become_plain(tmp_path):
+    class Kind(Enum):
+        FIRST = "first"
+
+    values = {
+        "numbers": [np.float64(0.5), np.int64(2), np.bool_(True), True],
+        "kind": Kind.FIRST,
+        "names": {"b", "a"},
+        "dtype": torch.bfloat16,
+        "folder": tmp_path,
+        "partial": functools.partial(share_of_letters, bonus=2.0),
+        "method": Near(3).__call__,
+        "table": {"one": [Near(1)], "two": list(range(1000))},
+    }
+    described = {}
+    for name, value in values.items():
+        described |= describe(name, value)
+    torch.save(described, tmp_path / "described.pt")
+    assert torch.load(tmp_path / "described.pt", weights_only=True) == described
+    assert json.loads(json.dumps(described)) == described
+    assert described["numbers.0"] == 0.5
+    assert described["kind"] == "first"
+    assert described["names"] == ["a", "b"]
+    assert described["dtype"] == "torch.bfloat16"
+    assert described["partial.bonus"] == 2.0
+    assert described["method.of.wanted"] == 3
+    assert described["table.one.0.wanted"] == 1
+    assert described["table.two"].startswith("[0, 1, 2, ")
+    assert "sha256" in described["table.two"]
+
+
+def test_an_older_checkpoint_still_loads(saved, fit):
+    path = saved()
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["pl_grouprl"]["run_options"]
+    torch.save(checkpoint, path)
+    fit(checkpoint=path, beta=0.0, entropy_coef=0.1)
+    with pytest.raises(ValueError, match=r"policy_loss is 'ClippedPolicyLoss.*epsilon=0.3.* pass allow_changed="):
+        fit(checkpoint=path, epsilon=0.3)
+
+
+def test_a_folder_with_checkpoints_of_another_objective_is_refused(fit, tmp_path):
+    def callbacks():
+        return {"callbacks": [SafeCheckpoint(dirpath=tmp_path / "run", every_n_train_steps=1)]}
+
+    fit(rewards=Weighted(share_of_letters), trainer=callbacks())
+    changed = Weighted(share_of_letters, 2.0)
+    message = r"other options than this one .*rewards.share_of_letters.weight is 2.0 \(there 1.0\)"
+    with pytest.raises(ValueError, match=message):
+        fit(rewards=changed, trainer=callbacks())
+    fit(rewards=changed, allow_changed=["rewards"], trainer=callbacks())
+
+
+def test_a_validation_compares_nothing(saved, make_module, make_data, make_trainer):
+    checkpoint = saved()
+    module = make_module(rewards=share_of_digits)
+    make_trainer().validate(module, make_data(val=True), ckpt_path=checkpoint, weights_only=True)
+
+
+def test_all_ranks_refuse_what_differs_on_one(tmp_path):
+    script = Path(__file__).with_name("other_reward_ranks.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert "rewards.score.sha256 is '" in (tmp_path / f"error-{rank}.txt").read_text()

@@ -1,0 +1,118 @@
+"""NaN and infinity are refused by name in every numeric option of every public class, wherever they would enter."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+
+import pytest
+
+from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.callbacks import CompletionsTable, RunSummary
+from pl_grouprl.functional.advantages.registry import ADVANTAGE_ESTIMATORS
+from pl_grouprl.functional.kl_control import AdaptiveKLController, FixedKLController
+from pl_grouprl.functional.policy_loss.registry import POLICY_LOSSES
+from pl_grouprl.functional.token_groups import ThresholdController
+from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic, WarmStartedPolicy
+from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.rewards import CosineLengthReward, ExactMatch, OverlongPenalty, RepetitionPenalty, Weighted
+from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.types import SamplingConfig
+from pl_grouprl.utilities.options import check_options, is_finite
+
+
+def reward(completions, **columns):
+    return [0.0 for _ in completions]
+
+
+class NoPolicy:
+    def load(self):
+        raise AssertionError("nothing is loaded by a constructor")
+
+    def load_tokenizer(self):
+        raise AssertionError("nothing is loaded by a constructor")
+
+
+ARCHITECTURE = {"model_type": "qwen3"}
+MAKERS = {
+    **{cls: {"policy": NoPolicy(), "rewards": reward} for cls in (GRPO, PPO, GroupPPO)},
+    SamplingConfig: {},
+    OptimizerConfig: {},
+    Weighted: {"function": reward},
+    **{cls: {} for cls in (*POLICY_LOSSES.values(), *ADVANTAGE_ESTIMATORS.values())},
+    FixedKLController: {"coef": 0.1},
+    AdaptiveKLController: {"coef": 0.1, "target": 0.1},
+    ThresholdController: {},
+    LoRAAdapter: {},
+    PolicyCopyCritic: {},
+    SharedTrunkCritic: {},
+    LoRACritic: {},
+    PretrainedCritic: {"path": "name-on-the-hub"},
+    WarmStartedPolicy: {"demonstrations": None, "architecture": ARCHITECTURE},
+    CosineLengthReward: {"correct": ExactMatch(), "max_len": 10},
+    OverlongPenalty: {"max_length": 10, "overlong_buffer": 2},
+    RepetitionPenalty: {"ngram_size": 3, "max_penalty": -1.0},
+    HFRolloutEngine: {},
+    VLLMServerRolloutEngine: {"urls": "http://127.0.0.1:1"},
+    CompletionsTable: {},
+    RunSummary: {},
+}
+NEEDED = {"importance_sampling_low": {"importance_sampling": "token_mask"}, "epsilon_max": {"policy_loss": "cispo"}}
+"""Options without which another one has no meaning; NaN there must be named all the same."""
+
+
+def numeric_options(cls):
+    """Names of the constructor's numbers, those that it hands on by **kwargs included."""
+    found = {}
+    for owner in cls.__mro__:
+        if owner.__module__.startswith("pl_grouprl") and "__init__" in owner.__dict__:
+            found |= inspect.signature(owner.__init__).parameters
+    return [name for name, parameter in found.items() if re.search(r"\b(float|int)\b", str(parameter.annotation))]
+
+
+CASES = [(cls, name) for cls in MAKERS for name in numeric_options(cls) if name not in ("seed", "stop_token_ids")]
+
+
+@pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_number_that_is_not_finite_is_refused_by_name(cls, name):
+    for value in (math.nan, math.inf, -math.inf):
+        given = (value, 0.9) if name == "betas" else value
+        options = MAKERS[cls] | (NEEDED.get(name, {}) if issubclass(cls, (GRPO, PPO)) else {})
+        with pytest.raises(ValueError, match=rf"{name}\b.* is \(?-?(nan|inf)"):
+            cls(**{**options, name: given})
+
+
+def test_the_sweep_is_no_empty_one(record_property):
+    floats = [name for cls, name in CASES if cls in (GroupPPO, OptimizerConfig)]
+    assert {"beta", "gamma", "lam", "group_epsilon", "threshold_lr", "eps", "betas", "max_grad_norm"} <= set(floats)
+    assert len(CASES) > 150
+    record_property("figure", f"{len(CASES)} options of {len(MAKERS)} classes, 3 values each")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps": 0.0}, r"OptimizerConfig.eps is 0.0; it must be a finite number larger than 0"),
+        ({"betas": (0.9, math.nan)}, r"OptimizerConfig.betas is \(0.9, nan\); it must be"),
+        ({"betas": (1.0, 0.9)}, r"OptimizerConfig.betas is \(1.0, 0.9\); it must be"),
+    ],
+)
+def test_the_optimizer_refuses_what_makes_nan(options, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**options)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
+def test_clipping_by_the_trainer_is_checked_at_setup(make_module, make_data, make_trainer, value):
+    module = make_module()
+    with pytest.raises(ValueError, match=f"trainer.gradient_clip_val is {value}; it must be .*larger than 0, or None"):
+        make_trainer(max_steps=1, gradient_clip_val=value).fit(module, make_data())
+    assert module.policy is None  # nothing was loaded
+
+
+def test_the_shared_check_finds_what_comparisons_let_through():
+    with pytest.raises(ValueError, match="lam is nan; it must be finite, and 0 or larger"):
+        check_options({"lam": (math.nan, not math.nan < 0, "0 or larger")})
+    assert not is_finite({"a": [1.0, (2.0, math.inf)]})
+    assert is_finite({"a": [1.0, None, "nan", 3]})

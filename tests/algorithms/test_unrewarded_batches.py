@@ -1,0 +1,68 @@
+"""A run whose reward functions give nothing ends, on all ranks, with their names and counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pl_grouprl.rewards import Weighted
+
+
+class LateReward:
+    """None for all rollouts but those of some calls."""
+
+    def __init__(self, given=()):
+        self.given = given
+        self.calls = 0
+
+    def __call__(self, completions, **columns):
+        self.calls += 1
+        gives = self.calls in self.given
+        return [float(len(text)) if gives else None for text in completions]
+
+
+def broken(completions, **columns):
+    return [float("nan") for _ in completions]
+
+
+def fit(make_module, make_data, make_trainer, rewards, steps=8, checkpoint=None, **options):
+    module = make_module(rewards=rewards, max_failed_share=1.0, **options)
+    trainer = make_trainer(max_steps=steps)
+    trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
+    return trainer, module
+
+
+def test_batches_without_a_reward_end_the_run(make_module, make_data, make_trainer):
+    rewards = [LateReward(), Weighted(broken, name="score")]
+    message = (
+        r"no rollout had a reward in 3 batches in a row \(max_unrewarded_batches=3\), so nothing is learned\. Of "
+        r"the rollouts of the last one LateReward gave None for 16 and no finite number for 0; score gave None for 0 "
+        r"and no finite number for 16\. Mend the reward functions"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        fit(make_module, make_data, make_trainer, rewards, max_unrewarded_batches=3)
+    assert rewards[0].calls == 3
+
+
+def test_a_reward_in_between_starts_the_count_again(make_module, make_data, make_trainer):
+    trainer, module = fit(make_module, make_data, make_trainer, LateReward((3, 6)), max_unrewarded_batches=3)
+    assert trainer.global_step == 8
+    assert module.unrewarded_batches == 2
+
+
+def test_the_count_goes_on_from_a_checkpoint(make_module, make_data, make_trainer, tmp_path):
+    options = {"max_unrewarded_batches": 4}
+    trainer, _ = fit(make_module, make_data, make_trainer, LateReward(), steps=3, **options)
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    assert torch.load(tmp_path / "state.ckpt", weights_only=True)["pl_grouprl"]["unrewarded"] == {
+        "unrewarded_batches": 3
+    }
+    resumed = LateReward()
+    with pytest.raises(RuntimeError, match="no rollout had a reward in 4 batches in a row"):
+        fit(make_module, make_data, make_trainer, resumed, checkpoint=tmp_path / "state.ckpt", **options)
+    assert resumed.calls == 1
+
+
+def test_the_limit_is_at_least_one(make_module):
+    with pytest.raises(ValueError, match="max_unrewarded_batches is 0; it must be at least 1"):
+        make_module(max_unrewarded_batches=0)
