@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pl_grouprl.utilities.arguments import checked_arguments
+
 Messages = list[dict[str, Any]]
 """A conversation in chat format: dictionaries with `role` and `content`."""
 
@@ -108,6 +110,7 @@ class RolloutGroup:
             )
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are sampled.

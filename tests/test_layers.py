@@ -7,7 +7,8 @@ import pl_grouprl
 
 PACKAGE = Path(pl_grouprl.__file__).parent
 LAYERS = [
-    {"types", "utilities"},
+    {"utilities"},
+    {"types"},
     {"functional"},
     {"packing"},
     {"attention"},

@@ -36,11 +36,13 @@ from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.types import Prompt
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.step_log import log_numbers
 
 
+@checked_arguments
 class RolloutModule(CollectingModule, ABC):
     """Trains a policy on rollouts of its own. A subclass says what is prepared after a rollout and what the loss is.
 

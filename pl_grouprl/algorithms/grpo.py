@@ -28,6 +28,7 @@ from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted, prepare_rewards
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import gather_plain
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
@@ -36,6 +37,7 @@ EstimatorName = Literal[
 ]
 
 
+@checked_arguments
 class GRPO(PolicyGradientModule):
     """Group relative policy optimization (arXiv:2402.03300), with the variants that differ in advantage and loss only.
 

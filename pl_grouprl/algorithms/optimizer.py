@@ -10,12 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pl_grouprl.utilities.arguments import checked_arguments
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 _NO_DECAY = "_no_decay"
 """Ending of the name of a part's second parameter group."""
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and the schedule of its learning rate, in optimizer steps.

@@ -31,11 +31,13 @@ from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.router import RouterLogits, check_balanced, record_router_logits, router_balancing_loss
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
+@checked_arguments
 class PolicyGradientModule(RolloutModule):
     """Trains a policy by a clipped policy loss. A subclass estimates the advantages.
 

@@ -23,6 +23,7 @@ from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.step_log import log_numbers
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_OPTIMIZER = OptimizerConfig()
 
 
+@checked_arguments
 class PolicyModule(SavedStateModule):
     """Holds the policy and steps its optimizer; knows nothing of rollouts.
 

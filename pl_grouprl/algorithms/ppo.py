@@ -30,6 +30,7 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, shorten
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 
@@ -68,6 +69,7 @@ class Estimate(NamedTuple):
     advantage_mask: Tensor | None = None
 
 
+@checked_arguments
 class PPO(PolicyGradientModule):
     """Proximal policy optimization (arXiv:1707.06347) with generalized advantage estimation (arXiv:1506.02438).
 

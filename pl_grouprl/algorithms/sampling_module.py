@@ -29,6 +29,7 @@ from pl_grouprl.rewards import (
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -37,6 +38,7 @@ DEFAULT_SAMPLING = SamplingConfig()
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
+@checked_arguments
 class SamplingModule(PolicyModule):
     """Samples rollouts of its policy and rewards them; validates and tests the policy by that.
 

@@ -13,12 +13,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pl_grouprl.callbacks.run_folder import is_trial, run_folder
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 
 Row = dict[str, Any]
 
 CONSOLE_WIDTH = 120
 
 
+@checked_arguments
 class CompletionsTable(Callback):
     """Show what the policy writes, every so many optimizer steps and at the first.
 

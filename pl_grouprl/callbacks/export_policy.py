@@ -14,8 +14,10 @@ from torch import Tensor
 from pl_grouprl.callbacks.run_folder import run_folder
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.utilities.arguments import checked_arguments
 
 
+@checked_arguments
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 

@@ -14,12 +14,14 @@ from torch import Tensor
 from pl_grouprl.callbacks.curves import draw_curves
 from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_folder import run_folder
+from pl_grouprl.utilities.arguments import checked_arguments
 
 Statistics = Mapping[str, Mapping[str, float]]
 
 VALIDATION_PREFIXES = ("val/", "val_")
 
 
+@checked_arguments
 class RunSummary(Callback):
     """Keep every logged metric over the run and sum it up when training ends.
 

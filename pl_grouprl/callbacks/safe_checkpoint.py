@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from pl_grouprl.callbacks.run_folder import is_trial
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.checkpoint_files import (
     about,
     commit,
@@ -43,6 +44,7 @@ class StoppedBySignal(SystemExit):
     """
 
 
+@checked_arguments
 class SafeCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint, with complete checkpoints at every moment and one more when a signal ends the run.
 

@@ -12,10 +12,12 @@ from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
 from pl_grouprl.models.media import load_processor, reads_media
 from pl_grouprl.types import Prompt
+from pl_grouprl.utilities.arguments import checked_arguments
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}
 
 
+@checked_arguments
 class PromptDataModule(LightningDataModule):
     """Prompts from files, data sets in memory, or built-in tasks.
 

@@ -15,6 +15,7 @@ from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.media import language_model_class
+from pl_grouprl.utilities.arguments import checked_arguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +36,7 @@ class PolicySource(Protocol):
         ...
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class PretrainedPolicy:
     """A policy in Hugging Face format.

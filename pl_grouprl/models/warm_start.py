@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Demonstrations(Protocol):
         ...
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class WarmStartedPolicy:
     """A policy source that trains its policy on demonstrations, once.

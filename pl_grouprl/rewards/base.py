@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pl_grouprl.utilities.arguments import checked_arguments
+
 RewardFunction = Callable[..., Any]
 """A callable with one of three signatures, told apart by the names of its parameters. It may be `async`.
 
@@ -46,6 +48,7 @@ class RewardConfigurationError(ValueError):
     """
 
 
+@checked_arguments
 @dataclass
 class Weighted:
     """A reward function together with its share in the combined reward.
@@ -61,6 +64,7 @@ class Weighted:
     name: str | None = None
 
 
+@checked_arguments
 class FunctionFromFile:
     """A reward function named by file and function, as in verl's `custom_reward_function`.
 

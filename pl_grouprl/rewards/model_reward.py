@@ -20,10 +20,12 @@ from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_
 from pl_grouprl.packing import Sharing, pack
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 
 log = logging.getLogger(__name__)
 
 
+@checked_arguments
 class ModelReward:
     """The score that a `...ForSequenceClassification` model gives to prompt and completion.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pl_grouprl.utilities.arguments import checked_arguments
 
+
+@checked_arguments
 class OverlongPenalty:
     """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13). Has TRL's signature.
 
