@@ -9,7 +9,7 @@ import numbers
 import os
 import reprlib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, Mapping)
@@ -101,10 +101,9 @@ def describe_hint(hint: Any) -> str:
     """Say in words what an annotation takes."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        words = [describe_hint(arg) for arg in args]
-        return f"{', '.join(words[:-1])} or {words[-1]}"
+        return _either(describe_hint(arg) for arg in args)
     if origin is Literal:
-        return f"one of {', '.join(str(choice) for choice in args)}"
+        return f"one of {', '.join(str(choice) for choice in args)}" if len(args) > 3 else _either(map(repr, args))
     if origin in (list, tuple):
         items = [arg for arg in args if arg is not Ellipsis]
         count = f"a list of {len(items)}" if origin is tuple and Ellipsis not in args else "a list"
@@ -113,6 +112,11 @@ def describe_hint(hint: Any) -> str:
         return f"a {hint.__name__}, or a mapping of its fields ({', '.join(field_names(hint))})"  # type: ignore[arg-type, union-attr]
     kind = origin or hint
     return _WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _checked(value: Any, valid: bool, hint: Any, name: str) -> Any:
@@ -166,7 +170,7 @@ def _convert_simple(kind: Any, value: Any, name: str) -> Any:
     if kind is float or kind is int:
         number = numbers.Integral if kind is int else numbers.Real
         _checked(value, isinstance(value, number) and not isinstance(value, bool), kind, name)
-        return value if isinstance(value, int) and abs(value) > 2**53 else kind(value)
+        return value if isinstance(value, int) else kind(value)
     if kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if kind is collections.abc.Callable:

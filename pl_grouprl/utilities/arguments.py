@@ -49,22 +49,24 @@ def refuse_unknown(cls: type, first: type, arguments: Mapping[str, Any]) -> None
     Raises:
         ArgumentError: With where the option belongs, or the nearest known name.
     """
-    known: dict[str, Any] = {}
-    for owner, constructor in _chain(cls, first):
-        known |= {name: _hints(constructor, owner).get(name) for name in _parameters(constructor)}
-        if not _hands_on(constructor):
-            break
-    else:  # the last one takes any name
-        return
-    for name, value in arguments.items():
-        if name not in known:
-            raise ArgumentError(f"{cls.__name__} takes no {name!r}{_remedy(name, value, known)}")
+    known, is_open = _known(cls, first)
+    for name in arguments:
+        if name not in known and not is_open:
+            raise ArgumentError(f"{cls.__name__} takes no {name!r}{remedy(cls, name, first)}")
 
 
-def _remedy(name: str, value: Any, known: Mapping[str, Any]) -> str:
+def remedy(cls: type, name: str, first: type | None = None) -> str:
+    """Say where an option belongs that a class does not take, or the nearest name that it takes.
+
+    Args:
+        cls: The class.
+        name: Of the option.
+        first: The class whose constructor begins the chain; None is `cls`.
+    """
+    known, _ = _known(cls, first or cls)
     for option, hint in known.items():
         if name in _config_fields(hint):
-            return f"; it is part of {option}: {option}={{{name!r}: {describe_value(value)}}}."
+            return f"; it is part of {option}: {option}={{{name!r}: ...}}."
     place = place_of(name, known)
     if place is not None:
         return f"; {place}."
@@ -72,9 +74,27 @@ def _remedy(name: str, value: Any, known: Mapping[str, Any]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; it takes {', '.join(known)}."
 
 
+def _known(cls: type, first: type) -> tuple[dict[str, Any], bool]:
+    """Annotations by the names that constructors take, and whether the last one takes any other too."""
+    known: dict[str, Any] = {}
+    for owner, constructor in _chain(cls, first):
+        known |= {name: _hints(constructor, owner).get(name) for name in _parameters(constructor)}
+        if not _hands_on(constructor):
+            return known, False
+    return known, True
+
+
+def config_class(cls: type, option: str) -> type:
+    """The dataclass that an option of a class takes; the class itself where the option takes none."""
+    return next(iter(_configs(_known(cls, cls)[0].get(option))), cls)
+
+
+def _configs(hint: Any) -> list[type]:
+    return [own for own in (hint, *typing.get_args(hint)) if is_dataclass(own) and isinstance(own, type)]
+
+
 def _config_fields(hint: Any) -> list[str]:
-    configs = [own for own in (hint, *typing.get_args(hint)) if is_dataclass(own) and isinstance(own, type)]
-    return [field for config in configs for field in field_names(config)]
+    return [field for config in _configs(hint) for field in field_names(config)]
 
 
 def _chain(cls: type, first: type) -> Iterator[tuple[type, Callable[..., None]]]:
