@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.algorithms.resume import compare_adapters, compare_optimizers
 from pl_grouprl.algorithms.saved_state import Attributes, Check, SavedStateModule, Stateful
+from pl_grouprl.algorithms.trainer_options import check_trainer
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
 from pl_grouprl.models.adapters import adapter_options
-from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
+from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
@@ -71,10 +72,10 @@ class PolicyModule(SavedStateModule):
         super().__init__()
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
-        get_backend(attention_backend)  # an unknown name is an error here, not at the start of a fit
+        get_backend(attention_backend, "attention_backend")  # an unknown name is an error here
         if max_nonfinite_steps < 1:
             raise ValueError(f"max_nonfinite_steps is {max_nonfinite_steps}; it must be at least 1.")
-        self.policy_source: PolicySource = PretrainedPolicy(policy) if isinstance(policy, str) else policy
+        self.policy_source: PolicySource = as_policy_source(policy)
         self.optimizer_config = optimizer
         self.sharing: Sharing = sharing
         self.attention_backend = attention_backend
@@ -106,6 +107,7 @@ class PolicyModule(SavedStateModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what the strategy cannot honour, before anything is loaded."""
+        check_trainer(self.trainer, stage)
         self.support.check(self)
 
     def configure_model(self) -> None:

@@ -29,6 +29,7 @@ from pl_grouprl.rewards import (
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
@@ -100,6 +101,11 @@ class SamplingModule(PolicyModule):
             raise ValueError(
                 f"reward_timeout is {reward_timeout} with reward_workers=0; what runs in this process cannot "
                 "be stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
+            )
+        if engine is not None and not isinstance(engine, RolloutEngine):
+            raise ArgumentError(
+                f"engine is {describe_value(engine)}; pass an engine of pl_grouprl.rollout, an object with bind() and "
+                "generate(), or None for HFRolloutEngine()."
             )
         prepare_rewards(rewards)
         self.rewards = rewards

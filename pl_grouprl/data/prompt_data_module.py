@@ -89,6 +89,8 @@ class PromptDataModule(LightningDataModule):
         for name, size in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
             if size < 1:
                 raise ValueError(f"PromptDataModule.{name} is {size}; it must be at least 1.")
+        if seed < 0:
+            raise ValueError(f"PromptDataModule.seed is {seed}; it must be 0 or larger.")
         self.sources = {"train": train, "val": val, "test": test}
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size

@@ -81,7 +81,7 @@ class ModelReward:
         if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
             raise ValueError(f"ModelReward.label is {label!r}; pass the number of a label, counted from 0.")
         _check_types(model, tokenizer)
-        get_backend(attention_backend)  # an unknown name is an error here, not at the first reward
+        get_backend(attention_backend, "attention_backend")  # an unknown name is an error here, not at the first reward
         self.model = model
         self.label = label
         self.tokenizer = tokenizer

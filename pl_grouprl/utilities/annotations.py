@@ -138,23 +138,23 @@ def _convert_union(union: Any, value: Any, name: str) -> Any:
         except ArgumentError as error:
             errors.append((hint, error))
     # A branch of the value's own kind knows what is wrong inside of it.
-    for hint, error in errors:
-        if get_origin(hint) is list and _is_config_of(get_args(hint)[0], value):
-            return convert(hint, [value], name)  # one stands for a list of one
+    for hint, refusal in errors:
         is_list = get_origin(hint) in (list, tuple) and isinstance(value, list | tuple)
         if is_list or (dataclasses.is_dataclass(hint) and isinstance(value, Mapping)):
-            raise error
+            raise refusal
     return _checked(value, False, union, name)
 
 
 def _is_config_of(hint: Any, value: Any) -> bool:
-    """Whether a value is an object, or a mapping, of a dataclass in a union."""
-    configs = tuple(own for own in get_args(hint) if isinstance(own, type) and dataclasses.is_dataclass(own))
+    """Whether a value is an object, or a mapping, of a dataclass, or of one in a union."""
+    configs = tuple(own for own in (hint, *get_args(hint)) if isinstance(own, type) and dataclasses.is_dataclass(own))
     return bool(configs) and isinstance(value, (*configs, Mapping))
 
 
 def _convert_sequence(hint: Any, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
     origin, args = get_origin(hint), get_args(hint)
+    if origin is list and _is_config_of(args[0], value):
+        value = [value]  # one stands for a list of one
     _checked(value, isinstance(value, list | tuple), hint, name)
     items = [arg for arg in args if arg is not Ellipsis]
     if origin is tuple and Ellipsis not in args:

@@ -24,7 +24,7 @@ def checked_arguments(cls: C) -> C:
     Values are converted as `convert` says. A constructor with `**kwargs` hands them to the next one of the method
     resolution order; names that none of them takes are refused. The signature stays as it is.
     """
-    own = cls.__init__
+    own: Callable[..., None] = vars(cls)["__init__"]
 
     @functools.wraps(own)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -32,9 +32,7 @@ def checked_arguments(cls: C) -> C:
         owner = type(self).__name__
         names = [name for name, parameter in _parameters(own).items() if parameter.kind is not parameter.KEYWORD_ONLY]
         if len(args) > len(names):
-            raise ArgumentError(
-                f"{owner} takes {', '.join(names)} by position; give {describe_value(args[-1])} a name."
-            )
+            raise ArgumentError(f"{owner} takes {', '.join(names)} by position; name {describe_value(args[-1])}.")
         hints = _hints(own, cls)
         given = [convert(hints.get(name, Any), arg, f"{owner}.{name}") for name, arg in zip(names, args, strict=False)]
         own(self, *given, **{name: convert(hints.get(name, Any), v, f"{owner}.{name}") for name, v in kwargs.items()})
@@ -64,9 +62,9 @@ def remedy(cls: type, name: str, first: type | None = None) -> str:
         first: The class whose constructor begins the chain; None is `cls`.
     """
     known, _ = _known(cls, first or cls)
-    for option, hint in known.items():
-        if name in _config_fields(hint):
-            return f"; it is part of {option}: {option}={{{name!r}: ...}}."
+    configs = sorted((option for option, hint in known.items() if name in _config_fields(hint)), key=len)
+    if configs:
+        return f"; it is part of {' or '.join(configs)}: {configs[0]}={{{name!r}: ...}}."
     place = place_of(name, known)
     if place is not None:
         return f"; {place}."

@@ -24,7 +24,7 @@ from pl_grouprl.types import SamplingConfig
         ({"scale_rewards": "all"}, "scale_rewards is 'all'"),
         ({"scale_rewards": "group", "advantage_estimator": "rloo"}, "does not use scale"),
         ({"advantage_estimator": "gae"}, "advantage_estimator is 'gae'"),
-        ({"kl_type": "k9"}, "kind is 'k9'"),
+        ({"kl_type": "k9"}, "kl_type is 'k9'"),
         ({"epsilon": -0.2}, "epsilon is -0.2"),
         ({"loss_type": "gspo", "delta": 3.0}, "policy_loss='gspo' does not use delta"),
         ({"epsilon_max": 5.0}, "policy_loss='ppo' does not use epsilon_max"),
