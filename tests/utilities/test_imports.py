@@ -17,12 +17,12 @@ INSIDE = {  # parts of a process of vLLM's or of the server's, which begins only
 BLOCK = f"""
 import importlib, importlib.machinery, sys
 
-class WithoutOptional:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
+class WithoutOptional(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         if name.split(".")[0] in {OPTIONAL}:
             return None
-        return importlib.machinery.PathFinder.find_spec(name, path, target)
+        return super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutOptional
 """
