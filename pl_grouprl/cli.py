@@ -37,7 +37,9 @@ CONFIG_FOLDERS = (Path("configs"), Path(__file__).resolve().parents[1] / "config
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 _UNKNOWN_OPTION = re.compile(
-    r"(?:Group '(?P<group>\w+)' does not accept option|Option) '(?P<name>[\w.]+)'(?: is not accepted|$)", re.MULTILINE
+    r"(?:Group '(?P<group>\w+)' does not accept option|Subcommand '\w+' does not accept option|Option) "
+    r"'(?P<name>[\w.]+)'(?: is not accepted|$)",
+    re.MULTILINE,
 )
 _CLASS_PATH = re.compile(r"Problem with given class_path '([\w.]+)'")
 _AT_TOP = ("model", "data", "trainer", "ckpt_path", "seed_everything")
@@ -99,7 +101,7 @@ class RLParser(LightningArgumentParser):
 def _about_unknown(option: str, group: str | None, class_path: str | None) -> str:
     """Say where an option belongs that a group, or a class, of the configuration does not take."""
     name = option.rsplit(".", 1)[-1]
-    if class_path is None and group is None:
+    if class_path is None and group is None and not option.startswith("trainer."):
         nearest = difflib.get_close_matches(name, _AT_TOP, n=1)
         return f"The configuration has {', '.join(_AT_TOP)}" + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
     owner: Any = Trainer if class_path is None else locate(class_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pl_grouprl.utilities.options import check_options
@@ -33,10 +34,24 @@ def check_trainer(trainer: Any, stage: str) -> None:
             ),
             "trainer.gradient_clip_val": (clip, clip is None or clip >= 0, "0 (off) or larger, or None"),
             "trainer.limit_train_batches": (limit, limit > 0, "larger than 0: the run would end at once"),
+            "trainer.overfit_batches": (
+                trainer.overfit_batches,
+                not _is_no_batch(trainer),
+                "0 (off), a number of batches, or a share that is at least one batch of validation",
+            ),
             "trainer.max_steps": (trainer.max_steps, trainer.max_steps != 0, "at least 1, or -1 for no limit"),
             "trainer.max_epochs": (trainer.max_epochs, trainer.max_epochs != 0, "at least 1, or -1 for no limit"),
         }
     )
+
+
+def _is_no_batch(trainer: Any) -> bool:
+    """Whether a share of batches comes to less than one of those that validate."""
+    data = getattr(trainer, "datamodule", None)
+    prompts = getattr(data, "prompts", {}).get("val", ())
+    batches = math.ceil(len(prompts) / getattr(data, "val_batch_size", 1))
+    share = trainer.overfit_batches
+    return isinstance(share, float) and 0 < share < 1 and batches > 0 and share * batches < 1
 
 
 def _is_count(value: Any) -> bool:
