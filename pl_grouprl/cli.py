@@ -6,13 +6,15 @@ so it is code: run only files that you would run as a script.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pydoc import locate
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -20,6 +22,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from pl_grouprl.utilities.arguments import config_class, remedy
+from pl_grouprl.utilities.config_files import refuse_duplicates, refuse_unknown_groups
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.verified_loading import load_verified
@@ -31,6 +35,13 @@ CONFIG_FOLDERS = (Path("configs"), Path(__file__).resolve().parents[1] / "config
 """Where `--config NAME` looks after the path itself: below the working directory, then next to the top-level cli.py."""
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
+_UNKNOWN_OPTION = re.compile(
+    r"(?:Group '(?P<group>\w+)' does not accept option|Subcommand '\w+' does not accept option|Option) "
+    r"'(?P<name>[\w.]+)'(?: is not accepted|$)",
+    re.MULTILINE,
+)
+_CLASS_PATH = re.compile(r"Problem with given class_path '([\w.]+)'")
+_AT_TOP = ("model", "data", "trainer", "ckpt_path", "seed_everything")
 
 
 def find_config(name: str) -> str:
@@ -56,11 +67,45 @@ def find_config(name: str) -> str:
 
 
 class ConfigFile(ActionConfigFile):
-    """`--config`: may be repeated; later files are merged over earlier ones."""
+    """`--config`: may be repeated; later files are merged over earlier ones.
+
+    Attributes:
+        texts: What was read, each with the path that it came from.
+    """
+
+    texts: list[tuple[str, str]]
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Merge one file into the configuration."""
-        super().__call__(parser, cfg, find_config(values), option_string)
+        found = find_config(values)
+        is_file = bool(_FILE_NAME.fullmatch(found))
+        text, source = (Path(found).read_text(encoding="utf-8"), found) if is_file else (found, "--config")
+        refuse_duplicates(text, source)
+        self.texts.append((text, source))
+        super().__call__(parser, cfg, found, option_string)
+
+
+class RLParser(LightningArgumentParser):
+    """Lightning's, whose refusal of an unknown option says where it belongs, or the nearest known name."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Add that to the usage error."""
+        unknown = _UNKNOWN_OPTION.search(message)
+        if unknown is not None:
+            class_path = _CLASS_PATH.search(message)
+            message += f"\n{_about_unknown(unknown['name'], unknown['group'], class_path and class_path[1])}"
+        super().error(message, ex)
+
+
+def _about_unknown(option: str, group: str | None, class_path: str | None) -> str:
+    """Say where an option belongs that a group, or a class, of the configuration does not take."""
+    name = option.rsplit(".", 1)[-1]
+    if class_path is None and group is None and not option.startswith("trainer."):
+        nearest = difflib.get_close_matches(name, _AT_TOP, n=1)
+        return f"The configuration has {', '.join(_AT_TOP)}" + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
+    owner: Any = Trainer if class_path is None else locate(class_path)
+    owner = config_class(owner, group) if group is not None and class_path is not None else owner
+    return f"{owner.__name__} takes no {name!r}{remedy(owner, name)}"
 
 
 class RLTrainer(Trainer):
@@ -160,10 +205,12 @@ class RLCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
         self._preparing: str | None = None
+        self._config_texts: list[tuple[str, str]] = []
         super().__init__(
             LightningModule,
             LightningDataModule,
             trainer_class=RLTrainer,
+            parser_class=RLParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
@@ -186,12 +233,13 @@ class RLCLI(LightningCLI):
         """A parser whose `--config` also finds names in `configs/`."""
         kwargs.setdefault("description", "Reinforcement learning of language models with a shared prefix.")
         parser = self.parser_class(**kwargs)
-        parser.add_argument(
+        action = parser.add_argument(
             "-c",
             "--config",
             action=ConfigFile,
             help="Configuration file, by path or by name in configs/; may be repeated, later files win.",
         )
+        action.texts = self._config_texts
         return parser
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -214,6 +262,9 @@ class RLCLI(LightningCLI):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             super().parse_arguments(parser, args)
+        config = self.config.as_dict()
+        for text, source in self._config_texts:
+            refuse_unknown_groups(text, source, config.get(self.config.subcommand) or config)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the command line gave it: a checkpoint brings weights and state, no options."""

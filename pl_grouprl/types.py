@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 Messages = list[dict[str, Any]]
@@ -117,6 +118,7 @@ class RolloutGroup:
             )
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are sampled.

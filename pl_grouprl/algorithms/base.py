@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.algorithms.collecting import CollectingModule
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
+from pl_grouprl.algorithms.override_results import check_denominators, check_loss_terms
 from pl_grouprl.algorithms.passes import KeptRow, Passes, RowOptions
 from pl_grouprl.algorithms.policy_module import evaluating
 from pl_grouprl.algorithms.resume import compare_options, restore_rollouts
@@ -37,6 +38,7 @@ from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.types import Prompt
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.memory import naming_memory
 from pl_grouprl.utilities.options import check_options
@@ -44,6 +46,7 @@ from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.step_log import log_numbers
 
 
+@checked_arguments
 class RolloutModule(CollectingModule, ABC):
     """Trains a policy on rollouts of its own. A subclass says what is prepared after a rollout and what the loss is.
 
@@ -344,7 +347,7 @@ class RolloutModule(CollectingModule, ABC):
         if isinstance(pass_, PrefixPass):
             scaler = getattr(self.trainer.precision_plugin, "scaler", None)
             return pass_.loss(loss_scale=1.0 if scaler is None else scaler.get_scale())
-        own = self.compute_loss(pass_)
+        own = check_loss_terms(self.compute_loss(pass_), type(self).__name__)
         scoring, counts = pass_.scoring, (0, 0)
         if pass_.rollout_numbers:  # it is no filler
             counts = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
@@ -363,7 +366,8 @@ class RolloutModule(CollectingModule, ABC):
             groups, tokens, _ = buffer.select(chosen)
             lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
         index_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        return self.loss_denominators(tokens, {"rollout_index_N": index_N, "num_rollouts": len(lengths)})
+        rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths)}
+        return check_denominators(self.loss_denominators(tokens, rollouts), type(self).__name__)
 
     def _check_denominators(self, terms: StepTerms, buffer: RolloutBuffer, members: Sequence[int]) -> None:
         """Refuse a `compute_loss` that divides by something else than was said."""

@@ -26,6 +26,7 @@ from pl_grouprl.rewards import PendingRewards, RewardFunction, Weighted, prepare
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -55,6 +56,7 @@ class Collected:
     sampler_reports: bool = True
 
 
+@checked_arguments
 class CollectingModule(SamplingModule):
     """Collects the rollouts of a prompt batch for training, and deals them to the ranks.
 

@@ -30,6 +30,7 @@ from pl_grouprl.functional.token_groups import (
 )
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 ScoreNorm = Literal["logit", "sketch", "log_ratio"]
@@ -38,6 +39,7 @@ _ROUNDING = 1e-4
 """Difference of log-probabilities, in nats, up to which sampler and trainer agree."""
 
 
+@checked_arguments
 class GroupPPO(PPO):
     """PPO with one advantage per *token group*, a run of tokens inside a response.
 

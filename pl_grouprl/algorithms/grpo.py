@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pl_grouprl.algorithms.override_results import checked_tensor
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule, describe, given, set_once
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.functional.advantages import (
@@ -28,6 +29,7 @@ from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted, prepare_rewards
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import gather_plain
 
@@ -37,6 +39,7 @@ EstimatorName = Literal[
 ]
 
 
+@checked_arguments
 class GRPO(PolicyGradientModule):
     """Group relative policy optimization (arXiv:2402.03300), with the variants that differ in advantage and loss only.
 
@@ -122,7 +125,9 @@ class GRPO(PolicyGradientModule):
         if self.advantage_estimator.per_token:
             buffer.put("advantages", self._per_token_advantages(buffer))
             return
-        buffer.put_per_rollout("advantages", self.compute_advantages(private_copy(self._penalized(buffer))))
+        advantages = self.compute_advantages(private_copy(self._penalized(buffer)))
+        where, shape = f"{type(self).__name__}.compute_advantages", (len(buffer.rollout_lengths),)
+        buffer.put_per_rollout("advantages", checked_tensor(advantages, where, shape, "one number per rollout"))
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantage of each rollout of this rank, shape [B]; the statistics are those of all ranks.

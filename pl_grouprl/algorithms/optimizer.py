@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -18,6 +19,7 @@ _NO_DECAY = "_no_decay"
 """Ending of the name of a part's second parameter group."""
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and the schedule of its learning rate, in optimizer steps.

@@ -22,7 +22,7 @@ from pl_grouprl.algorithms.saved_state import Stateful
 from pl_grouprl.algorithms.step_terms import LossTerms
 from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
-from pl_grouprl.functional.kl import kl_estimate
+from pl_grouprl.functional.kl import check_kl_kind, kl_estimate
 from pl_grouprl.functional.kl_control import MAX_ERROR, AdaptiveKLController, make_kl_controller
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.masked import masked_sum
@@ -31,11 +31,13 @@ from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.router import RouterLogits, check_balanced, record_router_logits, router_balancing_loss
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
+@checked_arguments
 class PolicyGradientModule(RolloutModule):
     """Trains a policy by a clipped policy loss. A subclass estimates the advantages.
 
@@ -126,7 +128,7 @@ class PolicyGradientModule(RolloutModule):
         options = set_once(clipping, policy_loss_options, "policy_loss_options")
         self.policy_loss = make_policy_loss(policy_loss, **options)
         self.loss_agg_mode = loss_agg_mode
-        kl_estimate(torch.zeros(1), torch.zeros(1), kl_type)  # an unknown name is an error here, not after a rollout
+        check_kl_kind(kl_type, "kl_type")  # an unknown name is an error here, not after a rollout
         if kl_horizon is not None and kl_target is None:
             raise ValueError(f"kl_horizon is {kl_horizon} and kl_target is None; a fixed beta has none. Set kl_target.")
         self.kl_controller = make_kl_controller(beta, target=kl_target, horizon=kl_horizon)
@@ -139,7 +141,8 @@ class PolicyGradientModule(RolloutModule):
             "low": importance_sampling_low,
             "high": importance_sampling_high,
         }
-        check_importance_options(importance_sampling, importance_sampling_low, importance_sampling_high)
+        bounds = importance_sampling_low, importance_sampling_high
+        check_importance_options(importance_sampling, *bounds, prefix="importance_sampling_")
         self.uses_reference = beta > 0
         self._old_scores: TokenScores | None = None  # between prepare_scores and prepare
 

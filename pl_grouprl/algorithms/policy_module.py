@@ -17,13 +17,15 @@ from pl_grouprl.algorithms.finite_weights import check_weights
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.algorithms.resume import compare_adapters, compare_optimizers
 from pl_grouprl.algorithms.saved_state import Attributes, Check, SavedStateModule, Stateful
+from pl_grouprl.algorithms.trainer_options import check_trainer
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
 from pl_grouprl.models.adapters import adapter_options
-from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
+from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_OPTIMIZER = OptimizerConfig()
 
 
+@checked_arguments
 class PolicyModule(SavedStateModule):
     """Holds the policy and steps its optimizer; knows nothing of rollouts.
 
@@ -81,11 +84,11 @@ class PolicyModule(SavedStateModule):
         super().__init__(allow_changed)
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
-        get_backend(attention_backend)  # an unknown name is an error here, not at the start of a fit
-        check_rank_timeout(rank_timeout)
-        self.rank_timeout = rank_timeout
+        get_backend(attention_backend, "attention_backend")  # an unknown name is an error here
         check_options({"max_nonfinite_steps": (max_nonfinite_steps, max_nonfinite_steps >= 1, "at least 1")})
-        self.policy_source: PolicySource = PretrainedPolicy(policy) if isinstance(policy, str) else policy
+        check_rank_timeout(rank_timeout)
+        self.policy_source: PolicySource = as_policy_source(policy)
+        self.rank_timeout = rank_timeout
         self.optimizer_config = optimizer
         self.sharing: Sharing = sharing
         self.attention_backend = attention_backend
@@ -118,9 +121,7 @@ class PolicyModule(SavedStateModule):
     def setup(self, stage: str) -> None:
         """Refuse what the strategy cannot honour, before anything is loaded."""
         super().setup(stage)
-        clip = self.trainer.gradient_clip_val
-        valid = clip is None or clip >= 0
-        check_options({"trainer.gradient_clip_val": (clip, valid, "larger than 0, or None for no clipping")})
+        check_trainer(self.trainer, stage)
         self.support.check(self)
 
     def configure_model(self) -> None:

@@ -7,6 +7,7 @@ where the critic is trained.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.algorithms.mini_batch import MiniBatch
 from pl_grouprl.algorithms.optimizer import OptimizerConfig
+from pl_grouprl.algorithms.override_results import checked_tensor
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.step_terms import LossTerms
@@ -30,6 +32,8 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, shorten
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.utilities.annotations import describe_value
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 
@@ -68,6 +72,7 @@ class Estimate(NamedTuple):
     advantage_mask: Tensor | None = None
 
 
+@checked_arguments
 class PPO(PolicyGradientModule):
     """Proximal policy optimization (arXiv:1707.06347) with generalized advantage estimation (arXiv:1506.02438).
 
@@ -143,8 +148,9 @@ class PPO(PolicyGradientModule):
             critic = PretrainedCritic(critic)
         if critic is not None and not isinstance(critic, CriticSource):
             raise TypeError(
-                f"critic is a {type(critic).__name__}; pass a path, None for a copy of the policy, or a source such as "
-                "PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic or LoRACritic."
+                f"critic is {describe_value(critic)}; pass a path (of a model saved with save_pretrained), None for a "
+                "copy of the policy, or a source such as PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic or "
+                "LoRACritic."
             )
         self.critic_source: CriticSource = PolicyCopyCritic() if critic is None else critic
         self.critic_optimizer = critic_optimizer or self.optimizer_config
@@ -250,7 +256,7 @@ class PPO(PolicyGradientModule):
         lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_BT.sum(1), self.lam_alpha)
         rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
         rows = CriticRows(rewards_BT, to_rows(values_N, lengths_B), mask_BT, bootstrap_B, lam)
-        estimate = self.estimate(rows, buffer, scores)
+        estimate = self._checked(self.estimate(rows, buffer, scores), tuple(mask_BT.shape))
         buffer.put("returns", from_rows(estimate.returns, lengths_B))
         buffer.put("value_mask", from_rows(estimate.value_mask, lengths_B))
         advantages_BT = estimate.advantages
@@ -262,6 +268,22 @@ class PPO(PolicyGradientModule):
             values_N, buffer.joined("returns"), mask_N=buffer.joined("value_mask"), reduce=self.reduce_sums
         )
         buffer.metrics["value/explained_variance"] = float(explained)
+
+    def _checked(self, estimate: Any, shape: tuple[int, ...]) -> Estimate:
+        """Refuse what a subclass's `estimate` must not return."""
+        where = f"{type(self).__name__}.estimate"
+        if not isinstance(estimate, Estimate):
+            raise TypeError(f"{where} returned a {type(estimate).__name__}; expected an Estimate.")
+        check = partial(checked_tensor, shape=shape, meaning="[rollouts, tokens of the longest]")
+        advantages, returns = (check(getattr(estimate, f), f"{where}: {f}") for f in ("advantages", "returns"))
+        value_mask = check(estimate.value_mask, f"{where}: value_mask", boolean=True)
+        own = estimate.advantage_mask
+        return Estimate(
+            advantages,
+            returns,
+            value_mask,
+            None if own is None else check(own, f"{where}: advantage_mask", boolean=True),
+        )
 
     def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
         """Value of each state of the rollouts, without gradient, on the CPU.

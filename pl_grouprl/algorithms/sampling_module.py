@@ -33,6 +33,8 @@ from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.annotations import ArgumentError, describe_value
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.options import check_options
@@ -42,6 +44,7 @@ DEFAULT_SAMPLING = SamplingConfig()
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
+@checked_arguments
 class SamplingModule(PolicyModule):
     """Samples rollouts of its policy and rewards them; validates and tests the policy by that.
 
@@ -101,6 +104,11 @@ class SamplingModule(PolicyModule):
         prepared = prepare_rewards(rewards)
         if reward_timeout is not None and reward_workers == 0:
             check_stoppable(prepared, reward_timeout)
+        if engine is not None and not isinstance(engine, RolloutEngine):
+            raise ArgumentError(
+                f"engine is {describe_value(engine)}; pass an engine of pl_grouprl.rollout, an object with bind() and "
+                "generate(), or None for HFRolloutEngine()."
+            )
         self.rewards = rewards
         self.sampling = sampling
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine

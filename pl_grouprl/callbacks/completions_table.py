@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pl_grouprl.callbacks.run_folder import claim, is_trial, run_folder
 from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 
@@ -21,6 +22,7 @@ Row = dict[str, Any]
 CONSOLE_WIDTH = 120
 
 
+@checked_arguments
 class CompletionsTable(Callback):
     """Show what the policy writes, every so many optimizer steps and at the first.
 

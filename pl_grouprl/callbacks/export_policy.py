@@ -18,12 +18,14 @@ from torch import Tensor
 from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, refuse_foreign, run_folder
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.writes import remedy
 
 EXPORTED = "export.json"
 """In a folder that `ExportPolicy` has written; such a folder alone is replaced."""
 
 
+@checked_arguments
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
@@ -67,11 +69,12 @@ class ExportPolicy(Callback):
         if stage != "fit":
             return
         self._support = support_of(trainer)
-        for name in filter(None, (self.attribute, self.tokenizer_attribute)):
-            if not hasattr(pl_module, name):
+        for option in ("attribute", "tokenizer_attribute"):
+            name = getattr(self, option)
+            if name is not None and not hasattr(pl_module, name):
                 raise TypeError(
-                    f"ExportPolicy looks for the attribute {name!r}, which {type(pl_module).__name__} does not have; "
-                    "name the attribute that holds the transformers model, or the tokenizer (None for none)."
+                    f"ExportPolicy looks for the attribute {name!r} ({option}), which {type(pl_module).__name__} does "
+                    "not have; name the attribute that holds the transformers model, or the tokenizer (None for none)."
                 )
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder

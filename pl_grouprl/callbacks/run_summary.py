@@ -14,6 +14,7 @@ from torch import Tensor
 from pl_grouprl.callbacks.curves import draw_curves
 from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_folder import claim, run_folder
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.writes import OptionalWrites, write_whole
 
@@ -22,6 +23,7 @@ Statistics = Mapping[str, Mapping[str, float]]
 VALIDATION_PREFIXES = ("val/", "val_")
 
 
+@checked_arguments
 class RunSummary(Callback):
     """Keep every logged metric over the run and sum it up when training ends.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pl_grouprl.callbacks.end_of_run import epoch_as_it_stands, run_ends
 from pl_grouprl.callbacks.run_folder import is_trial, run_folder
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.checkpoint_files import (
     about,
     commit,
@@ -48,6 +49,7 @@ class StoppedBySignal(SystemExit):
     """
 
 
+@checked_arguments
 class SafeCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint, with complete checkpoints at every moment and one more when a signal ends the run.
 

@@ -14,6 +14,7 @@ from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.measure import measure_speedup
 from pl_grouprl.attention.rows import CACHE_IN_USE
 from pl_grouprl.packing import ModelCost
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.step_log import log_numbers
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@checked_arguments
 class SharedPrefixCallback(Callback):
     """Lets every transformers decoder of a LightningModule encode shared prefixes once, and reports what that saves.
 

@@ -9,11 +9,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks.token_group_metrics import TokenGroupStatistics
 from pl_grouprl.functional.token_groups import TokenGroups
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.step_log import log_numbers
 
 _ABSENT = object()
 
 
+@checked_arguments
 class TokenGroupMonitor(Callback):
     """Logs the figures of `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 

@@ -16,10 +16,12 @@ from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
 from pl_grouprl.models.media import load_processor, reads_media
 from pl_grouprl.types import Prompt
+from pl_grouprl.utilities.arguments import checked_arguments
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
+@checked_arguments
 class PromptDataModule(LightningDataModule):
     """Prompts from files, data sets in memory, or built-in tasks.
 
@@ -93,6 +95,8 @@ class PromptDataModule(LightningDataModule):
         for name, size in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
             if size < 1:
                 raise ValueError(f"PromptDataModule.{name} is {size}; it must be at least 1.")
+        if seed < 0:
+            raise ValueError(f"PromptDataModule.seed is {seed}; it must be 0 or larger.")
         self.sources = {"train": train, "val": val, "test": test}
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size

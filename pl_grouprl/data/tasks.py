@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pl_grouprl.utilities.arguments import checked_arguments
+
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 PAD_TOKEN, END_TOKEN = "<pad>", "<end>"
@@ -39,6 +41,7 @@ def digit_tokenizer() -> Any:
     )
 
 
+@checked_arguments
 class MostFrequentDigit:
     """Prompts of random digits; the answer is the most frequent one, written as an English word.
 

@@ -110,13 +110,14 @@ def importance_weights(
     return ImportanceWeights(weights_N.masked_fill(~mask_N, 0), mask_N & keep_N, metrics, extremes)
 
 
-def check_importance_options(kind: str, low: float | None, high: float | None) -> None:
+def check_importance_options(kind: str, low: float | None, high: float | None, prefix: str = "") -> None:
     """Refuse an unknown kind and bounds that do not fit it.
 
     Args:
         kind: One of `IMPORTANCE_KINDS`.
         low: Lower bound of the ratio; None sets none.
         high: Upper bound of the ratio; None sets none.
+        prefix: What the caller's names of the bounds begin with.
 
     Raises:
         ValueError: If the kind is unknown, `none` has a lower bound, another kind has no bound at all, or the bounds
@@ -127,14 +128,14 @@ def check_importance_options(kind: str, low: float | None, high: float | None) -
     check_finite(importance_sampling_low=low, importance_sampling_high=high)
     if kind == "none":
         if low is not None:
-            raise ValueError(f"low is {low} and importance_sampling is 'none', which has no bounds; leave low None.")
+            raise ValueError(f"{prefix}low is {low} and importance_sampling is 'none', which has no bounds.")
         return
     if low is None and high is None:
-        raise ValueError(f"low and high are None; importance_sampling={kind!r} needs at least one bound.")
+        raise ValueError(f"{prefix}low and {prefix}high are None; importance_sampling={kind!r} needs one of them.")
     if low is not None and not low >= 0:
-        raise ValueError(f"low is {low}; a ratio is never negative, so pass 0 or more, or None for no bound.")
+        raise ValueError(f"{prefix}low is {low}; a ratio is never negative, so pass 0 or more, or None for no bound.")
     if high is not None and not high > (low or 0):
-        raise ValueError(f"high is {high}; it must be larger than {low or 0}, or None for no bound.")
+        raise ValueError(f"{prefix}high is {high}; it must be larger than {low or 0}, or None for no bound.")
 
 
 def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:

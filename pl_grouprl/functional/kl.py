@@ -50,12 +50,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
         raise ValueError(
             f"ref_logp has shape {tuple(ref_logp.shape)} and logp has {tuple(logp.shape)}; pass one value per token."
         )
-    name = kind.removesuffix("+")
-    base = _ALIASES.get(name, name)
-    if base not in KL_KINDS:
-        raise ValueError(
-            f"kind is {kind!r}; it must be one of {', '.join((*KL_KINDS, *_ALIASES))}, with or without '+' at the end."
-        )
+    base = check_kl_kind(kind)
     if max_value is not None and base != "k3":
         raise ValueError(f"max_value={max_value} has no meaning for kind={kind!r}; leave it None, or use k3.")
     value = _value(logp, ref_logp, base, max_value)
@@ -63,6 +58,20 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
         return value
     surrogate = 0.5 * (logp - ref_logp).square()
     return value.detach() + (surrogate - surrogate.detach())
+
+
+def check_kl_kind(kind: str, argument: str = "kind") -> str:
+    """Return our name of a kind, without `+`.
+
+    Raises:
+        ValueError: If it is unknown, with the name of the caller's argument.
+    """
+    name = kind.removesuffix("+")
+    base = _ALIASES.get(name, name)
+    if base not in KL_KINDS:
+        known = ", ".join((*KL_KINDS, *_ALIASES))
+        raise ValueError(f"{argument} is {kind!r}; it must be one of {known}, with or without '+' at the end.")
+    return base
 
 
 def _value(logp: Tensor, ref_logp: Tensor, base: str, max_value: float | None) -> Tensor:

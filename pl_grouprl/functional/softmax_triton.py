@@ -7,9 +7,15 @@ Legend: N tokens, C columns (token ids) of one block.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from pl_grouprl.utilities.optional import Absent
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    triton = tl = Absent("triton")
 
 _WIDTH = 4096
 """Logits that one program holds at a time: 16 for each of its 256 threads."""

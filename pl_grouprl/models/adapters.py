@@ -16,6 +16,7 @@ from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
 from pl_grouprl.models.loading import WeightMismatch, check_finite, check_mismatch, readable_weights
 from pl_grouprl.utilities import optional
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.options import check_options
 
@@ -33,6 +34,7 @@ _KEY_PREFIX = "base_model.model."
 """What PEFT's files put in front of the names of a model's modules."""
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class LoRAOptions:
     """Which layers get a low-rank adapter, and what kind.
@@ -114,6 +116,7 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 """PEFT's ways to begin an adapter that rewrite the weights under it."""
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class LoRAAdapter(LoRAOptions):
     """The adapter of a policy: what is trained in the place of its weights.

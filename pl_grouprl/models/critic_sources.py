@@ -15,6 +15,7 @@ from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.probe import check_causal, check_score_head, hidden_size
 from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
+from pl_grouprl.utilities.arguments import checked_arguments
 
 
 @runtime_checkable
@@ -30,6 +31,7 @@ class CriticSource(Protocol):
         ...
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class PolicyCopyCritic:
     """A critic with weights of its own, all trained, which begin as a copy of the initial policy's decoder.
@@ -58,6 +60,7 @@ class PolicyCopyCritic:
         return Critic(trunk, ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)).train()
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class SharedTrunkCritic:
     """A value head on the policy's own decoder: one forward serves policy and critic.
@@ -82,6 +85,7 @@ class SharedTrunkCritic:
         return Critic(trunk, head, shares_trunk=True, detach_trunk=self.detach).train()
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class PretrainedCritic:
     """A critic in Hugging Face format, with weights of its own.

@@ -18,8 +18,10 @@ from pl_grouprl.models.adapters import LoRAOptions
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.critic_sources import check_head_std, unpatched_backbone, zero_dropout_rates
 from pl_grouprl.models.probe import hidden_size
+from pl_grouprl.utilities.arguments import checked_arguments
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class LoRACritic(LoRAOptions):
     """A value head on the policy's decoder with low-rank layers of the critic's own.

@@ -16,6 +16,8 @@ from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import check_patterns, load_model
 from pl_grouprl.models.media import language_model_class
+from pl_grouprl.utilities.annotations import ArgumentError, describe_value
+from pl_grouprl.utilities.arguments import checked_arguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,6 +38,24 @@ class PolicySource(Protocol):
         ...
 
 
+def as_policy_source(policy: Any) -> PolicySource:
+    """Return a source of policies, made of a path where it is none.
+
+    Raises:
+        ArgumentError: If it is a model, or anything else that cannot be loaded again.
+    """
+    if isinstance(policy, str):
+        return PretrainedPolicy(policy)
+    if isinstance(policy, PolicySource):
+        return policy
+    raise ArgumentError(
+        f"policy is {describe_value(policy)}; every rank and every resumed run loads the initial policy anew, which an "
+        "object in memory cannot give. Save model and tokenizer with save_pretrained and pass the folder, or pass a "
+        "PolicySource: an object whose load() and load_tokenizer() return the same each time."
+    )
+
+
+@checked_arguments
 @dataclass(frozen=True)
 class PretrainedPolicy:
     """A policy in Hugging Face format.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import load_model
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import tick
@@ -55,6 +56,7 @@ class Demonstrations(Protocol):
         ...
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class WarmStartedPolicy:
     """A policy source that trains its policy on demonstrations, once.

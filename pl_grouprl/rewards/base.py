@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_finite
 
 RewardFunction = Callable[..., Any]
@@ -51,6 +52,7 @@ class RewardConfigurationError(ValueError):
     """
 
 
+@checked_arguments
 @dataclass
 class Weighted:
     """A reward function together with its share in the combined reward.
@@ -69,6 +71,7 @@ class Weighted:
         check_finite(**{"Weighted.weight": self.weight})
 
 
+@checked_arguments
 class FunctionFromFile:
     """A reward function named by file and function, as in verl's `custom_reward_function`.
 

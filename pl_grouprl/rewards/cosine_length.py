@@ -11,6 +11,7 @@ from pl_grouprl.rewards.calls import score_all
 from pl_grouprl.rewards.completion_text import completion_text
 from pl_grouprl.rewards.conventions import flatten_groups, prepare_reward
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_finite, check_options
 
 
@@ -26,6 +27,7 @@ def cosine_between(start: float, end: float, progress: float) -> float:
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
+@checked_arguments
 class CosineLengthReward:
     """Cosine reward of arXiv:2502.03373. Has TRL's signature; takes the place of the correctness reward.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from pl_grouprl.utilities.arguments import checked_arguments
 
+
+@checked_arguments
 class ExactMatch:
     """1 if the completion equals the reference, else 0. Has verl's signature.
 

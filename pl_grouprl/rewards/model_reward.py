@@ -21,12 +21,14 @@ from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_
 from pl_grouprl.packing import Sharing, pack
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.memory import naming_memory
 from pl_grouprl.utilities.run_options import identity, is_plain
 
 log = logging.getLogger(__name__)
 
 
+@checked_arguments
 class ModelReward:
     """The score that a `...ForSequenceClassification` model gives to prompt and completion.
 
@@ -86,7 +88,7 @@ class ModelReward:
             raise ValueError(f"ModelReward.label is {label!r}; pass the number of a label, counted from 0.")
         check_patterns(allow_mismatched_weights, "ModelReward")
         _check_types(model, tokenizer)
-        get_backend(attention_backend)  # an unknown name is an error here, not at the first reward
+        get_backend(attention_backend, "attention_backend")  # an unknown name is an error here, not at the first reward
         self.model = model
         self.label = label
         self.tokenizer = tokenizer

@@ -6,6 +6,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+from pl_grouprl.utilities.arguments import checked_arguments
+
 _NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _MARKED = re.compile(rf"####\s*\$?\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
@@ -30,6 +32,7 @@ def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") 
         return None
 
 
+@checked_arguments
 class NumericAnswer:
     """1 if the final number of the completion equals the reference, else 0. Has verl's signature.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 
+@checked_arguments
 class OverlongPenalty:
     """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13). Has TRL's signature.
 

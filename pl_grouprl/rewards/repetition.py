@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 
@@ -27,6 +28,7 @@ def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
     return 1 - len(distinct) / total
 
 
+@checked_arguments
 class RepetitionPenalty:
     """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
 

@@ -17,6 +17,7 @@ from pl_grouprl.rollout.media import check_media, media_key
 from pl_grouprl.rollout.packed_linear import packed_linears
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.memory import naming_memory
 from pl_grouprl.utilities.options import check_options
 
@@ -24,6 +25,7 @@ _Sequence = tuple[int, int, int]
 """Index of its distinct prompt, index of its prompt, index of its rollout."""
 
 
+@checked_arguments
 class HFRolloutEngine:
     """Samples from a transformers decoder; every distinct prompt is encoded once.
 

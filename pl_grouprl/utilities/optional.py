@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any, NoReturn
 
 PEFT_AVAILABLE = find_spec("peft") is not None
 VLLM_AVAILABLE = find_spec("vllm") is not None
@@ -23,3 +24,26 @@ def require(available: bool, what: str, extra: str) -> None:
         raise ModuleNotFoundError(
             f"{what} needs an optional package; install it with `pip install 'pl-grouprl[{extra}]'`."
         )
+
+
+class Absent:
+    """Stands for a missing package in a module that is to import without it: decorates, and fails when it is run.
+
+    Args:
+        package: Its name.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def __getattr__(self, name: str) -> Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Absent:
+        """Take the place of what is decorated."""
+        return self
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise ModuleNotFoundError(f"this kernel needs {self._package}; install it with `pip install {self._package}`.")

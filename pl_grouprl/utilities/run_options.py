@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -187,14 +186,6 @@ def _short(value: Any) -> Any:
     return f"{text[:40]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def _as_config(value: Any, default: Any) -> Any:
-    """A mapping given in place of a dataclass, with the defaults of what it leaves out."""
-    if isinstance(value, Mapping) and is_dataclass(default) and not isinstance(default, type):
-        with contextlib.suppress(TypeError, ValueError):  # refused by the constructor
-            return replace(default, **value)
-    return value
-
-
 def recorded(initialize: Callable[..., None]) -> Callable[..., None]:
     """Let a constructor hand its arguments, defaults included, to `self.note_options` before it runs.
 
@@ -215,7 +206,7 @@ def recorded(initialize: Callable[..., None]) -> Callable[..., None]:
             if parameter.kind is parameter.VAR_KEYWORD:
                 self.note_options(value)
             elif parameter.kind is not parameter.VAR_POSITIONAL:
-                self.note_options({parameter.name: _as_config(value, parameter.default)})
+                self.note_options({parameter.name: value})
         initialize(self, *args, **kwargs)
 
     return initialize_recorded

@@ -346,3 +346,48 @@ def test_help_imports_little_beyond_lightning():
 def test_metrics_are_numbers(run):
     statistics = json.loads((run / "summary.json").read_text())["metrics"]
     assert all(math.isfinite(value) for values in statistics.values() for value in values.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "trainer:\n  max_steps: 3\n  max_steps: 4\n",
+            "config.yaml, line 3: trainer.max_steps stands there twice, first in line 2",
+        ),
+        (
+            "model:\n  init_args:\n    sampling: {top_p: 1.0, top_p: 0.9}\n",
+            "line 3: model.init_args.sampling.top_p stands there twice",
+        ),
+        ("modl: {}\n", "config.yaml: modl is an empty group and no option"),
+        ("trainer: {foo: {}}\n", "config.yaml: trainer.foo is an empty group and no option"),
+        (
+            "model: {init_args: {optimizer: {foo: {}}}}\n",
+            "model.init_args.optimizer.foo is an empty group and no option",
+        ),
+        ("model: {init_args: {learning_rate: 1.0e-5}}\n", "takes no 'learning_rate'; it is part of optimizer"),
+        ("model: {init_args: {optimizer: {lr: 1.0e-5}}}\n", "OptimizerConfig takes no 'lr'; here it is learning_rate"),
+        ("model: {init_args: {num_generation: 4}}\n", "takes no 'num_generation'; did you mean 'num_generations'?"),
+        ("trainer: {max_step: 4}\n", "Trainer takes no 'max_step'; did you mean 'max_steps'?"),
+        ("modl: 3\n", "did you mean 'model'?"),
+    ],
+)
+def test_what_a_config_must_not_hold(text, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pl_grouprl.cli.RLCLI.instantiate_classes", lambda self: pytest.fail("it was accepted"))
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises((SystemExit, ValueError)) as error:
+        main(["fit", "--config", "grpo_pg.yaml", "--config", str(path)])
+    assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_empty_groups_that_are_options_are_taken(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr("pl_grouprl.cli.RLCLI.instantiate_classes", lambda self: taken.append(1) or sys.exit(0))
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: {init_args: {sampling: {}, policy_loss_options: {}, val_sampling: {}}}\ndata: {init_args: {}}\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "grpo_pg.yaml", "--config", str(path)])
+    assert taken

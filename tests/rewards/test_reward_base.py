@@ -42,7 +42,7 @@ def test_what_is_no_reward_function():
         as_weighted([])
     with pytest.raises(TypeError, match="contains the class ExactMatch; pass an instance"):
         as_weighted(ExactMatch)
-    with pytest.raises(TypeError, match="contains 3 of type int"):
+    with pytest.raises(TypeError, match=r"Weighted.function is 3; it must be a function"):
         as_weighted([3])
 
 

@@ -13,14 +13,14 @@ from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, argument: str = "backend") -> Backend:
     """Find a backend by name.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If there is none of that name, with the name of the caller's argument.
     """
     if name not in BACKENDS:
-        raise ValueError(f"backend is {name!r}; choose one of {', '.join(sorted(BACKENDS))}.")
+        raise ValueError(f"{argument} is {name!r}; choose one of {', '.join(sorted(BACKENDS))}.")
     return BACKENDS[name]
 
 

@@ -7,9 +7,15 @@ Legend: S packed tokens that are run, N of them that are merged, H query heads, 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from pl_grouprl.utilities.optional import Absent
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    triton = tl = Absent("triton")
 
 from pl_grouprl.attention.backends.cascade_plan import Index
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.advantages.groups import gather_groups
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 REWARD_SCALES = ("group", "batch", "none")
@@ -134,6 +135,7 @@ class GroupEstimator:
         return type(self).function(rewards, group_ids, **asdict(self))
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class GroupRelativeAdvantage(GroupEstimator):
     """`group_relative_advantages` with its options, as a configuration names it.
@@ -160,6 +162,7 @@ class RLOOAdvantage(GroupEstimator):
     function = staticmethod(rloo_advantages)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class PassKAdvantage(GroupEstimator):
     """`grpo_passk_advantages` with its options, as a configuration names it.

@@ -17,6 +17,7 @@ from torch import Tensor
 from pl_grouprl.functional.advantages.gae import check_rows, check_unit, discounted_returns
 from pl_grouprl.functional.advantages.groups import gather_groups
 from pl_grouprl.functional.masked import Reduce, bool_mask, masked_whiten
+from pl_grouprl.utilities.arguments import checked_arguments
 
 
 @torch.no_grad()
@@ -79,6 +80,7 @@ def reinforce_plus_plus_baseline_advantages(
     return whitened_BT.masked_fill(~groups.trained()[:, None], 0).to(groups.dtype)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ReinforcePlusPlusAdvantage:
     """`reinforce_plus_plus_advantages` with its options, as a configuration names it.

@@ -20,6 +20,7 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
+from pl_grouprl.utilities.arguments import checked_arguments
 
 
 def clipped_policy_loss(
@@ -66,6 +67,7 @@ def clipped_policy_loss(
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), count_flags(flags, mask_N), mask_N.sum())
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ClippedPolicyLoss(ConfiguredLoss):
     """`clipped_policy_loss` with its options, as a configuration names it.

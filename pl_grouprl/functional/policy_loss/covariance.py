@@ -30,6 +30,7 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_finite, check_options
 
 
@@ -129,6 +130,7 @@ def kl_cov_policy_loss(
     return PolicyLoss(loss_N, count_flags({"clip_ratio/cov_mean": chosen_N}, mask_N), mask_N.sum())
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ClipCovPolicyLoss(ConfiguredLoss):
     """`clip_cov_policy_loss` with its options, as a configuration names it.
@@ -151,6 +153,7 @@ class ClipCovPolicyLoss(ConfiguredLoss):
     compares_tokens = True
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class KLCovPolicyLoss(ConfiguredLoss):
     """`kl_cov_policy_loss` with its options, as a configuration names it.

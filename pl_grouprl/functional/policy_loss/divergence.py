@@ -28,6 +28,7 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
+from pl_grouprl.utilities.arguments import checked_arguments
 
 _REST_FLOOR = 1e-8
 """Added to the probability of the other outcome before its logarithm, as in verl."""
@@ -116,6 +117,7 @@ def dppo_kl_policy_loss(
     return _inside_only(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class DPPOTVPolicyLoss(ConfiguredLoss):
     """`dppo_tv_policy_loss` with its options, as a configuration names it.
@@ -133,6 +135,7 @@ class DPPOTVPolicyLoss(ConfiguredLoss):
     function = staticmethod(dppo_tv_policy_loss)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class DPPOKLPolicyLoss(ConfiguredLoss):
     """`dppo_kl_policy_loss` with its options, as a configuration names it.

@@ -17,6 +17,7 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
+from pl_grouprl.utilities.arguments import checked_arguments
 
 
 def sapo_policy_loss(
@@ -57,6 +58,7 @@ def sapo_policy_loss(
     return PolicyLoss((-gate_N * advantages_N).masked_fill(~mask_N, 0), {}, mask_N.sum())
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class SAPOPolicyLoss(ConfiguredLoss):
     """`sapo_policy_loss` with its options, as a configuration names it.

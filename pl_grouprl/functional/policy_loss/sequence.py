@@ -27,6 +27,7 @@ from pl_grouprl.functional.policy_loss.base import (
     flags_by_side,
     masked_inputs,
 )
+from pl_grouprl.utilities.arguments import checked_arguments
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """Limit of a sequence's mean log-ratio, in nats."""
@@ -169,6 +170,7 @@ def gmpo_policy_loss(
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), count_flags(flags, mask_N), mask_N.sum())
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class GSPOPolicyLoss(ConfiguredLoss):
     """`gspo_policy_loss` with its options, as a configuration names it.
@@ -185,6 +187,7 @@ class GSPOPolicyLoss(ConfiguredLoss):
     uses_rollouts = True
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class GSPOTokenPolicyLoss(ConfiguredLoss):
     """`gspo_token_policy_loss` with its options, as a configuration names it.
@@ -201,6 +204,7 @@ class GSPOTokenPolicyLoss(ConfiguredLoss):
     uses_rollouts = True
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class GMPOPolicyLoss(ConfiguredLoss):
     """`gmpo_policy_loss` with its options, as a configuration names it.

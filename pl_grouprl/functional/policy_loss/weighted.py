@@ -19,6 +19,7 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
+from pl_grouprl.utilities.arguments import checked_arguments
 
 
 def cispo_policy_loss(
@@ -87,6 +88,7 @@ def gpg_policy_loss(
     return PolicyLoss(-advantages_N * policy_logprobs_N.masked_fill(~mask_N, 0), {}, mask_N.sum())
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class CISPOPolicyLoss(ConfiguredLoss):
     """`cispo_policy_loss` with its options, as a configuration names it.

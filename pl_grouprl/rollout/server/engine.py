@@ -23,9 +23,11 @@ from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.rollout.weights.casting import cast
 from pl_grouprl.rollout.weights.compare import check_weights
 from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 
+@checked_arguments
 class VLLMServerRolloutEngine:
     """Samples with servers that were started by `python -m pl_grouprl.rollout.server`, with the policy's model.
 

@@ -22,9 +22,11 @@ from pl_grouprl.rollout.weights.casting import cast
 from pl_grouprl.rollout.weights.compare import check_weights
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities import optional
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 
+@checked_arguments
 class VLLMRolloutEngine:
     """Samples with vLLM (0.32), which has a copy of the weights beside the trainer's.
 

@@ -1,0 +1,87 @@
+"""What overridden methods return: an error names class and method, what was found, and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.algorithms.step_terms import LossTerms
+
+
+def checked_tensor(value: Any, where: str, shape: Sequence[int], meaning: str, *, boolean: bool = False) -> Tensor:
+    """Return a tensor of numbers that an override has computed, detached and on the CPU.
+
+    Args:
+        value: What it returned.
+        where: Class, method and field, for the error.
+        shape: What it must have.
+        meaning: The axes of the shape in words.
+        boolean: Whether it must be of bool instead of numbers.
+
+    Raises:
+        TypeError: If it is no tensor, or one of another kind of numbers.
+        ValueError: If its shape differs, or it has a NaN or infinite number.
+    """
+    expected = f"expected a tensor of shape {list(shape)}, {meaning}"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where} returned a {type(value).__name__}; {expected}.")
+    if list(value.shape) != list(shape):
+        raise ValueError(f"{where} returned shape {list(value.shape)}; {expected}.")
+    if boolean != (value.dtype == torch.bool) or value.is_complex():
+        kind = "of bool" if boolean else "of floating-point numbers"
+        raise TypeError(f"{where} returned {value.dtype}; {expected}, {kind}.")
+    value = value.detach().cpu()
+    return value if boolean else _finite(value.float(), where)
+
+
+def _finite(value: Tensor, where: str) -> Tensor:
+    broken = int((~value.isfinite()).sum())
+    if broken:
+        raise ValueError(f"{where} returned {broken} of {value.numel()} values that are NaN or infinite.")
+    return value
+
+
+def check_loss_terms(terms: Any, owner: str) -> LossTerms:
+    """Refuse what `compute_loss` must not return.
+
+    Raises:
+        TypeError: If it is no `LossTerms`, or a part of it no pair of tensors.
+        ValueError: If a loss or a count is no scalar.
+    """
+    where = f"{owner}.compute_loss"
+    if not isinstance(terms, LossTerms):
+        raise TypeError(f"{where} returned a {type(terms).__name__}; expected LossTerms(losses, metrics).")
+    for kind, pairs in (("losses", terms.losses), ("metrics", terms.metrics)):
+        for name, pair in pairs.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"{where}: {kind}[{name!r}] is a {type(pair).__name__}; expected a sum and its count.")
+            for part, what in zip(pair, ("sum", "count"), strict=True):
+                _check_scalar(part, f"{where}: the {what} of {kind}[{name!r}]")
+    for name, value in terms.extremes.items():
+        _check_scalar(value, f"{where}: extremes[{name!r}]")
+    return terms
+
+
+def check_denominators(denominators: Any, owner: str) -> dict[str, Tensor]:
+    """Refuse what `loss_denominators` must not return.
+
+    Raises:
+        TypeError: If it is no mapping of tensors.
+        ValueError: If one is no scalar.
+    """
+    where = f"{owner}.loss_denominators"
+    if not isinstance(denominators, Mapping):
+        raise TypeError(f"{where} returned a {type(denominators).__name__}; expected a scalar tensor by part.")
+    for name, count in denominators.items():
+        _check_scalar(count, f"{where}: {name!r}")
+    return dict(denominators)
+
+
+def _check_scalar(value: Any, where: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where} is a {type(value).__name__}; expected a scalar tensor.")
+    if value.dim():
+        raise ValueError(f"{where} has shape {list(value.shape)}; expected a scalar tensor, shape [].")

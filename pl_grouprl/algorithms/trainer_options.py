@@ -1,0 +1,58 @@
+"""Options of Lightning's Trainer that a fit here could not honour, or that would end it before it began."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pl_grouprl.utilities.options import check_options
+
+
+def check_trainer(trainer: Any, stage: str) -> None:
+    """Refuse them by name.
+
+    Raises:
+        ValueError: With the option, its value and what it must be.
+    """
+    if stage != "fit":
+        return
+    every_epoch, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    clip, limit = trainer.gradient_clip_val, trainer.limit_train_batches
+    accumulated = trainer.accumulate_grad_batches
+    check_options(
+        {
+            "trainer.accumulate_grad_batches": (accumulated, _is_count(accumulated), "a whole number, at least 1"),
+            "trainer.val_check_interval": (
+                interval,
+                not isinstance(interval, int | float) or interval > 0,
+                "larger than 0; for no validation leave the data module's val out, or set limit_val_batches to 0",
+            ),
+            "trainer.check_val_every_n_epoch": (
+                every_epoch,
+                every_epoch is None or _is_count(every_epoch),
+                "a whole number, at least 1, or None",
+            ),
+            "trainer.gradient_clip_val": (clip, clip is None or clip >= 0, "0 (off) or larger, or None"),
+            "trainer.limit_train_batches": (limit, limit > 0, "larger than 0: the run would end at once"),
+            "trainer.overfit_batches": (
+                trainer.overfit_batches,
+                not _is_no_batch(trainer),
+                "0 (off), a number of batches, or a share that is at least one batch of validation",
+            ),
+            "trainer.max_steps": (trainer.max_steps, trainer.max_steps != 0, "at least 1, or -1 for no limit"),
+            "trainer.max_epochs": (trainer.max_epochs, trainer.max_epochs != 0, "at least 1, or -1 for no limit"),
+        }
+    )
+
+
+def _is_no_batch(trainer: Any) -> bool:
+    """Whether a share of batches comes to less than one of those that validate."""
+    data = getattr(trainer, "datamodule", None)
+    prompts = getattr(data, "prompts", {}).get("val", ())
+    batches = math.ceil(len(prompts) / getattr(data, "val_batch_size", 1))
+    share = trainer.overfit_batches
+    return isinstance(share, float) and 0 < share < 1 and batches > 0 and share * batches < 1
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

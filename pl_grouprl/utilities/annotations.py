@@ -1,0 +1,183 @@
+"""Values against annotations: refused by name where they do not fit, mappings turned into the configs they describe."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import numbers
+import os
+import reprlib
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, Mapping)
+"""Kinds of values that never stand for an object with methods of ours."""
+
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    type(None): "None",
+    dict: "a mapping",
+    collections.abc.Callable: "a function or another callable",
+}
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 120
+
+
+class ArgumentError(TypeError, ValueError):
+    """An argument that a constructor does not take: of an unknown name, the wrong type, or outside its choices."""
+
+
+def convert(hint: Any, value: Any, name: str) -> Any:
+    """Return a value as its annotation says, or refuse it.
+
+    Lists and tuples stand for each other, numbers of NumPy for those of Python, paths for strings, and a mapping for
+    the dataclass that it has the fields of. A protocol takes any object; what it must do is checked by its user.
+
+    Args:
+        hint: An evaluated annotation.
+        value: What was passed.
+        name: How the caller calls it, for the error.
+
+    Raises:
+        ArgumentError: With the name, the value and what it must be.
+    """
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(hint, value, name)
+    if origin is Literal:
+        return _checked(value, value in _choices_like(value, hint), hint, name)
+    if origin in (list, tuple):
+        return _convert_sequence(hint, value, name)
+    if origin is dict or hint is dict:
+        _checked(value, isinstance(value, Mapping), hint, name)
+        key, item = get_args(hint) or (Any, Any)
+        return {convert(key, k, f"a key of {name}"): convert(item, v, f"{name}[{k!r}]") for k, v in value.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return as_config(hint, value, name)
+    return _convert_simple(origin or hint, value, name)
+
+
+def as_config(cls: type, value: Any, name: str) -> Any:
+    """Return an object of a config class, made of a mapping of its fields where it is none.
+
+    Raises:
+        ArgumentError: If it is something else, or a field is unknown or refused; with the name of the option.
+    """
+    if isinstance(value, cls):
+        return value
+    _checked(value, isinstance(value, Mapping), cls, name)
+    if "class_path" in value:
+        raise ArgumentError(
+            f"{name} is a mapping with a class_path, which only YAML knows; pass an object of the class, or a mapping "
+            f"with the fields of {cls.__name__}: {', '.join(field_names(cls))}."
+        )
+    try:
+        return cls(**{str(field): item for field, item in value.items()})
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{name}: {error}") from error
+
+
+def field_names(cls: type) -> list[str]:
+    """The fields of a dataclass that its constructor takes."""
+    return [field.name for field in dataclasses.fields(cls) if field.init]
+
+
+def describe_value(value: Any) -> str:
+    """Show a plain value, and the type of any other, in a few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, _PLAIN):
+        return _short.repr(value)
+    return f"a {type(value).__name__}"
+
+
+def describe_hint(hint: Any) -> str:
+    """Say in words what an annotation takes."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _either(describe_hint(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(str(choice) for choice in args)}" if len(args) > 3 else _either(map(repr, args))
+    if origin in (list, tuple):
+        items = [arg for arg in args if arg is not Ellipsis]
+        count = f"a list of {len(items)}" if origin is tuple and Ellipsis not in args else "a list"
+        return f"{count}, each item {describe_hint(items[0])}" if items else count
+    if dataclasses.is_dataclass(hint):
+        return f"a {hint.__name__}, or a mapping of its fields ({', '.join(field_names(hint))})"  # type: ignore[arg-type, union-attr]
+    kind = origin or hint
+    return _WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _checked(value: Any, valid: bool, hint: Any, name: str) -> Any:
+    if not valid:
+        raise ArgumentError(f"{name} is {describe_value(value)}; it must be {describe_hint(hint)}.")
+    return value
+
+
+def _choices_like(value: Any, hint: Any) -> list[Any]:
+    """Those choices that have the value's type: True is not 1."""
+    return [choice for choice in get_args(hint) if type(choice) is type(value)]
+
+
+def _convert_union(union: Any, value: Any, name: str) -> Any:
+    errors = []
+    for hint in get_args(union):
+        try:
+            return convert(hint, value, name)
+        except ArgumentError as error:
+            errors.append((hint, error))
+    # A branch of the value's own kind knows what is wrong inside of it.
+    for hint, refusal in errors:
+        is_list = get_origin(hint) in (list, tuple) and isinstance(value, list | tuple)
+        if is_list or (dataclasses.is_dataclass(hint) and isinstance(value, Mapping)):
+            raise refusal
+    return _checked(value, False, union, name)
+
+
+def _is_config_of(hint: Any, value: Any) -> bool:
+    """Whether a value is an object, or a mapping, of a dataclass, or of one in a union."""
+    configs = tuple(own for own in (hint, *get_args(hint)) if isinstance(own, type) and dataclasses.is_dataclass(own))
+    return bool(configs) and isinstance(value, (*configs, Mapping))
+
+
+def _convert_sequence(hint: Any, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is list and _is_config_of(args[0], value):
+        value = [value]  # one stands for a list of one
+    _checked(value, isinstance(value, list | tuple), hint, name)
+    items = [arg for arg in args if arg is not Ellipsis]
+    if origin is tuple and Ellipsis not in args:
+        _checked(value, len(value) == len(items), hint, name)
+    else:
+        items = items[:1] * len(value)
+    return origin(convert(item, v, f"{name}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True)))
+
+
+def _convert_simple(kind: Any, value: Any, name: str) -> Any:
+    if kind is Any or kind is object or not isinstance(kind, type):
+        return value
+    if kind is float or kind is int:
+        number = numbers.Integral if kind is int else numbers.Real
+        _checked(value, isinstance(value, number) and not isinstance(value, bool), kind, name)
+        return value if isinstance(value, int) else kind(value)
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if kind is collections.abc.Callable:
+        return _checked(value, callable(value), kind, name)
+    if kind in _WORDS or kind is type:
+        return _checked(value, isinstance(value, kind), kind, name)
+    if inspect.isabstract(kind) or kind.__module__ == "collections.abc" or getattr(kind, "_is_protocol", False):
+        plain = tuple(p for p in _PLAIN if not issubclass(p, kind)) if kind.__module__ == "collections.abc" else _PLAIN
+        return _checked(value, not isinstance(value, (*plain, str, bytes, type)), kind, name)
+    return _checked(value, isinstance(value, kind), kind, name)

@@ -1,0 +1,68 @@
+"""What a YAML parser passes over in a configuration: keys that stand twice, and empty groups that are no option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+Path = tuple[str | int, ...]
+
+_OF_CLASSES = ("init_args", "dict_kwargs")
+"""Groups that may be empty in any class."""
+
+
+def refuse_duplicates(text: str, source: str) -> None:
+    """Refuse a mapping with a key that stands twice: YAML would take the last one.
+
+    Args:
+        text: A YAML document.
+        source: What the error calls it, such as the file's path.
+
+    Raises:
+        TypeError: With the source, the line and the key.
+    """
+    for path, node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)):
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                called = ".".join(map(str, (*path, name)))
+                raise TypeError(f"{source}, line {line}: {called} stands there twice, first in line {lines[name]}.")
+            lines[name] = line
+
+
+def empty_groups(text: str) -> list[Path]:
+    """Find where a YAML document has an empty mapping."""
+    return [path for path, node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)) if path and not node.value]
+
+
+def refuse_unknown_groups(text: str, source: str, config: Mapping[str, Any]) -> None:
+    """Refuse empty groups that a parsed configuration has no place for: the parser drops them without a word.
+
+    Raises:
+        ValueError: With the source and the group.
+    """
+    for path in empty_groups(text):
+        parent: Any = config
+        for key in path[:-1]:
+            found = isinstance(parent, Mapping) and key in parent
+            found = found or (isinstance(parent, list) and isinstance(key, int) and key < len(parent))
+            parent = parent[key] if found else None
+        if isinstance(parent, Mapping) and path[-1] not in (*parent, *_OF_CLASSES):
+            raise ValueError(
+                f"{source}: {'.'.join(map(str, path))} is an empty group and no option; options there are "
+                f"{', '.join(map(str, parent))}. Leave it out."
+            )
+
+
+def _mappings(node: Any, path: Path = ()) -> Iterator[tuple[Path, yaml.MappingNode]]:
+    """All mappings of a document with the keys that lead there."""
+    if isinstance(node, yaml.MappingNode):
+        yield path, node
+        for key, value in node.value:
+            yield from _mappings(value, (*path, str(key.value)))
+    elif isinstance(node, yaml.SequenceNode):
+        for place, value in enumerate(node.value):
+            yield from _mappings(value, (*path, place))

@@ -1,0 +1,170 @@
+"""Where an option belongs that a constructor does not take: by TRL's name, by verl's, or by its own.
+
+The same as the tables of docs/options.md say; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+PLACES = {
+    "data.init_args.add_special_tokens": "",
+    "data.init_args.batch_size": "generation_batch_size train_batch_size",
+    "data.init_args.chat_template_kwargs": "apply_chat_template_kwargs",
+    "data.init_args.drop_last": "dataloader_drop_last",
+    "data.init_args.image_column": "image_key",
+    "data.init_args.max_prompt_length": "",
+    "data.init_args.overlong_prompts": "filter_overlong_prompts truncation",
+    "data.init_args.processor": "processing_class",
+    "data.init_args.processor_kwargs": "",
+    "data.init_args.prompt_column": "prompt_key",
+    "data.init_args.shuffle": "shuffle_dataset",
+    "data.init_args.test": "",
+    "data.init_args.tokenizer": "",
+    "data.init_args.train": "train_dataset train_files",
+    "data.init_args.val": "eval_dataset val_files",
+    "data.init_args.val_batch_size": "per_device_eval_batch_size",
+    "data.init_args.video_column": "video_key",
+    "model.init_args.advantage_estimator": "adv_estimator",
+    "model.init_args.beta": "use_kl_loss kl_loss_coef kl_coef",
+    "model.init_args.cliprange_value": "",
+    "model.init_args.critic": "value_model",
+    "model.init_args.critic_warmup_steps": "critic_warmup",
+    "model.init_args.delta": "clip_ratio_c",
+    "model.init_args.engine": "use_vllm vllm_mode",
+    "model.init_args.engine.init_args.bucket_mib": "update_weights_bucket_megabytes",
+    "model.init_args.engine.init_args.enforce_eager": "",
+    "model.init_args.engine.init_args.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "model.init_args.engine.init_args.max_model_len": "vllm_max_model_length",
+    "model.init_args.engine.init_args.max_num_seqs": "",
+    "model.init_args.engine.init_args.max_prefill_tokens": "max_num_batched_tokens",
+    "model.init_args.engine.init_args.sleep_level": "vllm_enable_sleep_mode free_cache_engine",
+    "model.init_args.engine.init_args.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
+    "model.init_args.engine.init_args.timeout": "vllm_server_timeout",
+    "model.init_args.engine.init_args.urls": "vllm_server_base_url vllm_server_host vllm_server_port",
+    "model.init_args.entropy_coef": "entropy_coeff",
+    "model.init_args.epsilon": "clip_ratio clip_ratio_low cliprange",
+    "model.init_args.epsilon_high": "clip_ratio_high",
+    "model.init_args.importance_sampling": (
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is"
+    ),
+    "model.init_args.importance_sampling_high": (
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_cap rollout_is_threshold"
+    ),
+    "model.init_args.importance_sampling_low": "vllm_importance_sampling_clip_min",
+    "model.init_args.kl_horizon": "horizon",
+    "model.init_args.kl_in": "use_kl_in_reward",
+    "model.init_args.kl_target": "target_kl",
+    "model.init_args.kl_type": "kl_loss_type kl_penalty kl_estimator",
+    "model.init_args.lam": "",
+    "model.init_args.loss_agg_mode": "",
+    "model.init_args.loss_type": "",
+    "model.init_args.mask_truncated_completions": "",
+    "model.init_args.max_generation_batches": "max_num_gen_batches",
+    "model.init_args.max_tokens_per_micro_batch": (
+        "per_device_train_batch_size gradient_accumulation_steps "
+        "use_dynamic_bsz ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu"
+    ),
+    "model.init_args.multi_objective_aggregation": "",
+    "model.init_args.num_generations": "",
+    "model.init_args.num_iterations": "ppo_epochs num_ppo_epochs",
+    "model.init_args.num_mini_batches": "steps_per_generation ppo_mini_batch_size",
+    "model.init_args.optimizer.betas": "adam_beta1 adam_beta2",
+    "model.init_args.optimizer.eps": "adam_epsilon",
+    "model.init_args.optimizer.final_fraction": "min_lr_ratio",
+    "model.init_args.optimizer.learning_rate": "lr",
+    "model.init_args.optimizer.schedule": "lr_scheduler_type",
+    "model.init_args.optimizer.warmup_steps": "lr_warmup_steps",
+    "model.init_args.optimizer.weight_decay": "",
+    "model.init_args.policy": "model sft_model_path",
+    "model.init_args.policy.init_args.adapter": "peft_config",
+    "model.init_args.policy.init_args.adapter.alpha": "lora_alpha",
+    "model.init_args.policy.init_args.adapter.dropout": "lora_dropout",
+    "model.init_args.policy.init_args.adapter.path": "lora_adapter_path",
+    "model.init_args.policy.init_args.adapter.r": "lora_rank",
+    "model.init_args.policy.init_args.adapter.target_modules": "",
+    "model.init_args.policy.init_args.adapter.use_dora": "",
+    "model.init_args.policy.init_args.adapter.use_rslora": "",
+    "model.init_args.policy.init_args.attn_implementation": "",
+    "model.init_args.policy.init_args.compile_layers": "torch_compile",
+    "model.init_args.policy.init_args.disable_dropout": "",
+    "model.init_args.policy.init_args.dtype": "model_dtype",
+    "model.init_args.policy.init_args.gradient_checkpointing": "enable_gradient_checkpointing",
+    "model.init_args.policy.init_args.gradient_checkpointing_kwargs": "",
+    "model.init_args.policy.init_args.revision": "",
+    "model.init_args.policy.init_args.trust_remote_code": "",
+    "model.init_args.policy_loss": "loss_mode",
+    "model.init_args.policy_loss_options": (
+        "sapo_temperature_pos sapo_temperature_neg clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
+    ),
+    "model.init_args.reward_workers": "launch_reward_fn_async",
+    "model.init_args.rewards": "reward_weights reward_model_path reward_funcs",
+    "model.init_args.router_aux_loss_coef": "",
+    "model.init_args.sampling": "response_length stop_token stop_token_id",
+    "model.init_args.sampling.max_new_tokens": "max_completion_length max_response_length",
+    "model.init_args.sampling.min_p": "",
+    "model.init_args.sampling.stop": "generation_kwargs",
+    "model.init_args.sampling.temperature": "",
+    "model.init_args.sampling.top_k": "",
+    "model.init_args.sampling.top_p": "",
+    "model.init_args.scale_rewards": "norm_adv_by_std_in_grpo",
+    "model.init_args.seed": "",
+    "model.init_args.sequence_parallel_size": "ulysses_sequence_parallel_size",
+    "model.init_args.sharing": "use_prefix_grouper",
+    "model.init_args.val_num_generations": "num_generations_eval",
+    "model.init_args.val_sampling": "val_kwargs",
+    "model.init_args.vf_coef": "",
+    "pl_grouprl.callbacks.CompletionsTable": "log_completions num_completions_to_print rollout_data_dir",
+    "pl_grouprl.callbacks.ExportPolicy": "save_model",
+    "pl_grouprl.callbacks.ValidateAtStart": "eval_on_start val_before_train",
+    "pl_grouprl.rewards.CosineLengthReward": "get_cosine_scaled_reward",
+    "pl_grouprl.rewards.OverlongPenalty": "get_soft_overlong_punishment penalty_factor",
+    "pl_grouprl.rewards.RepetitionPenalty": "get_repetition_penalty_reward",
+    "trainer.accelerator": "",
+    "trainer.accumulate_grad_batches": "",
+    "trainer.callbacks": "",
+    "trainer.default_root_dir": "output_dir default_local_dir",
+    "trainer.devices": "n_gpus_per_node",
+    "trainer.gradient_clip_val": "max_grad_norm grad_clip",
+    "trainer.log_every_n_steps": "logging_steps",
+    "trainer.logger": "report_to",
+    "trainer.max_epochs": "num_train_epochs total_epochs",
+    "trainer.max_steps": "total_training_steps",
+    "trainer.num_nodes": "nnodes",
+    "trainer.precision": "bf16",
+    "trainer.strategy": "",
+    "trainer.val_check_interval": "eval_steps test_freq",
+}
+"""By the path of an option of ours in a YAML file, the names that TRL and verl have for it."""
+
+_CLASSES = (
+    ("model.init_args.policy.init_args.adapter.", "of LoRAAdapter: PretrainedPolicy(path, adapter={{{name!r}: ...}})"),
+    ("model.init_args.policy.init_args.", "of the policy: PretrainedPolicy(path, {name}=...)"),
+    ("model.init_args.engine.init_args.", "of the engine: engine=...({name}=...)"),
+    ("model.init_args.optimizer.", "of the optimizer: optimizer={{{name!r}: ...}}"),
+    ("model.init_args.sampling.", "of sampling: sampling={{{name!r}: ...}}"),
+    ("data.init_args.", "of the data: PromptDataModule({name}=...)"),
+    ("trainer.", "of the Trainer: Trainer({name}=...)"),
+    ("model.init_args.", "of the algorithm, such as GRPO({name}=...)"),
+)
+
+
+def place_of(name: str, known: Container[str] = ()) -> str | None:
+    """Say where an option belongs; None if it is nobody's.
+
+    Args:
+        name: What a constructor was given and does not take.
+        known: What it takes.
+    """
+    places = {place.rsplit(".", 1)[-1]: place for place in PLACES}
+    foreign = {own: place for place, names in PLACES.items() for own in names.split()}
+    place = places.get(name) or foreign.get(name)
+    if place is None:
+        return None
+    own = place.rsplit(".", 1)[-1]
+    if own in known:
+        return f"here it is {own}"
+    for prefix, words in _CLASSES:
+        if place.startswith(prefix):
+            return f"{'it is' if own == name else f'here it is {own},'} an option {words.format(name=own)}"
+    return f"here it is {place}"
