@@ -100,17 +100,12 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
     Attributes:
         starts_over: By a part of the state, the option that says where it begins: if that is changed on purpose, the
             part begins there again.
-
-    Raises:
-        TypeError: If `allow_changed` is a string.
     """
 
     starts_over: ClassVar[dict[str, str]] = {}
 
     def __init__(self, allow_changed: Sequence[str] = ()) -> None:
         super().__init__()
-        if isinstance(allow_changed, str):
-            raise TypeError(f"allow_changed is the string {allow_changed!r}; pass a list, [{allow_changed!r}].")
         self.allow_changed = tuple(allow_changed)
         self._random_states: list[dict[str, Any]] = []
         self._before_validation: dict[str, Any] | None = None

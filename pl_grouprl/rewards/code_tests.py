@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from pl_grouprl.rewards.completion_text import completion_text
 from pl_grouprl.rewards.sandbox import ProgramResult, Sandbox, SandboxLimits
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 _BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -66,6 +67,7 @@ class FunctionTest:
         return found and bool(value == self.expected)
 
 
+@checked_arguments
 class CodeTests:
     """The share of tests that the program in a completion passes. Has TRL's signature.
 

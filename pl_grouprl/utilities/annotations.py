@@ -22,6 +22,7 @@ _WORDS = {
     str: "a string",
     type(None): "None",
     dict: "a mapping",
+    collections.abc.Sequence: "a list",
     collections.abc.Callable: "a function or another callable",
 }
 

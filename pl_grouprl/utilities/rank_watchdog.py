@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.processes import is_here, kill_process, process_identity
 from pl_grouprl.utilities.progress import PROGRESS
@@ -41,6 +42,7 @@ def check_rank_timeout(rank_timeout: float | None) -> None:
     check_options({"rank_timeout": (rank_timeout, valid, "larger than 0, or None to wait without end")})
 
 
+@checked_arguments
 class RankWatchdog(Callback):
     """Ends all ranks with an error that names the lost one: frozen, hung, dead, or failed while the others wait.
 

@@ -10,6 +10,7 @@ import pytest
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
+from pl_grouprl.data import MostFrequentDigit
 from pl_grouprl.functional.advantages.registry import ADVANTAGE_ESTIMATORS
 from pl_grouprl.functional.kl_control import AdaptiveKLController, FixedKLController
 from pl_grouprl.functional.policy_loss.registry import POLICY_LOSSES
@@ -49,7 +50,7 @@ MAKERS = {
     SharedTrunkCritic: {},
     LoRACritic: {},
     PretrainedCritic: {"path": "name-on-the-hub"},
-    WarmStartedPolicy: {"demonstrations": None, "architecture": ARCHITECTURE},
+    WarmStartedPolicy: {"demonstrations": MostFrequentDigit(), "architecture": ARCHITECTURE},
     CosineLengthReward: {"correct": ExactMatch(), "max_len": 10},
     OverlongPenalty: {"max_length": 10, "overlong_buffer": 2},
     RepetitionPenalty: {"ngram_size": 3, "max_penalty": -1.0},
@@ -106,7 +107,9 @@ def test_the_optimizer_refuses_what_makes_nan(options, message):
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
 def test_clipping_by_the_trainer_is_checked_at_setup(make_module, make_data, make_trainer, value):
     module = make_module()
-    with pytest.raises(ValueError, match=f"trainer.gradient_clip_val is {value}; it must be .*larger than 0, or None"):
+    with pytest.raises(
+        ValueError, match=f"trainer.gradient_clip_val is {value}; it must be .*0 \\(off\\) or larger, or None"
+    ):
         make_trainer(max_steps=1, gradient_clip_val=value).fit(module, make_data())
     assert module.policy is None  # nothing was loaded
 

@@ -9,9 +9,10 @@ import os
 import runpy
 import sys
 
-call = json.loads(sys.stdin.read())
-answer = os.dup(1)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-names = runpy.run_path("/solution.py", run_name="solution")
-value = names[call["function"]](*call["args"])
-os.write(answer, json.dumps({"value": value}).encode())
+if __name__ == "__main__":
+    call = json.loads(sys.stdin.read())
+    answer = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    names = runpy.run_path("/solution.py", run_name="solution")
+    value = names[call["function"]](*call["args"])
+    os.write(answer, json.dumps({"value": value}).encode())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 MIB = 2**20
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class SandboxLimits:
     """Limits of one run of a program.

@@ -19,6 +19,7 @@ from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.rewards.sandbox.limits import MIB, SandboxLimits
 from pl_grouprl.rewards.sandbox.seccomp import REFUSED, seccomp_filter
 from pl_grouprl.rewards.sandbox.view import interpreter_view
+from pl_grouprl.utilities.arguments import checked_arguments
 
 START_SECONDS = 60.0
 """How long the walls may take to build, on a machine with much else to do."""
@@ -62,6 +63,7 @@ class ProgramResult:
     seconds: float
 
 
+@checked_arguments
 class Sandbox:
     """Runs Python programs one at a time per call; calls from several threads run side by side.
 
