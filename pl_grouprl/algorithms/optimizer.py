@@ -49,7 +49,7 @@ class OptimizerConfig:
             "learning_rate": (0 <= self.learning_rate < math.inf, "a finite number, 0 or larger"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "a finite number, 0 or larger"),
             "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            "eps": (0 <= self.eps < math.inf, "a finite number, 0 or larger"),
+            "eps": (0 < self.eps < math.inf, "a finite number larger than 0"),
             "warmup_steps": (self.warmup_steps >= 0, "0 (no warm-up) or larger"),
             "schedule": (self.schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
             "final_fraction": (0 <= self.final_fraction <= 1, "in [0, 1]"),
