@@ -127,7 +127,8 @@ class GRPO(PolicyGradientModule):
             return
         advantages = self.compute_advantages(private_copy(self._penalized(buffer)))
         where, shape = f"{type(self).__name__}.compute_advantages", (len(buffer.rollout_lengths),)
-        buffer.put_per_rollout("advantages", checked_tensor(advantages, where, shape, "one number per rollout"))
+        advantages_B = checked_tensor(advantages, where, shape, "one number per rollout")
+        buffer.put_per_rollout("advantages", advantages_B.float())
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantage of each rollout of this rank, shape [B]; the statistics are those of all ranks.

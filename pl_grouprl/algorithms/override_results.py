@@ -34,7 +34,7 @@ def checked_tensor(value: Any, where: str, shape: Sequence[int], meaning: str, *
         kind = "of bool" if boolean else "of floating-point numbers"
         raise TypeError(f"{where} returned {value.dtype}; {expected}, {kind}.")
     value = value.detach().cpu()
-    return value if boolean else _finite(value.float(), where)
+    return value if boolean else _finite(value if value.is_floating_point() else value.float(), where)
 
 
 def _finite(value: Tensor, where: str) -> Tensor:

@@ -73,8 +73,8 @@ class ExportPolicy(Callback):
             name = getattr(self, option)
             if name is not None and not hasattr(pl_module, name):
                 raise TypeError(
-                    f"ExportPolicy looks for the attribute {name!r} ({option}), which {type(pl_module).__name__} does "
-                    "not have; name the attribute that holds the transformers model, or the tokenizer (None for none)."
+                    f"ExportPolicy looks for the attribute {name!r}, which {type(pl_module).__name__} does not have; "
+                    f"{option} names the one that holds the transformers model, or the tokenizer (None for none)."
                 )
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder

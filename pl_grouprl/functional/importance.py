@@ -131,7 +131,8 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
             raise ValueError(f"{prefix}low is {low} and importance_sampling is 'none', which has no bounds.")
         return
     if low is None and high is None:
-        raise ValueError(f"{prefix}low and {prefix}high are None; importance_sampling={kind!r} needs one of them.")
+        names = f"{prefix}low and {prefix}high"
+        raise ValueError(f"{names} are None; importance_sampling={kind!r} needs at least one bound.")
     if low is not None and not low >= 0:
         raise ValueError(f"{prefix}low is {low}; a ratio is never negative, so pass 0 or more, or None for no bound.")
     if high is not None and not high > (low or 0):

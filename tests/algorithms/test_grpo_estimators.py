@@ -255,7 +255,10 @@ def test_several_rewards_normalized_first_with_other_estimators(step, name):
         ({"advantage_options": {"gamma": 0.5}}, "advantage_estimator='grpo' does not use gamma"),
         ({"advantage_estimator": "grpo_passk", "scale_rewards": "batch"}, "scale is 'batch'"),
         ({"advantage_estimator": "remax", "scale_rewards": "group"}, "does not use scale"),
-        ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation is 'sum'; it must be one of sum_then"),
+        (
+            {"multi_objective_aggregation": "sum"},
+            "multi_objective_aggregation is 'sum'; it must be 'sum_then_normalize' or",
+        ),
         (
             {"advantage_estimator": "reinforce_plus_plus", "multi_objective_aggregation": "normalize_then_sum"},
             "advantage_estimator='reinforce_plus_plus' takes one reward",

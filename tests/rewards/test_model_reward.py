@@ -231,7 +231,7 @@ def test_options_out_of_range():
         ({"sharing": "both"}, "sharing is 'both'"),
         ({"max_tokens_per_pass": 0}, "max_tokens_per_pass is 0; it must be at least 1"),
         ({"attention_backend": "none"}, "backend is 'none'"),
-        ({"label": True}, "label is True; pass the number of a label, counted from 0"),
+        ({"label": True}, "label is True; it must be a whole number"),
         ({"label": -1}, "label is -1"),
         ({"label": 0.0}, "label is 0.0"),
     ):
