@@ -176,8 +176,6 @@ def _convert_simple(kind: Any, value: Any, name: str) -> Any:
         return os.fspath(value)
     if kind is collections.abc.Callable:
         return _checked(value, callable(value), kind, name)
-    if kind in _WORDS or kind is type:
-        return _checked(value, isinstance(value, kind), kind, name)
     if inspect.isabstract(kind) or kind.__module__ == "collections.abc" or getattr(kind, "_is_protocol", False):
         plain = tuple(p for p in _PLAIN if not issubclass(p, kind)) if kind.__module__ == "collections.abc" else _PLAIN
         return _checked(value, not isinstance(value, (*plain, str, bytes, type)), kind, name)

@@ -7,6 +7,7 @@ OPTIONAL = {"triton", "vllm", "peft", "deepspeed", "fastapi", "starlette", "uvic
 
 INSIDE = {  # parts of a process of vLLM's or of the server's, which begins only where the package is
     "pl_grouprl.rollout.server.app": "fastapi",
+    "pl_grouprl.rollout.server.connections": "uvicorn",
     "pl_grouprl.rollout.server.serve": "uvicorn",
     "pl_grouprl.rollout.vllm.applied": "vllm",
     "pl_grouprl.rollout.vllm.lora_layers": "vllm",
