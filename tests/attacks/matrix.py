@@ -64,6 +64,8 @@ ROWS: tuple[Row, ...] = (
             "tests/rewards/test_apply_rewards.py",
             "tests/rewards/test_reward_failures.py",
             "tests/rewards/test_reward_workers.py",
+            "tests/rewards/test_async_rewards.py",
+            "tests/algorithms/test_unrewarded_batches.py",
         ),
     ),
     Row(
@@ -82,13 +84,18 @@ ROWS: tuple[Row, ...] = (
         (
             "tests/rollout/contract",
             "tests/attention/test_transparent.py",
+            "tests/attention/test_left_padding.py",
             "tests/models/test_score.py",
         ),
     ),
     Row(
         "malformed rows, missing columns, empty data, less than a batch",
         "an error at setup with the row or column",
-        ("tests/data/test_prompt_sources.py", "tests/data/test_prompt_data_module.py"),
+        (
+            "tests/data/test_broken_data.py",
+            "tests/data/test_prompt_sources.py",
+            "tests/data/test_prompt_data_module.py",
+        ),
     ),
     Row(
         "NaN or infinity in a loss or gradient",
@@ -116,5 +123,119 @@ ROWS: tuple[Row, ...] = (
         "300 steps",
         "memory does not grow; no thread, file or process is left",
         ("tests/attacks/test_soak.py",),
+    ),
+    Row(
+        "out of memory in a pass, its backward, a rollout, a score",
+        "an error that names the option to lower",
+        ("tests/algorithms/test_out_of_memory.py",),
+    ),
+    Row(
+        "an option that cannot be honoured: backend, model, strategy",
+        "an error at setup that names argument, value and remedy",
+        (
+            "tests/algorithms/test_grpo_options.py",
+            "tests/algorithms/test_ppo_options.py",
+            "tests/algorithms/test_group_ppo_options.py",
+            "tests/algorithms/test_option_names.py",
+            "tests/algorithms/test_override_results.py",
+            "tests/attention/test_support.py",
+            "tests/strategies/test_support.py",
+        ),
+    ),
+    Row(
+        "a folder or file that the run did not write stands where it wants to write",
+        "untouched; an error before training",
+        (
+            "tests/callbacks/test_foreign_files.py",
+            "tests/callbacks/test_run_folder.py",
+            "tests/data/test_prepare_gsm8k.py",
+            "tests/data/test_prepare_geometry3k.py",
+        ),
+    ),
+    Row(
+        "a checkpoint with one flipped byte, cut short, or of another algorithm, by path",
+        "refused with path and cause",
+        (
+            "tests/algorithms/test_loading.py",
+            "tests/callbacks/test_damaged_folder.py",
+            "tests/utilities/test_verified_loading.py",
+            "tests/integration/test_cli.py::test_a_damaged_checkpoint_is_refused_by_every_command",
+        ),
+    ),
+    Row(
+        "a reward, engine or callback changes the lists it is handed",
+        "training sees the originals",
+        (
+            "tests/rewards/test_arguments_are_copies.py",
+            "tests/algorithms/test_handed_out_copies.py",
+            "tests/utilities/test_copying.py",
+        ),
+    ),
+    Row(
+        "resumed with other rewards, weights, data rows, clipping; a folder of another run",
+        "named, and refused or allowed by an option",
+        (
+            "tests/algorithms/test_changed_options.py",
+            "tests/data/test_resume_with_other_lengths.py",
+            "tests/callbacks/test_safe_checkpoint.py::test_a_folder_of_another_configuration_is_refused",
+        ),
+    ),
+    Row(
+        "an update leaves NaN in the weights, by options or arithmetic",
+        "found in that step; never saved as complete; an older good checkpoint stays",
+        (
+            "tests/algorithms/test_weights_stay_finite.py",
+            "tests/algorithms/test_finite_options.py",
+            "tests/utilities/test_finite.py",
+            "tests/callbacks/test_end_of_run.py",
+        ),
+    ),
+    Row(
+        "a policy folder lacks a weight, or has one of another shape",
+        "refused with its name, unless allowed by name",
+        ("tests/models/test_loading.py",),
+    ),
+    Row(
+        "the run ends between two periodic checkpoints, or by a signal during export",
+        "the last step is in a checkpoint",
+        ("tests/callbacks/test_end_of_run.py", "tests/callbacks/test_stop_on_signal.py"),
+    ),
+    Row(
+        "prompts dropped, truncated or too long for the model",
+        "counted in one line at the start, found for all rows at setup",
+        (
+            "tests/data/test_counts_and_facts.py",
+            "tests/algorithms/test_prompt_limits.py",
+            "tests/integration/test_cli_data.py",
+        ),
+    ),
+    Row(
+        "disk full under a logger, a table, a plot, an export",
+        "what observes warns with the path and training continues; an export is an error with path and remedy",
+        ("tests/callbacks/test_full_disk.py", "tests/algorithms/test_loggers_of_a_run.py"),
+    ),
+    Row(
+        "a rank frozen (SIGSTOP), hung or failed",
+        "the others end after a stated time and name it",
+        ("tests/utilities/test_rank_watchdog.py",),
+    ),
+    Row(
+        "a grader that forks, calls setsid, exits, allocates without end, opens sockets, reads secrets, cheats",
+        "contained by limits of its child, killed with all it started; exit code 0 is no pass",
+        (
+            "tests/rewards/test_sandbox.py",
+            "tests/rewards/test_code_tests.py",
+            "tests/rewards/test_process_state.py",
+        ),
+    ),
+    Row(
+        "1,000 random option sets",
+        "each runs, or ends in an error that names an option",
+        ("tests/attacks/test_fuzz_options.py", "tests/utilities/test_arguments.py"),
+    ),
+    Row(
+        "security: floors of dependencies, loads without code, optional packages absent",
+        "held by tests",
+        ("tests/test_security.py", "tests/integration/test_audit.py", "tests/utilities/test_imports.py"),
     ),
 )

@@ -2,7 +2,10 @@
 
 import importlib.util
 import random
+import sys
 from pathlib import Path
+
+import pytest
 
 spec = importlib.util.spec_from_file_location("fuzz_options", Path(__file__).with_name("fuzz_options.py"))
 assert spec is not None
@@ -11,17 +14,16 @@ fuzz_options = importlib.util.module_from_spec(spec)
 
 
 def load():
-    import sys
-
     sys.modules[spec.name] = fuzz_options  # its dataclass looks itself up
     spec.loader.exec_module(fuzz_options)
     return fuzz_options
 
 
-def test_option_sets_run_or_are_refused_by_name(record_property):
+@pytest.mark.parametrize(("count", "seed"), [(40, 1), pytest.param(1000, 0, marks=pytest.mark.slow)])
+def test_option_sets_run_or_are_refused_by_name(count, seed, record_property):
     own = load()
-    counts, findings = own.fuzz(40, seed=1)
-    record_property("figure", f"40 option sets: {counts['run']} ran, {counts['refused']} refused by name")
+    counts, findings = own.fuzz(count, seed)
+    record_property("figure", f"{count} option sets: {counts['run']} ran, {counts['refused']} refused by name")
     assert findings == []
     assert counts["run"] >= 5
     assert counts["refused"] >= 5

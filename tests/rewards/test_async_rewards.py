@@ -150,7 +150,7 @@ def test_too_many_blocked_threads_end_the_run(gate, monkeypatch):
     )
 
 
-def test_a_thread_ends_once_nothing_blocks_it(gate, record_property):
+def test_a_thread_ends_once_nothing_blocks_it(gate):
     function = blocks_on(gate)
     in_thread(lambda: apply_rewards([make_group("block")], function, timeout=0.1, max_failed_share=1.0))
     (thread,) = async_calls._blocked
@@ -158,7 +158,6 @@ def test_a_thread_ends_once_nothing_blocks_it(gate, record_property):
     gate.set()
     thread.join(30)
     assert not thread.is_alive()
-    record_property("figure", "threads left once the function returned: 0")
 
 
 def test_a_timeout_out_of_range_is_refused():

@@ -111,8 +111,9 @@ def test_rows_without_tests_and_completions_without_a_block():
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
 def test_programs_that_cheat_pass_nothing(code, record_property):
     limits = SandboxLimits(timeout=2.0, memory_limit_mb=128)
-    assert rewards_of([code], [STDIN[0], CALLS[0]], limits=limits) == [0.0]
-    record_property("figure", "passed 0 of 2 tests")
+    (reward,) = rewards_of([code], [STDIN[0], CALLS[0]], limits=limits)
+    assert reward == 0
+    record_property("figure", f"reward {reward} of 2 tests")
 
 
 def test_the_expected_answer_never_enters_the_sandbox(monkeypatch):

@@ -141,7 +141,7 @@ def test_children_in_other_sessions_are_killed_too(make_workers, tmp_path, ends,
     workers.close()
     child, orphan = map(int, file.read_text().split())
     until(lambda: not runs(child) and not runs(orphan))
-    record_property("figure", "survivors 0 of a child with setsid and a double fork")
+    record_property("figure", f"{runs(child) + runs(orphan)} survivors of a child with setsid and a double fork")
 
 
 def test_failures_cost_their_own_rollouts(make_workers, caplog):

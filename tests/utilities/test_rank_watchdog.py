@@ -58,7 +58,7 @@ def test_frozen_and_failed_ranks_are_named(record_property):
     check_lost(result, "frozen or gone, the store of rank 0 at 127.0.0.1:", "")
     assert result["codes"] == [-9, 70]
     check_failure(failed)
-    record_property("figure", "SIGSTOP to rank 0: rank 1 ended with code 70, rank 0 was killed")
+    record_property("figure", f"SIGSTOP to rank 0: exit codes {result['codes']}; an error on rank 1: {failed['codes']}")
 
 
 @LINUX
