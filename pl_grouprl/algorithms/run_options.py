@@ -94,10 +94,8 @@ def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _data_options(trainer: pl.Trainer) -> dict[str, Any]:
-    """What the data module says of its training data, which is loaded for a fit alone."""
-    facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", None)
-    if facts is None or trainer.state.fn != "fit":
-        return {}
+    """What the data module says of its training data, once that is loaded."""
+    facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", dict)
     return {f"data.{name.removeprefix('data.')}": value for name, value in facts().items()}
 
 

@@ -159,10 +159,10 @@ class PromptDataModule(LightningDataModule):
 
         The rows count before the length policy: `max_prompt_length` and `overlong_prompts` may change.
 
-        Raises:
-            ValueError: If the training data is not loaded.
+        Empty until the training data is loaded.
         """
-        self._require_train("resume_facts")
+        if "train" not in self.prompts:
+            return {}
         encoding = {name: plain(value) for name, value in vars(self.encoding).items()}
         template = getattr(self._tokenizer(), "chat_template", None)
         return encoding | {

@@ -160,8 +160,10 @@ def test_another_algorithm_is_refused_by_name(
 
 def test_a_subclass_and_its_algorithm_take_each_others(saved, make_module, make_data, make_trainer):
     path = saved(MyGRPO)
+    with pytest.raises(ValueError, match=r"model is 'GRPO' \(there 'MyGRPO'\).*allow_changed=\['model'\]"):
+        make_trainer(max_steps=2).fit(make_module(GRPO), make_data(), ckpt_path=path)
     trainer = make_trainer(max_steps=2)
-    trainer.fit(make_module(GRPO), make_data(), ckpt_path=path)
+    trainer.fit(make_module(GRPO, allow_changed=["model"]), make_data(), ckpt_path=path)
     assert trainer.global_step == 2
     with pytest.raises(ValueError, match=r"is of MyGRPO \(GRPO\), and the module is PPO"):
         make_trainer(max_steps=2).fit(make_module(PPO), make_data(), ckpt_path=path)

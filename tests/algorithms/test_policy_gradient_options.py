@@ -328,7 +328,7 @@ def test_the_coefficient_is_saved_and_resumed(fit, parameters, tmp_path, kl_in):
 def test_a_fixed_coefficient_is_that_of_the_configuration_on_resume(fit, tmp_path):
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(1, callbacks=[saving], beta=0.5)
-    module, _ = fit(2, checkpoint=tmp_path / "step=1.ckpt", beta=0.25)
+    module, _ = fit(2, checkpoint=tmp_path / "step=1.ckpt", beta=0.25, allow_changed=["beta"])
     assert module.beta == 0.25
 
 
