@@ -434,8 +434,8 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 _Kinds = dict[str, tuple[str, int]]
 _Look = tuple[_Kinds, bool, Padding | None]
 _SEEN: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Look | None]] = WeakKeyDictionary()
-"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and with which padding
-it differs; None: not looked."""
+"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and the padding with
+which it differs; None if it could not be examined."""
 
 
 @dataclass
