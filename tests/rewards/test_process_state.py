@@ -19,7 +19,7 @@ from pl_grouprl.types import Rollout, RolloutGroup
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    process_state._named.clear()
+    process_state._warned.clear()
 
 
 def make_group():
