@@ -93,8 +93,8 @@ def judge(report: dict[str, Any], notes: dict[str, str], packages: Iterable[str]
         audited.add(_canonical(name))
         for hole in package["vulns"]:
             if not {hole["id"], *hole.get("aliases", ())} & notes.keys():
-                mended = ", ".join(hole.get("fix_versions", ())) or "no version yet"
-                holes.append(f"{name}: {hole['id']}, mended in {mended}")
+                fixed = ", ".join(hole.get("fix_versions", ())) or "no version yet"
+                holes.append(f"{name}: {hole['id']}, fixed in {fixed}")
     return holes, [name for name in packages if _canonical(name) not in audited]
 
 

@@ -197,7 +197,7 @@ class CollectingModule(SamplingModule):
             return
         self.unrewarded_batches += 1
         rank_zero_warn(
-            "no rollout of a batch has a reward, so nothing is learned from it; see that a reward function applies "
+            "no rollout of a batch has a reward, so nothing is learned from it; check that a reward function applies "
             "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
         )
         if self.unrewarded_batches >= self.max_unrewarded_batches:
@@ -209,7 +209,7 @@ class CollectingModule(SamplingModule):
             raise RuntimeError(
                 f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
                 f"{self.max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
-                f"{'; '.join(counts)}. Mend the reward functions, or check the columns that they read."
+                f"{'; '.join(counts)}. Fix the reward functions, or check the columns that they read."
             )
 
     def saved_state(self) -> dict[str, Stateful]:

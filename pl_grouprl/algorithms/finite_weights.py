@@ -37,7 +37,7 @@ def check_weights(module: PolicyModule) -> None:
 
 def _cause(module: PolicyModule, broken: list[str]) -> str:
     if module.nonfinite_steps:
-        return "The step was skipped, so they were there before: look at the model or the checkpoint it began with."
+        return "The step was skipped, so they were there before: check the model or checkpoint that the run began with."
     parts = module.optimized_parts()
     configs = {part: config for part, (_, config) in parts.items()}
     affected = {part: config for part, config in configs.items() if any(name.startswith(f"{part}.") for name in broken)}
@@ -48,7 +48,7 @@ def _cause(module: PolicyModule, broken: list[str]) -> str:
     ]
     trainer = module.trainer
     return (
-        "The gradient was finite, so clipping or the step itself made them: lower the learning rate first "
+        "The gradient was finite, so clipping or the step itself caused them: lower the learning rate first "
         f"({'; '.join(options)}; trainer.gradient_clip_val={trainer.gradient_clip_val}, "
         f"trainer.precision={trainer.precision!r}). Resume from a checkpoint of an earlier step."
     )

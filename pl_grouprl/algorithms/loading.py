@@ -79,7 +79,7 @@ class LoadsCheckpoints(pl.LightningModule):
             ValueError: If the checkpoint is damaged, a folder, from another algorithm, or does not fit.
         """
         if not weights_only:
-            raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
+            raise ValueError("weights_only is False, which would run code in the checkpoint; leave it out.")
         checkpoint = load_verified(checkpoint_path)
         saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # if a subclass calls `save_hyperparameters`
         arguments = {name: value for name, value in saved.items() if not name.startswith("_")} | kwargs

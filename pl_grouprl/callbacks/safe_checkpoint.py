@@ -272,7 +272,7 @@ def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> No
 
 
 def _stopped(trainer: Trainer, signum: int) -> StoppedBySignal:
-    rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; go on with --ckpt_path last.")
+    rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; resume with --ckpt_path last.")
     launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and trainer.local_rank > 0
     return StoppedBySignal(0 if launched else 128 + signum)
 

@@ -115,7 +115,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the names {sorted({name for name in names if names.count(name) > 1})} stand there twice")
+        raise ValueError(f"duplicate names {sorted({name for name in names if names.count(name) > 1})}")
     return values
 
 

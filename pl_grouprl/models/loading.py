@@ -143,7 +143,7 @@ def check_finite(weights: dict[str, Tensor], owner: str) -> None:
         dtype = next(iter(broken.values())).dtype
         raise ValueError(
             f"{owner} has NaN or infinity in {len(broken)} of its weights, as loaded in {dtype}: "
-            f"{_listed(sorted(broken))}. Use weights from before they became so, or a dtype with their range."
+            f"{_listed(sorted(broken))}. Use earlier weights, or a dtype with a larger range."
         )
 
 

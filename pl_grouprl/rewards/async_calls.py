@@ -184,4 +184,4 @@ def _forget(loop: _LoopThread, name: str) -> None:
                 f"{len(_blocked)} threads hang in async reward functions that block their event loop, the last one in "
                 f"{name!r}; await what takes time, or make it a plain function and set reward_workers."
             )
-    log.warning("Reward function %r blocks its event loop; its thread is left to itself.", name)
+    log.warning("Reward function %r blocks its event loop; its thread is abandoned.", name)

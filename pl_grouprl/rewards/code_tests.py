@@ -177,7 +177,7 @@ def read_tests(given: Any, column: str) -> list[CodeTest]:
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{what} is a string and no JSON ({error}); write a list of {_FORMS}.") from error
+            raise ValueError(f"{what} is a string that is not JSON ({error}); write a list of {_FORMS}.") from error
     if not isinstance(given, list) or not given:
         raise ValueError(f"{what} is {given!r:.80}; write a list of at least one {_FORMS}.")
     return [_read_test(test, f"{what}, test {number}") for number, test in enumerate(given)]

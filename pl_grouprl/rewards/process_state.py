@@ -45,8 +45,8 @@ def left_as_found(name: str, *, children: bool) -> Iterator[None]:
             if (name, what) not in _warned:
                 _warned.add((name, what))
                 log.warning(
-                    "Reward function %r %s%s; let it leave the process as it is, or give it one of its own: "
-                    "reward_workers.", name, what, detail,
+                    "Reward function %r %s%s; make it leave the process as it was, or run it in a worker process "
+                    "(reward_workers).", name, what, detail,
                 )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def accept(checkpoint: Path) -> None:
         ValueError: If it is not a folder, or already has a manifest.
     """
     if not checkpoint.is_dir() or manifest_of(checkpoint).exists():
-        raise ValueError(f"{checkpoint} is no folder without a manifest; only those need to be accepted.")
+        raise ValueError(f"{checkpoint} is not a folder without a manifest; only such folders need to be accepted.")
     files = {name: _describe(path) for name, path in _files(checkpoint).items()}
     _write_manifest(manifest_of(checkpoint), [{"files": files}], process_name())
 

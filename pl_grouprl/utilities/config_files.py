@@ -29,7 +29,7 @@ def refuse_duplicates(text: str, source: str) -> None:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines and name != "<<":
                 called = ".".join(map(str, (*path, name)))
-                raise TypeError(f"{source}, line {line}: {called} stands there twice, first in line {lines[name]}.")
+                raise TypeError(f"{source}, line {line}: {called} is a duplicate key, first in line {lines[name]}.")
             lines[name] = line
 
 

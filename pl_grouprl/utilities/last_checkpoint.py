@@ -34,7 +34,7 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
         settle(place)
     newest, torn = newest_complete(path for place in places for path in place.glob("*.ckpt"))
     for path, flaw in torn.items():
-        rank_zero_warn(f"ckpt_path 'last' passes over {path}: {flaw}.")
+        rank_zero_warn(f"ckpt_path 'last' skips {path}: {flaw}.")
     if newest is None:
         raise ValueError(
             f"ckpt_path is 'last' and there is no checkpoint below {runs_folder(trainer)} that is complete; leave "

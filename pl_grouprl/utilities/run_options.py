@@ -137,7 +137,7 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
             raise ValueError(f"allow_changed has {own!r}, which may change in any case; leave it out.")
         nearest = difflib.get_close_matches(own, starts, n=1, cutoff=0.0)
         raise ValueError(
-            f"allow_changed has {own!r}, and no option of this run begins so"
+            f"allow_changed has {own!r}, and no option of this run begins with it"
             f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Name options as errors about them do, or parts "
             "of a name up to a dot, such as 'sampling' or 'sampling.temperature'."
         )

@@ -118,7 +118,7 @@ def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, An
         raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(
-            f"checkpoint {path} is none of Lightning: it has no 'state_dict'. To begin with weights of another "
+            f"checkpoint {path} was not written by Lightning: it has no 'state_dict'. To begin with weights of another "
             "program, pass a Hugging Face folder as the policy."
         )
     return checkpoint

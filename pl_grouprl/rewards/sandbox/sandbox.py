@@ -97,7 +97,7 @@ class Sandbox:
         if result.stdout != "trial\n":
             raise SandboxUnavailableError(
                 f"programs do not run in the sandbox: a trial ended with {result.ending}, exit code {result.exit_code} "
-                f"and {result.stderr[-500:]!r}; give it more (memory_limit_mb={self.limits.memory_limit_mb}, "
+                f"and {result.stderr[-500:]!r}; raise its limits (memory_limit_mb={self.limits.memory_limit_mb}, "
                 f"timeout={self.limits.timeout})."
             )
 
@@ -224,8 +224,8 @@ class _Run:
             status |= json.loads(line)
         if "refused" in status:
             raise SandboxUnavailableError(
-                f"this system does not allow a sandbox for programs: {status['refused']}. It takes user namespaces "
-                "(of a container: a seccomp profile that lets unshare and mount through) on Linux 5.14 or later; "
+                f"this system does not allow a sandbox for programs: {status['refused']}. It needs user namespaces "
+                "(in a container, a seccomp profile that allows unshare and mount) on Linux 5.14 or later; "
                 "without them no program is run."
             )
         if self._started is None:

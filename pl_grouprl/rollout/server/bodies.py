@@ -56,7 +56,7 @@ class _Body:
             left = self._deadline - asyncio.get_running_loop().time()
             message: dict[str, Any] = await asyncio.wait_for(self._receive(), left)
         except asyncio.TimeoutError:
-            raise RefusalError(408, f"{self._read} of the body's {self._length} bytes have come in time.") from None
+            raise RefusalError(408, f"only {self._read} of the body's {self._length} bytes arrived in time.") from None
         self._read += len(message.get("body", b""))
         if self._read > self._length:
             raise RefusalError(413, f"the body has more than the {self._length} bytes that it announces.")
