@@ -94,7 +94,7 @@ def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _data_options(trainer: pl.Trainer) -> dict[str, Any]:
-    """What the data module says about its training data, which is loaded only for a fit."""
+    """What the data module says of its training data, which is loaded for a fit alone."""
     facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", None)
     if facts is None or trainer.state.fn != "fit":
         return {}
