@@ -19,7 +19,7 @@ test-vllm: .venv-vllm/installed
 strategies: .venv/installed
 	$(BIN)/python tests/strategies/table.py
 
-# Known security holes of the packages in .venv. Fails where the database of holes cannot be reached.
+# Known vulnerabilities of the packages in .venv. Fails if the database cannot be reached.
 audit: .venv/installed .venv-audit/installed
 	$(BIN)/python tools/audit.py --pip-audit .venv-audit/bin/pip-audit
 

@@ -34,7 +34,7 @@ class Prompt:
         columns: Every other column of the row; reward functions receive them.
         data_source: Name under which validation metrics are reported.
         media: What a processor made of the prompt's images and videos beside the tokens; see `Media`. Empty for text.
-        where: The file and line, or the row, that it was read from, for error messages; empty where that is not known.
+        where: The file and line, or the row, that it was read from, for error messages; empty if unknown.
     """
 
     token_ids: list[int]
@@ -46,7 +46,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens as the model reads them; with images and videos that were not processed yet, at least as many."""
+        """Number of tokens as the model reads them; a lower bound while images or videos are not processed yet."""
         return len(self.token_ids)
 
     def open(self) -> Prompt:

@@ -1,10 +1,10 @@
-"""Known security holes of the packages that this environment has, as `pip-audit` finds them.
+"""Lists known vulnerabilities of the packages in this environment, using `pip-audit`.
 
     python tools/audit.py --pip-audit .venv-audit/bin/pip-audit      # what `make audit` runs
 
-Exits 0 where every package was audited and no hole is unexplained, 1 with a hole that `known_holes.txt` has no note
-for, 2 where packages were not audited: `pip-audit` itself says "No known vulnerabilities found" and exits 0 where its
-database knows none of the packages, as behind a mirror of the registry.
+Exits with 0 if every package was audited and each vulnerability has a note in `known_holes.txt`, 1 if one has none, and
+2 if packages were not audited: `pip-audit` itself reports "No known vulnerabilities found" and exits with 0 if its
+database knows none of the packages, as can happen with a registry mirror.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ OWN = "pl-grouprl"
 
 
 class NotAuditedError(Exception):
-    """The audit did not take place, or not for all packages."""
+    """`pip-audit` gave no report."""
 
 
 def installed() -> list[str]:
-    """The packages of this environment, as `name==version`, without builds' local versions (`+cpu`)."""
+    """The packages of this environment as `name==version`, without local version suffixes (`+cpu`)."""
     found = {dist.metadata["Name"]: dist.version.partition("+")[0] for dist in distributions()}
     return sorted(f"{name}=={version}" for name, version in found.items() if name != OWN)
 
 
 def read_notes(text: str) -> dict[str, str]:
-    """Read the holes that are known, each with the reason why it does no harm here.
+    """Read the known vulnerabilities, each with the reason why it does no harm here.
 
     Args:
-        text: Lines `ID reason`; empty ones and those that begin with # do not count.
+        text: Lines `ID reason`; empty lines and lines that begin with # are skipped.
 
     Raises:
-        ValueError: If a hole has no reason, or stands there twice.
+        ValueError: If an id has no reason, or appears twice.
     """
     notes: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -54,7 +54,7 @@ def read_notes(text: str) -> dict[str, str]:
 
 
 def run_pip_audit(command: str, packages: Sequence[str]) -> dict[str, Any]:
-    """Let `pip-audit` look packages up.
+    """Run `pip-audit` on a list of packages.
 
     Raises:
         NotAuditedError: If it gave no report.
@@ -75,15 +75,15 @@ def run_pip_audit(command: str, packages: Sequence[str]) -> dict[str, Any]:
 
 
 def judge(report: dict[str, Any], notes: dict[str, str], packages: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Sort out what a report says.
+    """Find what a report leaves unexplained.
 
     Args:
-        report: Of `pip-audit --format json`.
-        notes: Of `read_notes`.
-        packages: What should have been audited.
+        report: From `pip-audit --format json`.
+        notes: From `read_notes`.
+        packages: The packages that should have been audited.
 
     Returns:
-        The holes without a note, and the packages that were not audited.
+        The vulnerabilities without a note, and the packages that were not audited.
     """
     audited, holes = set(), []
     for package in report["dependencies"]:
@@ -93,8 +93,8 @@ def judge(report: dict[str, Any], notes: dict[str, str], packages: Iterable[str]
         audited.add(_canonical(name))
         for hole in package["vulns"]:
             if not {hole["id"], *hole.get("aliases", ())} & notes.keys():
-                mended = ", ".join(hole.get("fix_versions", ())) or "no version yet"
-                holes.append(f"{name}: {hole['id']}, mended in {mended}")
+                fixed = ", ".join(hole.get("fix_versions", ())) or "no version yet"
+                holes.append(f"{name}: {hole['id']}, fixed in {fixed}")
     return holes, [name for name in packages if _canonical(name) not in audited]
 
 

@@ -188,9 +188,9 @@ def _looks_at_the_longest(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _padded_rows(model: PreTrainedModel, backend: str, left: int) -> float:
-    """Largest difference of a log-probability between an ordinary padded batch in the context and outside of it.
+    """Largest difference of a log-probability between an ordinary padded batch inside and outside the context.
 
-    Prompts are padded on the left, with `left` columns at least, and completions on the right.
+    Prompts are padded on the left by at least `left` columns, and completions on the right.
     """
     generator = random.Random(0)
 

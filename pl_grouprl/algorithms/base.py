@@ -315,7 +315,7 @@ class RolloutModule(CollectingModule, ABC):
         return loss
 
     def _naming_memory(self, what: str = "") -> contextlib.AbstractContextManager[None]:
-        """Name the option that bounds a pass where one runs out of memory."""
+        """Name the option that bounds a pass's memory when a pass runs out of it."""
         return naming_memory(
             f"{what}a pass of max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} tokens (None: all groups of "
             "a mini-batch at once)",
@@ -323,7 +323,7 @@ class RolloutModule(CollectingModule, ABC):
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Differentiate a pass; that of the last one is run by Lightning after `training_step`."""
+        """Differentiate a pass; Lightning calls this for the last one, after `training_step`."""
         with self._naming_memory("the backward of "):
             super().backward(loss, *args, **kwargs)
 
@@ -402,7 +402,7 @@ class RolloutModule(CollectingModule, ABC):
     ) -> None:
         """Stop the clock when the update is done, before callbacks save checkpoints or measure."""
 
-        def update() -> Any:  # training_step and the backward of its last pass, which DeepSpeed's engine runs
+        def update() -> Any:  # training_step and the last pass's backward, which DeepSpeed's engine runs
             assert optimizer_closure is not None
             with self._naming_memory():
                 return optimizer_closure()

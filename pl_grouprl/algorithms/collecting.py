@@ -73,8 +73,8 @@ class CollectingModule(SamplingModule):
             first time included. If groups are still missing then, the batch is smaller.
         rollout_ahead: 1 samples the next rollout beside the updates of the present one, from a copy of the policy as it
             was before them; `rollout/policy_lag` counts the optimizer steps since. 0 samples it afterwards.
-        max_unrewarded_batches: Abort after this many batches of rollouts in a row in which no rollout of any rank has a
-            reward. A single one is warned about and teaches nothing.
+        max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
+            has a reward. Each of them logs a warning and trains nothing.
         **kwargs: Options of `SamplingModule` and `PolicyModule`.
 
     Raises:
@@ -191,13 +191,13 @@ class CollectingModule(SamplingModule):
         return metrics
 
     def _count_unrewarded(self, metrics: dict[str, float]) -> None:
-        """Warn of a batch without a reward on any rank, and end the run where such batches follow each other."""
+        """Warn if no rollout on any rank has a reward, and end the run after too many such batches in a row."""
         if not math.isnan(metrics["reward"]):
             self.unrewarded_batches = 0
             return
         self.unrewarded_batches += 1
         rank_zero_warn(
-            "no rollout of a batch has a reward, so nothing is learned from it; see that a reward function applies "
+            "no rollout of a batch has a reward, so nothing is learned from it; check that a reward function applies "
             "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
         )
         if self.unrewarded_batches >= self.max_unrewarded_batches:
@@ -209,7 +209,7 @@ class CollectingModule(SamplingModule):
             raise RuntimeError(
                 f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
                 f"{self.max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
-                f"{'; '.join(counts)}. Mend the reward functions, or check the columns that they read."
+                f"{'; '.join(counts)}. Fix the reward functions, or check the columns that they read."
             )
 
     def saved_state(self) -> dict[str, Stateful]:

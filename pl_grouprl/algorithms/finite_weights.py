@@ -1,4 +1,4 @@
-"""Ends a run in the step that leaves its weights with NaN or infinity."""
+"""Ends a run in the optimizer step that leaves NaN or infinity in its weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def check_weights(module: PolicyModule) -> None:
-    """Look at every trained weight after an optimizer step. All ranks call it, and fail together.
+    """Check every trained weight after an optimizer step. All ranks must call it; they fail together.
 
-    The norms are quick, and may overflow; only if one does is each weight looked at by itself.
+    Norms are cheap but may overflow, so each weight is inspected only if one of them is not finite.
 
     Raises:
-        RuntimeError: With the parameters, and the options that may have done it.
+        RuntimeError: Names the parameters, and the options that may have caused it.
     """
-    weights = module.support.weights([own for own in module.parameters() if own.requires_grad])
-    norms = torch._foreach_norm([own for own in weights if own.numel()] or [torch.zeros(1)])
+    weights = module.support.weights([parameter for parameter in module.parameters() if parameter.requires_grad])
+    norms = torch._foreach_norm([weight for weight in weights if weight.numel()] or [torch.zeros(1)])
     largest = torch.stack([norm.to(module.device, torch.float32) for norm in norms]).max()
     (suspicious,) = module.sum_over_ranks([~largest.isfinite()])
     if not suspicious:
         return
-    trained = ((name, own) for name, own in module.named_parameters() if own.requires_grad)
+    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
     broken = nonfinite_parameters(trained, module.device)
     if broken:
         raise RuntimeError(
@@ -37,17 +37,18 @@ def check_weights(module: PolicyModule) -> None:
 
 def _cause(module: PolicyModule, broken: list[str]) -> str:
     if module.nonfinite_steps:
-        return "The step was skipped, so they were there before: look at the model or the checkpoint it began with."
+        return "The step was skipped, so they were there before: check the model or checkpoint that the run began with."
     parts = module.optimized_parts()
-    configs = {name: config for name, (_, config) in parts.items() if any(own.startswith(f"{name}.") for own in broken)}
+    configs = {part: config for part, (_, config) in parts.items()}
+    affected = {part: config for part, config in configs.items() if any(name.startswith(f"{part}.") for name in broken)}
     options = [
         f"learning_rate={config.learning_rate}, weight_decay={config.weight_decay}, eps={config.eps}, "
-        f"max_grad_norm={config.max_grad_norm} of {name}"
-        for name, config in (configs or {name: config for name, (_, config) in parts.items()}).items()
+        f"max_grad_norm={config.max_grad_norm} of {part}"
+        for part, config in (affected or configs).items()
     ]
     trainer = module.trainer
     return (
-        "The gradient was finite, so clipping or the step itself made them: lower the learning rate first "
+        "The gradient was finite, so clipping or the step itself caused them: lower the learning rate first "
         f"({'; '.join(options)}; trainer.gradient_clip_val={trainer.gradient_clip_val}, "
         f"trainer.precision={trainer.precision!r}). Resume from a checkpoint of an earlier step."
     )

@@ -131,9 +131,9 @@ class GRPO(PolicyGradientModule):
         buffer.put_per_rollout("advantages", advantages_B.float())
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
-        """Compute the advantage of each rollout of this rank, shape [B]; the statistics are those of all ranks.
+        """Compute the advantage of each rollout of this rank, shape [B], with statistics over all ranks.
 
-        The groups are copies: changing them changes nothing that is trained.
+        The groups are copies; changing them does not affect training.
         """
         weights = [reward.weight for reward in prepare_rewards(self.rewards)]
         own = {

@@ -1,4 +1,4 @@
-"""How a module takes a checkpoint: verified, of its own algorithm, and from Python without a Trainer too."""
+"""How a module loads a checkpoint: verified, written by the same algorithm, with or without a Trainer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class LoadsCheckpoints(pl.LightningModule):
-    """A module that refuses checkpoints that are damaged, or of another algorithm, and says so."""
+    """A module that refuses checkpoints that are damaged or were written by another algorithm."""
 
     def __init__(self) -> None:
         super().__init__()
         self._checkpoint_lineage: list[str] | None = None
 
     def setup(self, stage: str) -> None:
-        """Have checkpoints verified before they are loaded, in each stage and under each strategy."""
+        """Verify checkpoints before they are loaded, in every stage and under every strategy."""
         verify_loads(self.trainer)
 
     def compare_origin(self, then: list[str] | None, what: str = "the checkpoint") -> None:
         """Refuse a checkpoint of another algorithm.
 
         Args:
-            then: The `lineage` that it notes; None where it notes none.
-            what: How to call it.
+            then: The `lineage` that it records, or None.
+            what: What the error calls it.
         """
         compare_lineage(self, then, what)
         self._checkpoint_lineage = then
@@ -40,7 +40,7 @@ class LoadsCheckpoints(pl.LightningModule):
         """Load weights.
 
         Raises:
-            ValueError: If they do not fit: what the checkpoint is of, then torch's list.
+            ValueError: If they do not fit. Says which module wrote the checkpoint, then torch's list.
         """
         try:
             return super().load_state_dict(*args, **kwargs)
@@ -48,7 +48,7 @@ class LoadsCheckpoints(pl.LightningModule):
             raise ValueError(describe_misfit(self, self._checkpoint_lineage, str(error))) from None
 
     def load_checkpoint(self, checkpoint: dict[str, Any], *, strict: bool | None = None) -> None:
-        """Build the models and take over a checkpoint that is in memory, in Lightning's order, without a Trainer."""
+        """Build the models and restore a checkpoint held in memory, in Lightning's order but without a Trainer."""
         self.configure_model()
         self.on_load_checkpoint(checkpoint)
         self.load_state_dict(checkpoint["state_dict"], strict=self.strict_loading if strict is None else strict)
@@ -63,25 +63,25 @@ class LoadsCheckpoints(pl.LightningModule):
         weights_only: bool = True,
         **kwargs: Any,
     ) -> Self:
-        """Build the module from the constructor's arguments, and give it the weights of a checkpoint.
+        """Build the module from the constructor's arguments and load a checkpoint's weights into it.
 
         The checkpoint is verified, and no code in it is run. It does not hold the constructor's arguments.
 
         Args:
-            checkpoint_path: A checkpoint of one file.
-            map_location: The device that the module is moved to.
-            strict: Whether weights that are missing or left over are an error; None is the module's `strict_loading`.
-            weights_only: True; taken because Lightning takes it.
+            checkpoint_path: A single-file checkpoint.
+            map_location: The device to move the module to.
+            strict: Whether missing or unexpected weights are an error; None uses the module's `strict_loading`.
+            weights_only: Must be True; accepted for compatibility with Lightning.
             **kwargs: The constructor's arguments.
 
         Raises:
             TypeError: If an argument of the constructor is missing.
-            ValueError: If the checkpoint is damaged, a folder, of another algorithm, or does not fit.
+            ValueError: If the checkpoint is damaged, a folder, from another algorithm, or does not fit.
         """
         if not weights_only:
-            raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
+            raise ValueError("weights_only is False, which would run code in the checkpoint; leave it out.")
         checkpoint = load_verified(checkpoint_path)
-        saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # of a subclass that calls `save_hyperparameters`
+        saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # if a subclass calls `save_hyperparameters`
         arguments = {name: value for name, value in saved.items() if not name.startswith("_")} | kwargs
         missing = [name for name in _required(cls) if name not in arguments]
         if missing:
@@ -96,6 +96,6 @@ class LoadsCheckpoints(pl.LightningModule):
 
 
 def _required(cls: type) -> list[str]:
-    """Arguments of a constructor that have no default."""
+    """The constructor's arguments that have no default."""
     parameters = inspect.signature(cls).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -1,4 +1,4 @@
-"""What overridden methods return: an error names class and method, what was found, and what was expected."""
+"""Checks what overridden methods return; errors name the class and method, what was found and what was expected."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pl_grouprl.algorithms.step_terms import LossTerms
 
 
 def checked_tensor(value: Any, where: str, shape: Sequence[int], meaning: str, *, boolean: bool = False) -> Tensor:
-    """Return a tensor of numbers that an override has computed, detached and on the CPU.
+    """Check a tensor that an override returned; gives it back detached and on the CPU.
 
     Args:
-        value: What it returned.
+        value: What the override returned.
         where: Class, method and field, for the error.
-        shape: What it must have.
-        meaning: The axes of the shape in words.
-        boolean: Whether it must be of bool instead of numbers.
+        shape: The expected shape.
+        meaning: What the axes are, for the error.
+        boolean: Whether it must be a bool tensor rather than real numbers.
 
     Raises:
-        TypeError: If it is no tensor, or one of another kind of numbers.
-        ValueError: If its shape differs, or it has a NaN or infinite number.
+        TypeError: If it is not a tensor, or has the wrong dtype.
+        ValueError: If its shape differs, or a value is NaN or infinite.
     """
     expected = f"expected a tensor of shape {list(shape)}, {meaning}"
     if not isinstance(value, Tensor):
@@ -45,11 +45,11 @@ def _finite(value: Tensor, where: str) -> Tensor:
 
 
 def check_loss_terms(terms: Any, owner: str) -> LossTerms:
-    """Refuse what `compute_loss` must not return.
+    """Check what `compute_loss` returned.
 
     Raises:
-        TypeError: If it is no `LossTerms`, or a part of it no pair of tensors.
-        ValueError: If a loss or a count is no scalar.
+        TypeError: If it is not `LossTerms` made of pairs of tensors.
+        ValueError: If a loss or a count is not a scalar.
     """
     where = f"{owner}.compute_loss"
     if not isinstance(terms, LossTerms):
@@ -66,11 +66,11 @@ def check_loss_terms(terms: Any, owner: str) -> LossTerms:
 
 
 def check_denominators(denominators: Any, owner: str) -> dict[str, Tensor]:
-    """Refuse what `loss_denominators` must not return.
+    """Check what `loss_denominators` returned.
 
     Raises:
-        TypeError: If it is no mapping of tensors.
-        ValueError: If one is no scalar.
+        TypeError: If it is not a mapping of tensors.
+        ValueError: If one is not a scalar.
     """
     where = f"{owner}.loss_denominators"
     if not isinstance(denominators, Mapping):

@@ -51,11 +51,10 @@ class PolicyModule(SavedStateModule):
         verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
         max_nonfinite_steps: Abort after so many steps in a row whose loss or gradient is NaN or infinite. A single one
             is skipped on all ranks: weights and optimizer state stay as they are.
-        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits for it
-            without end.
-        allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or by what names
-            begin with: `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. Any other one that decides what is
-            optimised must be the same.
+        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits forever.
+        allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or dotted prefix:
+            `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. All others that decide what is optimised must
+            be the same.
 
     Attributes:
         policy: The model, once `configure_model` has run.
@@ -220,7 +219,7 @@ class PolicyModule(SavedStateModule):
         self._contexts.close()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Get the loggers ready; keep loaded objects out of garbage collection, and watch over the ranks."""
+        """Prepare the loggers; keep loaded objects out of garbage collection, and watch the ranks."""
         prepare_loggers(self.trainer.loggers)
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         return [FreezeLoadedObjects(), *watchdogs]
@@ -301,7 +300,7 @@ class PolicyModule(SavedStateModule):
             )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Make the step, and end the run where it leaves NaN or infinity in a weight."""
+        """Make the step, and end the run if it leaves NaN or infinity in a weight."""
         super().optimizer_step(*args, **kwargs)
         check_weights(self)
 

@@ -270,7 +270,7 @@ class PPO(PolicyGradientModule):
         buffer.metrics["value/explained_variance"] = float(explained)
 
     def _checked(self, estimate: Any, shape: tuple[int, ...]) -> Estimate:
-        """Refuse what a subclass's `estimate` must not return."""
+        """Check what a subclass's `estimate` returned."""
         where = f"{type(self).__name__}.estimate"
         if not isinstance(estimate, Estimate):
             raise TypeError(f"{where} returned a {type(estimate).__name__}; expected an Estimate.")

@@ -1,4 +1,4 @@
-"""Prompts that the model cannot take, found for all rows before anything is sampled."""
+"""Finds prompts that the model cannot take, in all rows, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pl_grouprl.types import Prompt, SamplingConfig
 
 
 def limits_of_source(source: PolicySource) -> dict[str, int]:
-    """The longest sequence of a model that is not loaded yet, as far as its source can say; see `length_limits`."""
+    """The longest sequence a model takes, as far as its source knows before loading it; see `length_limits`."""
     load_config = getattr(source, "load_config", None)
     if load_config is not None:
         limit = getattr(load_config().get_text_config(decoder=True), "max_position_embeddings", None)
@@ -30,15 +30,15 @@ def check_prompts(
 ) -> None:
     """Refuse prompts that leave no room for a completion, or hold tokens that the model does not know.
 
-    Images and videos that were not processed yet count as one token each; the sampler checks those prompts again.
+    Images and videos that are not processed yet count as one token each; the sampler checks those prompts again.
 
     Args:
-        prompts: Those of a split.
-        split: Names it.
+        prompts: The prompts of a split.
+        split: Its name.
         sampling: Says how long completions may be.
-        engine: Samples them. Unless it says that it reserves room for all of `max_new_tokens`, one token will do.
-        limits: Longest sequences, prompt and completion together, by what sets each limit.
-        vocab_size: Number of tokens that the model knows; None where that is not known.
+        engine: Samples them. Unless it reserves room for all of `max_new_tokens`, room for one token is enough.
+        limits: Longest sequence, prompt and completion together, by the name of what sets the limit.
+        vocab_size: Number of tokens that the model knows; None if unknown.
 
     Raises:
         ValueError: If there is such a prompt. Names its row, its length, the limit, how many there are, and the remedy.
@@ -75,6 +75,6 @@ def _refuse_unknown_tokens(prompts: Sequence[Prompt], split: str, vocab_size: in
 
 
 def _engine_limit(engine: Any) -> dict[str, int]:
-    """The longest sequence that an engine was told to serve."""
+    """The longest sequence that the engine is configured to serve."""
     limit = getattr(engine, "max_model_len", None)
     return {} if limit is None else {"max_model_len": limit}

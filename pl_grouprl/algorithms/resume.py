@@ -22,8 +22,8 @@ def set_right_progress(checkpoint: dict[str, Any], num_batches: int | None = Non
 
     Args:
         checkpoint: What Lightning has loaded and is about to restore; changed in place.
-        num_batches: Batches of an epoch now, where that is known. An epoch that has had as many is complete, though it
-            was longer then.
+        num_batches: Batches per epoch now, if known. An epoch that has already had that many is complete, even if
+            epochs were longer when the checkpoint was saved.
 
     Returns:
         Whether an epoch was complete, so that the next one begins.
@@ -68,7 +68,7 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
     buffer = RolloutBuffer.from_state_dict(state)
     if buffer.num_mini_batches != num_mini_batches:
         raise ValueError(
-            f"num_mini_batches is {num_mini_batches}, but the checkpoint is amid rollouts that are trained in "
+            f"num_mini_batches is {num_mini_batches}, but the checkpoint has unfinished rollouts, trained in "
             f"{buffer.num_mini_batches}; keep that number, or resume where a batch of rollouts ends."
         )
     return buffer
@@ -133,14 +133,14 @@ def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, A
 
 
 def compare_options(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse other options than those that the checkpoint's unfinished rollouts were made with.
+    """Refuse options that differ from those the checkpoint's unfinished rollouts were made with.
 
     Raises:
         ValueError: If one differs.
     """
     for name, (before, after) in changed_options(then, now).items():
         raise ValueError(
-            f"{name} is {after!r}, but the checkpoint is amid rollouts made with {before!r}; keep that "
+            f"{name} is {after!r}, but the checkpoint has unfinished rollouts made with {before!r}; keep that "
             "value, or resume where a batch of rollouts ends."
         )
 
@@ -149,8 +149,8 @@ def settle_changes(changes: Changes, allowed: Sequence[str]) -> None:
     """Refuse options that differ from the checkpoint's, and report those that may.
 
     Args:
-        changes: By name, the value in the checkpoint and the value of this run.
-        allowed: Names of options that may differ, or what they begin with.
+        changes: By name, the value in the checkpoint and the value in this run.
+        allowed: Options that may differ, by name or dotted prefix.
 
     Raises:
         ValueError: If an option differs that may not.

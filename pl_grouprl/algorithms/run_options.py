@@ -1,4 +1,4 @@
-"""What decides a run's objective, by name: what a resumed run is compared with."""
+"""Records the options that decide what a run optimises, so that a resumed run can be compared with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pl_grouprl.utilities.run_options import describe, recorded
 
 FREE_OPTIONS = frozenset(
     {
-        "policy",  # its base, its adapter and its weights are compared as such
+        "policy",  # its base model, adapter and weights are compared elsewhere
         "engine",
         "sharing",
         "attention_backend",
@@ -28,25 +28,25 @@ FREE_OPTIONS = frozenset(
         "max_failed_share",
         "max_tokens_per_micro_batch",
         "sequence_parallel_size",
-        # How a critic began, and how it runs: its weights come from the checkpoint.
+        # How a critic was initialised and how it runs: its weights come from the checkpoint.
         *(
             f"critic.{name}"
             for name in ("path", "revision", "trust_remote_code", "dtype", "attn_implementation", "head_std", "seed")
         ),
         "critic.gradient_checkpointing",
-        # Which prompts of the same rows are left; the loader knows where that cannot change.
+        # Which prompts remain of the same rows; the loader refuses where that cannot change.
         "data.max_prompt_length",
         "data.overlong_prompts",
     }
 )
-"""Options of the constructors that may differ when a run is resumed; every other one is compared."""
+"""Constructor options that may differ when a run is resumed; every other one is compared."""
 
 
 class RecordsOptions:
-    """A module that knows which options it was made with, those of its subclasses too.
+    """A module that records the options it was constructed with, including those of subclasses.
 
     Attributes:
-        free_options: Options that may differ when a run is resumed. A subclass may add its own.
+        free_options: Options that may differ when a run is resumed. A subclass may add to them.
     """
 
     free_options: ClassVar[frozenset[str]] = FREE_OPTIONS
@@ -57,24 +57,24 @@ class RecordsOptions:
             cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
 
     def note_options(self, options: Mapping[str, Any]) -> None:
-        """Write down arguments of a constructor as plain values, before anything can change them."""
+        """Record constructor arguments as plain values, before anything can change them."""
         noted = self.__dict__.setdefault("_noted_options", {})
         for name, value in options.items():
-            for former in [own for own in noted if own == name or own.startswith(f"{name}.")]:
+            for former in [key for key in noted if key == name or key.startswith(f"{name}.")]:
                 del noted[former]
             if name not in self.free_options:
                 described = _describe_rewards(value) if name == "rewards" else describe(name, value)
-                noted |= {own: plain for own, plain in described.items() if own not in self.free_options}
+                noted |= {key: plain for key, plain in described.items() if key not in self.free_options}
 
     def run_options(self) -> dict[str, Any]:
-        """All that decides what is optimised, by name and as plain values.
+        """Everything that decides what is optimised, by name, as plain values.
 
-        These are the arguments of the constructors, `rollout_options`, and once there is a Trainer what it does to
-        gradients and `resume_facts()` of its data module.
+        The constructors' arguments, `rollout_options` and, once a Trainer is attached, its gradient options and the
+        `resume_facts()` of its data module.
         """
         noted = self.__dict__.get("_noted_options", {})
         of_rollouts: dict[str, Any] = getattr(self, "rollout_options", dict)()
-        # `beta > 0` says less than beta.
+        # Derived entries such as `beta > 0` add nothing to `beta`.
         more = {name: value for name, value in of_rollouts.items() if name.split(" ")[0] not in noted}
         trainer = getattr(self, "_trainer", None)
         of_trainer = {} if trainer is None else _trainer_options(trainer) | _data_options(trainer)
@@ -100,13 +100,13 @@ def _data_options(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _describe_rewards(rewards: Any) -> dict[str, Any]:
-    """Reward functions by their names in metrics, each with its weight."""
+    """Describe reward functions by their names in metrics, each with its weight."""
     try:
         weighted = prepare_rewards(rewards)
     except (TypeError, ValueError):
         return {}  # the constructor refuses them
-    described: dict[str, Any] = {"rewards": [own.name for own in weighted]}
-    for own in weighted:
-        described |= describe(f"rewards.{own.name}", own.function)
-        described[f"rewards.{own.name}.weight"] = own.weight
+    described: dict[str, Any] = {"rewards": [reward.name for reward in weighted]}
+    for reward in weighted:
+        described |= describe(f"rewards.{reward.name}", reward.function)
+        described[f"rewards.{reward.name}.weight"] = reward.weight
     return described

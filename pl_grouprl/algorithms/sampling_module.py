@@ -138,7 +138,7 @@ class SamplingModule(PolicyModule):
             self._workers = RewardWorkers(prepare_rewards(self.rewards), self.reward_workers, self.reward_timeout)
 
     def configure_model(self) -> None:
-        """Load the models, and refuse prompts that they cannot take, which only the models themselves may know."""
+        """Load the models, and refuse prompts that exceed limits only the loaded models know."""
         super().configure_model()
         if self._trainer is not None and self.trainer.state.fn is not None:
             self._check_prompts(self.trainer.state.fn.value, length_limits(self.policy), vocabulary(self.policy))
@@ -274,7 +274,7 @@ class SamplingModule(PolicyModule):
     # Evaluation.
 
     def on_validation_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample the rollouts to evaluate, and reward them; here rather than in the step, which runs under autocast.
+        """Sample and reward the rollouts to evaluate; not done in the step, because that runs under autocast.
 
         Raises:
             TypeError: If the batch is of a loader that knows nothing of rollouts.
@@ -283,7 +283,7 @@ class SamplingModule(PolicyModule):
         self.start_rewards(self._evaluated).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Return copies of the batch's rollouts with their rewards, as `groups`, for callbacks to show."""
+        """Return copies of the batch's rollouts with their rewards as `groups`, for callbacks."""
         self._records += summarize(self._evaluated)
         return {"groups": private_copy(self._evaluated)}
 

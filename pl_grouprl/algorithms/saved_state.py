@@ -95,11 +95,11 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
     """A module whose state in checkpoints is what `saved_state` lists.
 
     Args:
-        allow_changed: Options that may differ from those of the checkpoint that a run is resumed from.
+        allow_changed: Options that may differ from the checkpoint's when a run is resumed.
 
     Attributes:
-        starts_over: By a part of the state, the option that says where it begins: if that is changed on purpose, the
-            part begins there again.
+        starts_over: For parts of the state, the option with their initial value: if it is changed on purpose, the part
+            starts there again.
     """
 
     starts_over: ClassVar[dict[str, str]] = {}
@@ -119,11 +119,11 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
         return {
             "module": Check(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
             "random_numbers": OfEachRank(self, self._random_state, self._keep_random_states),
-            "run_options": Check(self.run_options, lambda then, now: None),  # compared last, with the state at hand
+            "run_options": Check(self.run_options, lambda then, now: None),  # compared by `settle_changes`, last
         }
 
     def setup(self, stage: str) -> None:
-        """Have checkpoints verified, and refuse names in `allow_changed` that no option has."""
+        """Verify checkpoints before loading, and refuse unknown names in `allow_changed`."""
         super().setup(stage)
         if stage == "fit":
             check_allowed(self.allow_changed, self.run_options(), self.free_options)
@@ -141,7 +141,7 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
         """Load all parts.
 
         Raises:
-            ValueError: If it is of another algorithm, a part refuses its state, or an option differs that may not.
+            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that may not.
         """
         datamodule = getattr(self._trainer, "datamodule", None) if self.is_resumed else None
         self._begins_epoch = set_right_progress(checkpoint, getattr(datamodule, "num_train_batches", None))
@@ -153,7 +153,7 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
         settle_changes(changes, self.allow_changed)
 
     def _changes_since(self, state: dict[str, Any]) -> Changes:
-        """Options that differ on any rank: each reads its own files."""
+        """Options that differ on any rank: each rank reads its files itself."""
         per_rank: list[Changes] = gather_plain(changes_since(state, self), self.trainer.strategy.root_device)
         return {name: change for own in per_rank for name, change in own.items()}
 
@@ -168,14 +168,14 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
     def on_train_start(self) -> None:
         """Let a resumed run go on: with the next epoch, where one was complete, its data, and its random numbers.
 
-        Lightning forgets the position in the data where a schedule has asked for the number of steps, which sets up the
-        loader before its state is known, and where an epoch was complete. Random numbers are set last, because what
-        makes the run ready draws some too; on the ranks that there were.
+        Lightning loses the position in the data if an epoch was complete, or if a schedule has asked for the number of
+        steps, which sets up the loader before its state is known. Random states are restored last, because setup draws
+        numbers too, and only on ranks that the saved run had.
         """
         loop = self.trainer.fit_loop
         states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
         if states and loop._combined_loader is not None:
-            loop._combined_loader._load_state_dicts(states)  # in time: nothing is read before the first batch
+            loop._combined_loader._load_state_dicts(states)  # not too late: nothing is read before the first batch
         if self._begins_epoch:
             loop.epoch_loop.restarting = False
             self._begins_epoch = False

@@ -1,4 +1,4 @@
-"""Options of Lightning's Trainer that a fit here could not honour, or that would end it before it began."""
+"""Trainer options that a fit here could not honour, or that would end it before it begins."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pl_grouprl.utilities.options import check_options
 
 
 def check_trainer(trainer: Any, stage: str) -> None:
-    """Refuse them by name.
+    """Refuse such options by name.
 
     Raises:
-        ValueError: With the option, its value and what it must be.
+        ValueError: Names the option, its value and what it must be.
     """
     if stage != "fit":
         return
@@ -46,7 +46,7 @@ def check_trainer(trainer: Any, stage: str) -> None:
 
 
 def _is_no_batch(trainer: Any) -> bool:
-    """Whether a share of batches comes to less than one of those that validate."""
+    """Whether `overfit_batches` is a share that comes to less than one validation batch."""
     data = getattr(trainer, "datamodule", None)
     prompts = getattr(data, "prompts", {}).get("val", ())
     batches = math.ceil(len(prompts) / getattr(data, "val_batch_size", 1))

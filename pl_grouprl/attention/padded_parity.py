@@ -1,6 +1,6 @@
-"""Is an ordinary padded batch the same inside `shared_prefix`? Log-probabilities and gradients of a few rows compared.
+"""Compares an ordinary padded batch inside and outside `shared_prefix`: log-probabilities and gradients of a few rows.
 
-Legend: R rows, C tokens of the longest completion, N response tokens of all rows one after another.
+Legend: R rows, C tokens of the longest completion, N response tokens of all rows, concatenated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MARGIN = 8
 
 
 class _Rows(NamedTuple):
-    """Prompts padded on the left, completions on the right: columns up to `start` hold prompts."""
+    """Prompts padded on the left, completions on the right; columns before `start` hold prompts."""
 
     input_ids: Tensor
     attention_mask: Tensor
     start: int
 
     def logprobs(self, model: PreTrainedModel) -> Tensor:
-        """Of the completions' tokens, shape [N]."""
+        """Log-probabilities of the completions' tokens, shape [N]."""
         completions_RC = self.input_ids[:, self.start :]
         logits = model(
             input_ids=self.input_ids, attention_mask=self.attention_mask, use_cache=False, return_dict=True
@@ -49,27 +49,27 @@ def padded_parity(
     weights: Sequence[nn.Parameter],
     longest: int | None = None,
 ) -> PaddedParity:
-    """Run one padded batch of all rollouts as it is, and in a `shared_prefix` context, and compare.
+    """Run one padded batch of all rollouts with and without a `shared_prefix` context, and compare.
 
     Args:
         model: A causal language model.
         patch: A context that is not in force.
         groups: A few short prompts with their rollouts.
-        weights: Whose gradients are compared.
-        longest: Tokens that a row may have; None is any number.
+        weights: The parameters whose gradients are compared.
+        longest: Most tokens that a row may have; None for no limit.
     """
     rows = _pad(groups, longest, model.device)
 
     def run(context: AbstractContextManager[Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
         with context:
             logprobs_N = rows.logprobs(model)
-            weighed = logprobs_N * torch.linspace(0.5, 1.5, len(logprobs_N), device=logprobs_N.device)
-            return logprobs_N.detach(), torch.autograd.grad(weighed.sum(), weights, allow_unused=True)
+            weighted = logprobs_N * torch.linspace(0.5, 1.5, len(logprobs_N), device=logprobs_N.device)
+            return logprobs_N.detach(), torch.autograd.grad(weighted.sum(), weights, allow_unused=True)
 
     expected_N, expected = run(sharing_paused(model))
     found_N, found = run(patch)
     difference_N = (found_N - expected_N).abs()
-    call = (in_force(model) or patch).last_call  # of an outer context, which runs the calls
+    call = (in_force(model) or patch).last_call  # an outer context, if there is one, runs the calls
     return PaddedParity(
         difference_N.max().item(),
         difference_N.mean().item(),
@@ -79,7 +79,7 @@ def padded_parity(
 
 
 def relative_difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> float:
-    """Norm of the difference of two lists of gradients over the norm of the first; None counts as zero."""
+    """Norm of the difference between two lists of gradients, relative to the first; None counts as zero."""
     squared_error, squared_norm = 0.0, 0.0
     for one, other in zip(expected, actual, strict=True):
         if one is None and other is None:

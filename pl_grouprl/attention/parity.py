@@ -40,8 +40,8 @@ def check_parity(
 ) -> ParityReport:
     """Run groups through the repeated path, one sequence at a time, and through the shared one, and compare.
 
-    Then a short padded batch goes through the model as it is and in a `shared_prefix` context, as in a training loop
-    that knows nothing of packed rows.
+    Then a short padded batch is run with and without a `shared_prefix` context, as in a training loop that does not
+    pack rows itself.
 
     The logits are the model's own on both paths. Nothing of the model changes: no gradient is left behind. A model
     with dropout, or with reentrant activation checkpointing (which knows only `backward`), is compared in eval mode,
@@ -51,7 +51,7 @@ def check_parity(
         model: A causal language model.
         groups: What to compare on; by default two small random groups, one rollout of them empty.
         backend: Attention backend of the shared path.
-        padded_rows: Leave the padded batch out with False: whoever packs the rows never runs one in the context.
+        padded_rows: Whether to compare the padded batch; code that packs rows itself never runs one in the context.
 
     Raises:
         UnsupportedModelError: If the model cannot share prefixes.

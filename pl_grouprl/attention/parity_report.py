@@ -61,13 +61,13 @@ class LayerParity:
 
 @dataclass(frozen=True)
 class PaddedParity:
-    """Differences between a padded batch in a `shared_prefix` context and outside of it.
+    """Differences between a padded batch inside and outside a `shared_prefix` context, measured as in `ParityReport`.
 
     Attributes:
-        max_logprob_difference: As in `ParityReport`, like the others.
-        mean_logprob_difference: Mean of the same.
-        gradient_difference: Of all gradients of the model.
-        reason: Why the batch went through untouched, or None where its prefixes were shared.
+        max_logprob_difference: Largest difference of a log-probability.
+        mean_logprob_difference: Mean difference of the log-probabilities.
+        gradient_difference: Relative difference of all gradients.
+        reason: Why the batch was run unchanged, or None if its prefixes were shared.
     """
 
     max_logprob_difference: float
@@ -101,7 +101,7 @@ class ParityReport:
         longest_span: Tokens of the model's longest window or chunk, which shows in longer sequences only; 0 if it has
             none.
         layers: The same by kind of layer.
-        padded: The same for a short batch padded on the left and the right; None where that was not compared.
+        padded: The same for a short batch padded on the left and the right; None if not compared.
     """
 
     model: str

@@ -203,7 +203,7 @@ class SharedPrefix:
         if self._padding_reaches_states and pads_left(kwargs.get("attention_mask")):
             return "its padding on the left reaches the states of its layers through a bias"
         if self._differs_through_padding(kwargs.get("attention_mask")):
-            return f"a run of a few tokens with {self._differing_padding} was not the model's own"
+            return f"a trial on a few tokens with {self._differing_padding} differed from the unshared run"
         shared = share_rows(
             kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
             positions_are_relative=self._positions_are_relative, by_column=self._counts_columns,
@@ -434,8 +434,8 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 _Kinds = dict[str, tuple[str, int]]
 _Look = tuple[_Kinds, bool, Padding | None]
 _SEEN: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Look | None]] = WeakKeyDictionary()
-"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and with which padding
-it differs; None: not looked."""
+"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and the padding with
+which it differs; None if it could not be examined."""
 
 
 @dataclass

@@ -44,7 +44,7 @@ class LayoutCall:
         only: The kind of layer that the chosen backend runs, other attention runs the `reference`; None is any.
         shards: How the row lies on several ranks; None where this one has all of it.
         states: What the row's given tokens left, or, where none are given, what its tokens leave is recorded there.
-        columns_T: Columns of the tokens in the caller's rows, where a layer counts them; None: its positions.
+        columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
     """
 
     layout: SharedPrefixLayout

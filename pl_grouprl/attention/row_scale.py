@@ -1,8 +1,8 @@
-"""Llama 4 scales the queries of its layers without rotary embedding by their column in the row, padding included.
+"""In layers without rotary embedding, Llama 4 scales queries by their column in the row, padding included.
 
 The factor is 1 + attn_scale * log(1 + floor((column + 1) / floor_scale)) (arXiv:2501.19399, as transformers computes it
-from the index of the token in the row). In a packed row the index is not the column that the token would have in a row
-of its own, so the factor is exchanged.
+from the index of the token in the row). In a packed row that index is not the column the token would have in a separate
+row, so the factor is replaced.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def scales_by_row(module: nn.Module) -> bool:
 def rescale_by_column(
     module: nn.Module, query: Tensor, layout: SharedPrefixLayout, columns_T: Tensor | None = None
 ) -> Tensor:
-    """Replace the factor of each query's index in the packed row by that of its column; [1, H, S, D] to the same.
+    """Replace each query's factor, computed from its index in the packed row, by the one for its column.
 
     Args:
         module: The attention layer.
-        query: With the factor of its index.
-        layout: Of the packed row.
-        columns_T: Where the tokens stood in the caller's rows; by default each sequence begins in column 0.
+        query: Scaled by index, shape [1, H, S, D], as is the result.
+        layout: Layout of the packed row.
+        columns_T: Columns of the tokens in the caller's rows; by default each sequence begins in column 0.
     """
     columns = layout.positions_on(query.device)[layout.given :] if columns_T is None else columns_T
     rows = torch.arange(len(columns), device=query.device)

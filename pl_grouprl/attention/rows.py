@@ -163,8 +163,8 @@ def share_rows(
         group_ids: One per row; only rows of the same group are compared.
         positions_are_relative: Whether the model sees distances only (rotary embeddings), so that rows whose
             positions differ by a constant share all the same.
-        by_column: The model counts columns, padding included, whatever the positions: only tokens in the same column
-            are shared.
+        by_column: Whether the model counts columns, padding included, and ignores positions; then only tokens in the
+            same column are shared.
         min_saved_tokens: A prefix is shared where that saves at least this many tokens.
         max_depth: Deepest forest to build; None is any.
 

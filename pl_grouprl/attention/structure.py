@@ -26,7 +26,7 @@ _ALLOWED = {torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _ALLOWED_WIDE = 1e-4
 
 Padding = Literal["padding", "padding on the left"]
-"""Rows that are run as they are, as a look at a few tokens showed a difference."""
+"""Padding with which rows are not shared, because a trial on a few tokens gave different results."""
 
 _FORESTS = {
     None: SharedPrefixLayout([5, 3, 2, 4, 1, 3, 4], [None, 0, 1, 1, 0, None, 5]),
@@ -79,13 +79,13 @@ def check_structure(model: PreTrainedModel, max_depth: int | None) -> bool | Non
 
 
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
-    """Run a small padded batch as it is and with its prefixes shared, and say with which padding the results differ.
+    """Run a small padded batch with and without sharing, and return the padding with which the results differ.
 
-    Prompts are padded on the left and completions on the right. Where that differs, right padding is tried alone.
+    Prompts are padded on the left and completions on the right. If that differs, right padding alone is tried.
 
     Args:
         decoder: One that `check_structure` has accepted, in a `shared_prefix` context.
-        set_paused: Lets ordinary calls through that context untouched, or has them shared.
+        set_paused: Turns sharing of ordinary calls in that context off or on.
     """
     kinds: tuple[tuple[Padding, int], ...] = (("padding on the left", 6), ("padding", 0))
     differing: Padding | None = None
@@ -98,7 +98,7 @@ def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], Non
                 expected = _run(decoder, inputs)[kept]
                 set_paused(False)
                 found = _run(decoder, inputs)[kept]
-            except Exception:  # which the caller gets from the model itself, if it is the model's
+            except Exception:  # if it is the model's own error, an unshared call raises it again
                 differing = kind
                 continue
             if _relative_difference(found, expected) <= _allowed(found):
@@ -108,7 +108,7 @@ def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], Non
 
 
 def _padded_rows(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
-    """Two groups of two rows, shape [4, 18]; the first group's prompt begins behind `left` columns of padding."""
+    """Two groups of two rows, shape [4, 18]; the first group's prompt begins after `left` columns of padding."""
     vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     columns = torch.arange(18, device=decoder.device)
     spans = [(left, 12, 18), (left, 12, 15), (0, 13, 18), (0, 13, 17)]  # where a row, its completion and its end begin
@@ -129,7 +129,7 @@ def _allowed(states: Tensor) -> float:
 
 
 def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[str, ...]:
-    """Why two runs of the same tokens are not the same, and for NaN which run has them, and what to do about it."""
+    """Say why two runs of the same tokens differ, or which run has NaN, and what to do about it."""
     shared, repeated = (not bool(states.isfinite().all()) for states in (found, expected))
     if repeated:
         where = "with a shared prefix as well" if shared else "with a shared prefix it does not"

@@ -22,7 +22,7 @@ from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.writes import remedy
 
 EXPORTED = "export.json"
-"""In a folder that `ExportPolicy` has written; such a folder alone is replaced."""
+"""File in every folder that `ExportPolicy` has written; only such a folder is replaced."""
 
 
 @checked_arguments
@@ -31,8 +31,8 @@ class ExportPolicy(Callback):
 
     Works with any module that holds a transformers model as an attribute, under every strategy: sharded weights are
     gathered in the main memory of rank 0. Written in safetensors format next to the target and renamed, so that the
-    folder is complete or absent. A former export, which `export.json` in it tells, is replaced; anything else there is
-    untouched, and an error.
+    folder is complete or absent. An earlier export, recognised by its `export.json`, is replaced; anything else there
+    is an error and left untouched.
 
     Args:
         attribute: Name of the model in the module.
@@ -44,8 +44,8 @@ class ExportPolicy(Callback):
 
     Raises:
         ValueError: If `adapter` is neither.
-        OSError: Before training, if something else is at the target or nothing can be written there; at the end, if the
-            export fails. A former export stays.
+        OSError: Before training, if something else is at the target or it cannot be written; at the end, if the export
+            fails. An earlier export stays.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ def export(
         step: Optimizer steps done, noted in the folder.
 
     Raises:
-        OSError: If it cannot be written, or something else than a former export is at the target. What was there stays.
+        OSError: If it cannot be written, or something other than an earlier export is there. What was there stays.
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     former = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -179,7 +179,7 @@ def is_export(path: Path) -> bool:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Convert safetensors' error: it has one of its own for a full disk."""
+    """Convert the error that safetensors raises for a full disk, among others."""
     from safetensors import SafetensorError
 
     try:

@@ -1,4 +1,4 @@
-"""Where a run's own files go: a folder of its own, in which nothing of anybody else is touched."""
+"""The folder of a run, which it shares with no other run, and in which it touches only its own files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pl_grouprl.utilities.last_checkpoint import runs_folder
 from pl_grouprl.utilities.writes import remedy
 
 MARKER = "run.json"
-"""Made in a run folder by the run that has it."""
+"""File with which a run takes its folder."""
 
 T = TypeVar("T")
 
@@ -36,16 +36,16 @@ _RUNS: WeakKeyDictionary[Trainer, _Run] = WeakKeyDictionary()
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of a run, which no other run has. Rank 0 takes it at the first call, which all ranks must make.
+    """Return the folder of a run, which no other run has. All ranks must make the first call, in which rank 0 takes it.
 
-    It is the folder of the first logger's version. Where another run has taken that, or the logger has none, or there
-    is no logger, it is a new `version_N`: below the logger's folder, or the Trainer's root folder.
+    It is the folder of the first logger's version. If another run has taken that, or the logger has none, or there is
+    no logger, it is a new `version_N` in the logger's folder or the Trainer's root folder.
 
     Returns:
         The folder, which exists; None under `fast_dev_run`, which leaves no files.
 
     Raises:
-        OSError: On all ranks, if it cannot be made.
+        OSError: On all ranks, if it cannot be created.
         ValueError: On all ranks, if it is not local.
     """
     if is_trial(trainer):
@@ -58,10 +58,10 @@ def run_folder(trainer: Trainer) -> Path | None:
 def claim(
     trainer: Trainer, path: Path, writer: object, may_replace: Callable[[Path], bool] = lambda path: False
 ) -> None:
-    """Reserve a path, inside the run folder or not, for what a callback writes. All ranks must call it.
+    """Reserve a path, in the run folder or elsewhere, for what a callback writes. All ranks must call it.
 
     Args:
-        trainer: Its `run_folder` has been asked for.
+        trainer: Its `run_folder` must have been called.
         path: The file or folder.
         writer: The callback.
         may_replace: Whether the writer may replace what is there.
@@ -72,7 +72,7 @@ def claim(
     """
     name, writers = type(writer).__name__, _RUNS[trainer].writers
     path = Path(os.path.abspath(path))
-    if path in writers:  # by another callback, or by this one in a former fit of the Trainer
+    if path in writers:  # claimed by another callback, or by this one in an earlier fit of the Trainer
         if writers[path] != id(writer):
             raise ValueError(f"{name} would write to {path}, as another callback does; give one of them another name.")
         return
@@ -95,7 +95,7 @@ def is_trial(trainer: Trainer) -> bool:
 
 
 def on_rank_zero(trainer: Trainer, action: Callable[[], T]) -> T:
-    """Do something on rank 0 and return its result, plain values, on all ranks; where it fails, all ranks fail."""
+    """Run an action on rank 0 and return its result (plain values) on all ranks; if it fails, all ranks fail."""
     result: Any = None
     failure: Exception | None = None
     if trainer.is_global_zero:
@@ -143,7 +143,7 @@ def _next_version(root: Path) -> Path:
 
 
 def _take(folder: Path) -> bool:
-    """Put the marker into a folder; says whether no other run had."""
+    """Create the marker in a folder; False if another run already has."""
     try:
         with (folder / MARKER).open("x", encoding="utf-8") as file:
             file.write(json.dumps({"written_by": "pl_grouprl", "process": process_name()}) + "\n")
@@ -153,7 +153,7 @@ def _take(folder: Path) -> bool:
 
 
 def _logger_folder(trainer: Trainer) -> Path | None:
-    """Folder of the first logger's version; None where it has no version, or writes into a folder of others."""
+    """Folder of the first logger's version; None if it has no version, or writes into a shared folder."""
     if not trainer.loggers:
         return None
     logger = trainer.loggers[0]

@@ -178,7 +178,7 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
 
 
 def _prompt_lines(statistics: Statistics) -> list[str]:
-    """Prompts that were not used as they are; nothing where all were."""
+    """Lines on dropped and truncated prompts; none if there were none."""
     lines = []
     for split, prefix in (("training", "data/"), ("validation", "data/val_")):
         dropped, truncated = (

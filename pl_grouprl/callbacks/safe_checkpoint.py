@@ -54,27 +54,27 @@ class SafeCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint, with complete checkpoints at every moment and one more when a signal ends the run.
 
     A checkpoint is written beside its name, file or folder, and renamed when all of it is on the disk; a manifest with
-    hashes tells a torn one, and is verified whenever the Trainer loads a checkpoint. Where one cannot be written, or a
-    weight has NaN or inf, the run ends with an error on all ranks and the former ones are untouched. What killed runs
-    have left unfinished is removed at the start.
+    hashes tells a torn one, and is verified whenever the Trainer loads a checkpoint. If one cannot be written, or a
+    weight has NaN or inf, the run ends with an error on all ranks and earlier checkpoints are untouched. What killed
+    runs have left unfinished is removed at the start.
 
-    The last step of a run is saved too, before the policy is exported: as periodic checkpoints are or, with `monitor`,
-    as `last`. Not so where nothing is to be saved: `save_top_k=0` without `save_last`. `ckpt_path="last"` of the
-    Trainer's methods is the newest complete checkpoint of earlier runs of this name, as on the command line.
+    The last step of a run is saved too, before the policy is exported: like periodic checkpoints or, with `monitor`, as
+    `last`; not if nothing is to be saved (`save_top_k=0` without `save_last`). `ckpt_path="last"` in the Trainer's
+    methods means the newest complete checkpoint of earlier runs of this name, as on the command line.
 
     SIGTERM, SIGUSR1 and Ctrl-C, to whichever rank, are noted; after the training batch at hand all ranks save `last`
-    and stop (`StoppedBySignal`). After the last batch the run is finished first. A second Ctrl-C ends the process at
-    once. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from by itself, and
-    requeues the job.
+    and stop (`StoppedBySignal`). A signal after the last batch lets the run finish first. A second Ctrl-C ends the
+    process at once. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from by itself,
+    and requeues the job.
 
     Args:
         stop_on_signal: Whether signals are taken over.
-        **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`. `dirpath` is `checkpoints` in the run folder
-            where it is left out.
+        **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`. `dirpath` defaults to `checkpoints` in the
+            run folder.
 
     Raises:
         ValueError: Before the first step, if the folder is not local, or has checkpoints of a run with other options
-            that are not what is resumed.
+            and that run is not being resumed.
     """
 
     def __init__(self, *, stop_on_signal: bool = True, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ class SafeCheckpoint(ModelCheckpoint):
         self._request = StopRequest()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the folder ready: it can be written, and has nothing of a killed run."""
+        """Prepare the folder: check that it can be written, and remove what a killed run left."""
         verify_loads(trainer)
         if self.dirpath is None and not is_trial(trainer):
             if stage != "fit":
@@ -101,14 +101,14 @@ class SafeCheckpoint(ModelCheckpoint):
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Do the search of the command line where Lightning looks for `last`; none is an error."""
+        """Search as the command line does, where Lightning looks for `last`; finding none is an error."""
         return {last_checkpoint(trainer, trainer.lightning_module if trainer.state.fn == "fit" else None)}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse checkpoints of another configuration; take over the signals, for which Lightning's handler waits."""
+        """Refuse a folder with checkpoints of another configuration, and take over the signals from Lightning."""
         folder = Path(str(self.dirpath))
         resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder.resolve()
-        if not is_trial(trainer) and not resumed:  # Lightning tells the path after setup only
+        if not is_trial(trainer) and not resumed:  # known only after setup
             _on_all_ranks(
                 trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, pl_module, trainer)
             )
@@ -118,7 +118,7 @@ class SafeCheckpoint(ModelCheckpoint):
     # The end of a run.
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save where that is due, and the last step of the run in any case."""
+        """Save if that is due, and the last step of the run in any case."""
         ends = run_ends(trainer)
         with epoch_as_it_stands(trainer):
             super().on_train_epoch_end(trainer, pl_module)
@@ -126,7 +126,7 @@ class SafeCheckpoint(ModelCheckpoint):
                 self._save_end(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step where the run ended in a way that `on_train_epoch_end` does not see."""
+        """Save the last step if the run ended in a way that `on_train_epoch_end` does not see."""
         with epoch_as_it_stands(trainer):
             self._save_end(trainer)
 
@@ -151,7 +151,7 @@ class SafeCheckpoint(ModelCheckpoint):
             self._save_last(trainer)
 
     def _save_last(self, trainer: Trainer) -> None:
-        """Save `last`, whatever `save_last` is; as a link where this very step is saved already."""
+        """Save `last`, whatever `save_last` is; as a link if this step is saved already."""
         saved = self._last_global_step_saved == trainer.global_step and bool(self._last_checkpoint_saved)
         save_last, self.save_last = self.save_last, "link" if saved else True
         self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
@@ -272,7 +272,7 @@ def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> No
 
 
 def _stopped(trainer: Trainer, signum: int) -> StoppedBySignal:
-    rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; go on with --ckpt_path last.")
+    rank_zero_info(f"Stopped by signal {signum} at step {trainer.global_step}; resume with --ckpt_path last.")
     launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and trainer.local_rank > 0
     return StoppedBySignal(0 if launched else 128 + signum)
 

@@ -1,4 +1,4 @@
-"""A digest of data: the same in every process as long as the rows are the same."""
+"""A digest of the data: the same in every process for the same rows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pl_grouprl.data.sources import SourceRow
 
 
 def digest_rows(rows: Sequence[SourceRow]) -> str:
-    """Hash all columns of all rows, in order; their files and lines do not count.
+    """Hash all columns of all rows, in order, but not the files and lines they came from.
 
-    Images and videos count by their bytes or paths. A decoded image counts by its size and mode, and an object of
-    another kind by its class: neither is read for this.
+    Images and videos are hashed by their bytes or paths; a decoded image by its size and mode, and any other object by
+    its class, so that nothing has to be decoded.
 
     Returns:
         SHA-256 in hexadecimal.
 
     Raises:
-        ValueError: If a row is nested too deep. Names it.
+        ValueError: If a row is nested too deeply. Names it.
     """
     digest = hashlib.sha256()
     for where, values in rows:
@@ -34,14 +34,14 @@ def digest_rows(rows: Sequence[SourceRow]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in lists, dictionaries, numbers and strings only."""
+    """Convert a value to lists, dictionaries, numbers and strings."""
     return json.loads(_encode(value))
 
 
 def _encode(value: Any) -> str:
     try:
         return _ENCODER.encode(value)
-    except TypeError:  # names that are no strings, or cannot be sorted
+    except TypeError:  # keys that are not strings, or cannot be sorted
         return _ENCODER.encode(_with_text_names(value))
 
 
@@ -52,13 +52,13 @@ def _with_text_names(value: Any) -> Any:
 
 
 def _describe(value: Any) -> Any:
-    """What stands for an object that JSON does not know."""
+    """Replace an object that JSON cannot encode."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ["bytes", hashlib.sha256(value).hexdigest()]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # arrays and numbers of NumPy
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # NumPy arrays and numbers
         return [kind, str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if type(value).__module__ in ("datetime", "decimal", "uuid", "pathlib", "fractions"):
         return [kind, str(value)]

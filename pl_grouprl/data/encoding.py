@@ -1,4 +1,4 @@
-"""From a row to a `Prompt`: finds the prompt among the columns and tokenizes it."""
+"""Turns a row into a `Prompt`: finds the prompt among the columns and tokenizes it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def encode_rows(
         reads_media: Whether the model reads images or videos: text is then searched for tags and tokens of them.
 
     Returns:
-        A prompt for each row, of whatever length. Images and videos are processed when a prompt is opened.
+        A prompt for each row, of any length. Images and videos are processed when a prompt is opened.
 
     Raises:
         ValueError: If a row lacks the prompt, the prompt is malformed or has no tokens, or if images or videos cannot

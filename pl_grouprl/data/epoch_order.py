@@ -1,4 +1,4 @@
-"""In which order an epoch takes its rows, and what becomes of that order when other rows are left out."""
+"""The order in which an epoch takes its rows, and how it changes when other rows are dropped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 class EpochOrder:
     """The order of the training rows in each epoch.
 
-    An epoch's order is drawn for all rows, dropped ones included, from (seed, epoch) alone; then the dropped ones are
-    left out. So an order keeps its meaning when another length limit drops others. If that happens within an epoch, the
-    rows whose batches had begun stay in front, as they came, and those that were not reached follow.
+    The order is drawn for all rows, dropped ones included, from (seed, epoch) alone, and dropped rows are then left
+    out; so the remaining rows keep their order when another length limit drops others. If the limit changes within an
+    epoch, rows of batches that were already begun stay in front, in the order they had, and the others follow.
 
     Args:
-        rows: The row of each prompt that is used, counted from 0 and rising.
-        num_rows: How many rows there are, dropped ones included.
+        rows: The row of each prompt that is used, counted from 0, ascending.
+        num_rows: Number of rows, dropped ones included.
         seed: Determines the orders, together with the epoch.
-        shuffle: False takes the rows as they are, in each epoch.
+        shuffle: If False, every epoch takes the rows in the order given.
     """
 
     def __init__(self, rows: Sequence[int], num_rows: int, *, seed: int, shuffle: bool) -> None:
@@ -30,13 +30,13 @@ class EpochOrder:
         self._begun: tuple[int, np.ndarray] | None = None
 
     def all_rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch with the dropped rows, shape [num_rows]."""
+        """The order of an epoch including dropped rows, shape [num_rows]."""
         if not self.shuffle:
             return np.arange(self.num_rows)
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: rows that are used, and those that had begun when others were used."""
+        """The order of an epoch: rows in use, and those of batches begun before the length limit changed."""
         order = self.kept(self.all_rows(epoch))
         if self._begun is None or self._begun[0] != epoch:
             return order
@@ -44,13 +44,13 @@ class EpochOrder:
         return np.concatenate([begun, order[~np.isin(order, begun)]])
 
     def kept(self, rows: np.ndarray) -> np.ndarray:
-        """Those of some rows that are used."""
+        """Those of the given rows that are in use."""
         return rows[self._prompt_of[rows] >= 0]
 
     def prompts(self, rows: np.ndarray) -> list[int]:
-        """The index of the prompt of each row; rows that are not used have none."""
+        """The index of each row's prompt; rows that are not in use are skipped."""
         return self._prompt_of[self.kept(rows)].tolist()
 
     def begin_with(self, epoch: int, rows: Sequence[int]) -> None:
-        """Put rows in front of an epoch's order."""
+        """Put the rows that an epoch has already begun in front of its order."""
         self._begun = (epoch, np.asarray(rows, dtype=np.int64))

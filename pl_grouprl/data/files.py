@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines, JSON arrays and parquet. Whatever is wrong with one, the error names it and the place."""
+"""Reads files of rows: JSON lines, JSON arrays and parquet. Errors name the file and the place in it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def read_file(file: Path) -> list[tuple[str, Any]]:
 
     Returns:
         For each row its place, such as `data/train.jsonl, line 17` (lines are counted from 1, rows of other files from
-        0), and what stands there.
+        0), and its value.
 
     Raises:
-        ValueError: If the type of the file is unknown, or its content is damaged.
+        ValueError: If the file type is unknown, or its content is damaged.
         OSError: If it cannot be opened.
     """
     readers = {".parquet": _read_parquet, ".jsonl": _read_json, ".json": _read_json}
@@ -34,10 +34,10 @@ def read_file(file: Path) -> list[tuple[str, Any]]:
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    """Read one row group after another, so that a damaged one is named. Checksums are compared where there are any."""
+    """Read one row group at a time, so that a damaged one can be named. Page checksums are verified if present."""
     from pyarrow import parquet
 
-    with open(file, "rb"):  # its own error where it cannot be opened
+    with open(file, "rb"):  # a plain OSError if it cannot be opened
         pass
     try:
         opened = parquet.ParquetFile(file, page_checksum_verification=True)
@@ -52,7 +52,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
     for group, size in enumerate(sizes):
         try:
             rows = opened.read_row_group(group, use_threads=False).to_pylist()
-        except Exception as error:  # of decompression, decoding, UTF-8, or memory for sizes that are damaged
+        except Exception as error:  # decompression, decoding, UTF-8, or out of memory for damaged sizes
             raise ValueError(
                 f"{file}, row group {group} (rows {start} to {start + size - 1}): damaged ({_first_line(error)}); "
                 "write the file anew."
@@ -80,16 +80,16 @@ def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
-    """The elements of a JSON array, one by one, so that a broken one is named."""
-    place, mark, index = _skip(text, text.index("[") + 1), ",", 0
+    """Parse the elements of a JSON array one by one, so that a broken one can be named."""
+    place, mark, index = _skip_space(text, text.index("[") + 1), ",", 0
     if text[place : place + 1] == "]":
         place, mark = place + 1, "]"
     while mark == ",":
         where = f"{file}, row {index}"
         value, place = _parse(text, place, where)
         yield where, value
-        place = _skip(text, place)
-        mark, place = text[place : place + 1], _skip(text, place + 1)
+        place = _skip_space(text, place)
+        mark, place = text[place : place + 1], _skip_space(text, place + 1)
         index += 1
     if mark != "]":
         raise ValueError(
@@ -101,13 +101,13 @@ def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(text: str, start: int, where: str, *, ends: bool = False) -> tuple[Any, int]:
-    """A value that begins at a place of a text, and where it ends; `ends` for one that nothing may follow."""
+    """Parse the value at a position; returns it and where it ends. With `ends`, nothing may follow it."""
     try:
         return (_DECODER.decode(text), len(text)) if ends else _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if ends else f"line {error.lineno} column {error.colno}"
         raise ValueError(f"{where}: not valid JSON ({error.msg} at {place}); correct or remove it.") from error
-    except (ValueError, RecursionError) as error:  # a name twice, a number of too many digits, nested too deep
+    except (ValueError, RecursionError) as error:  # a duplicate name, a number with too many digits, nested too deeply
         raise ValueError(f"{where}: not usable JSON ({error}); correct or remove it.") from error
 
 
@@ -115,14 +115,14 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the names {sorted({name for name in names if names.count(name) > 1})} stand there twice")
+        raise ValueError(f"duplicate names {sorted({name for name in names if names.count(name) > 1})}")
     return values
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repetition)
 
 
-def _skip(text: str, place: int) -> int:
+def _skip_space(text: str, place: int) -> int:
     match = _SPACE.match(text, place)
     return match.end() if match else place
 

@@ -110,6 +110,6 @@ def _naming(image: Any) -> Iterator[None]:
         yield
     except ValueError:
         raise
-    except Exception as error:  # for broken files PIL raises whatever its formats do, and for bombs an error of its own
+    except Exception as error:  # PIL's formats raise almost anything for broken files
         name = repr(str(image)) if isinstance(image, (str, Path)) else "the image"
         raise ValueError(f"{name} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Prompts that are too long: dropped, truncated or refused, and counted."""
+"""What happens to prompts that are too long: they are dropped, truncated or refused, and counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeptPrompts:
     """What a length policy left of the rows of a split.
 
     Attributes:
-        prompts: The prompts that are used.
+        prompts: The prompts in use.
         rows: The row of each, counted from 0 over the whole split.
         num_rows: Rows before anything was dropped.
         num_truncated: How many of the prompts were cut.
@@ -31,16 +31,16 @@ class KeptPrompts:
 
     @property
     def num_dropped(self) -> int:
-        """Rows that are not used."""
+        """Number of rows that were dropped."""
         return self.num_rows - len(self.prompts)
 
     def describe(self, split: str, max_prompt_length: int | None, in_no_batch: int = 0) -> str:
         """Say in one line what became of the rows.
 
         Args:
-            split: Names them.
+            split: Name of the split.
             max_prompt_length: The limit.
-            in_no_batch: How many prompts an epoch leaves out because they do not fill a batch.
+            in_no_batch: Number of prompts that each epoch leaves out because they do not fill a batch.
         """
         line = f"{split}: {self.num_rows} rows, {len(self.prompts)} kept, {self.num_dropped} dropped"
         if self.num_dropped:
@@ -79,8 +79,8 @@ class LengthPolicy:
         Images and videos are processed once to count their tokens, and not kept.
 
         Args:
-            prompts: One of each row; those that are cut are changed in place.
-            split: Names the data in messages.
+            prompts: One per row; those that are cut are changed in place.
+            split: Name of the data, for messages.
 
         Raises:
             ValueError: If a prompt is too long and `overlong_prompts` says so; if none, or too few, would be left.

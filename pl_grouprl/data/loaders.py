@@ -19,7 +19,7 @@ class PromptBatch:
     and to guess a batch size, token by token. Pass `batch_size` when logging.
 
     Attributes:
-        prompts: Prompts of this rank; copies, since callbacks are handed the batch.
+        prompts: Prompts of this rank; copies, because callbacks receive the batch.
         rollout_number: Counts rollouts from the start of the training, over all epochs; equal on all ranks. In
             evaluation, counts batches.
         update_index: How often this batch has come already: 0 when a rollout begins.
@@ -55,11 +55,11 @@ class TrainPromptLoader:
 
     It is not a torch DataLoader: those get samplers injected, and an unsized one is fetched one batch ahead, which
     would start a rollout one optimizer step too early. The epoch comes through `set_epoch`, which Lightning calls on
-    the attribute `sampler`. The position goes into checkpoints through `state_dict`; it holds for any number of ranks,
-    and where other rows are used: the epoch then continues with prompts that it has not had.
+    the attribute `sampler`. The position goes into checkpoints through `state_dict`. It is valid for any number of
+    ranks, and if other rows are dropped: the epoch then continues with prompts that it has not had.
 
     Args:
-        prompts: All prompts that are used, the same on every rank.
+        prompts: All prompts in use, the same on every rank.
         batch_size: Prompts of one rollout, over all ranks.
         updates_per_rollout: How often each batch is yielded in a row.
         shuffle: Draw a new order in each epoch.
@@ -67,8 +67,8 @@ class TrainPromptLoader:
         drop_last: Leave out the prompts of an epoch that do not fill a batch.
         num_replicas: Number of ranks that share the data.
         rank: This rank.
-        rows: The row of each prompt in the data, where rows were dropped; rising. None: prompts and rows are the same.
-        num_rows: How many rows the data has; needed with `rows`.
+        rows: The data row of each prompt, ascending, if rows were dropped. None: no row was dropped.
+        num_rows: Number of rows in the data; required with `rows`.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class TrainPromptLoader:
         return [self.prompts[index] for index in self._order.prompts(dealt[:count])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, the rows that this epoch has begun with, and what that depends on."""
+        """Return the loader's position, the rows that this epoch has begun, and the settings they depend on."""
         begun = -(-self._position // self._settings["updates_per_rollout"]) * self._settings["batch_size"]
         position = {
             "epoch": self._epoch,
@@ -201,12 +201,12 @@ class TrainPromptLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, on any number of ranks.
 
-        Other rows may be used than when it was saved. What has begun in the epoch stays as it was, and does not come
-        again. The epoch has the length that it has now, and is over where that many batches have been.
+        The rows in use may differ from those when it was saved. Batches that the epoch has begun stay as they were and
+        do not come again. The epoch takes its new length, and is over if it already had that many batches.
 
         Raises:
-            ValueError: If the settings differ: the position would mean other prompts. Or if the epoch is over, and
-                the batch that it stands at has not been trained as often as it should.
+            ValueError: If the settings differ, so that the position would mean other prompts; or if the epoch is over
+                while its current batch still has updates left.
         """
         differences = [
             f"{name} was {state_dict.get(name)!r} and is {value!r}"
@@ -220,7 +220,7 @@ class TrainPromptLoader:
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
         batches = -(-position // self._settings["updates_per_rollout"])
-        # States without these two are of runs that dropped no row.
+        # States without these two come from runs that dropped no row.
         begun = state_dict.get("begun", self._order.all_rows(epoch)[: batches * self._settings["batch_size"]])
         first = state_dict.get("first_rollout", epoch * self._num_batches(self._order.num_rows))
         self._announced_epoch, self._resumed = state_dict["announced_epoch"], True
@@ -247,7 +247,7 @@ class TrainPromptLoader:
         return full + (rest > 0 and not self._settings["drop_last"])
 
     def _rows_of(self, rollout_number: int) -> np.ndarray:
-        """The rows of a rollout's batch."""
+        """The rows in the batch of a rollout."""
         epochs, batch_index = divmod(rollout_number - self._first_rollout, self.rollouts_per_epoch)
         return self._batch(self._order.rows(self._epoch + epochs), batch_index)
 

@@ -17,15 +17,15 @@ _OWN = ("image", "video", "url", "path", "base64")
 def check_contents(messages: Messages, where: str) -> None:
     """Check the contents of messages.
 
-    What a tool returned is left to the chat template.
+    The output of tools is left to the chat template.
 
     Args:
         messages: Each has `role` and `content`.
         where: Names the row.
 
     Raises:
-        ValueError: If a user says nothing (None), a content is no text or list of parts, a part has no type, or holds
-            an image in the way of a web API.
+        ValueError: If a user's content is None, a content is neither text nor a list of parts, a part has no type, or a
+            part holds an image in the format of a web API.
     """
     for number, message in enumerate(messages):
         content, place = message["content"], f"{where}: messages[{number}].content"

@@ -25,7 +25,7 @@ class MediaPrompt(Prompt):
 
     Attributes:
         encode: Reads and processes them; returns the tokens as the model reads them, and the media.
-        counted: Tokens with images and videos, where a length limit has had them counted.
+        counted: Number of tokens with images and videos, if a length limit has counted them.
     """
 
     encode: Callable[[], tuple[list[int], Media]] = field(kw_only=True, repr=False)
@@ -33,7 +33,7 @@ class MediaPrompt(Prompt):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens as the model reads them, where `counted` says so; otherwise those of the text."""
+        """Number of tokens as the model reads them if `counted` is set; otherwise those of the text."""
         return len(self.token_ids) if self.counted is None else self.counted
 
     def open(self) -> Prompt:

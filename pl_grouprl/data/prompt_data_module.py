@@ -43,7 +43,7 @@ class PromptDataModule(LightningDataModule):
         train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
             `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`).
         val: The same, for validation. None: no validation.
-        test: The same, for the test stage. The predict stage takes it too, or `val` where there is none.
+        test: The same, for the test stage. The predict stage uses it too, or `val` if it is None.
         batch_size: Prompts per rollout, over all ranks together (verl's `train_batch_size`). Need not be a multiple of
             the number of ranks.
         val_batch_size: Largest number of prompts in one batch of validation or test, over all ranks.
@@ -54,7 +54,7 @@ class PromptDataModule(LightningDataModule):
         overlong_prompts: What happens to longer ones: `drop` leaves them out, `truncate` keeps their last
             `max_prompt_length` tokens (of text; with images it is an error), `error` refuses the data. The counts are
             printed at the start and logged as `data/...`. Both options may change when a run is resumed.
-        max_dropped_share: Share of a split's prompts that `drop` may leave out at most, from 0 to 1; more is an error.
+        max_dropped_share: Largest share of a split's prompts that `drop` may leave out, from 0 to 1; more is an error.
         add_special_tokens: Let the tokenizer add its special tokens to string prompts. (For messages the chat template
             writes them.)
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
@@ -120,7 +120,7 @@ class PromptDataModule(LightningDataModule):
         self._train_loader: TrainPromptLoader | None = None
 
     def setup(self, stage: str) -> None:
-        """Read and tokenize what a stage needs (once), and print how many prompts of it are used.
+        """Read and tokenize what a stage needs (once), and print how many of its prompts are used.
 
         Raises:
             ValueError: If the data is missing, malformed, empty, or too small for a batch.
@@ -155,9 +155,9 @@ class PromptDataModule(LightningDataModule):
         return self._train_loader
 
     def resume_facts(self) -> dict[str, Any]:
-        """What a resumed run must agree in, in plain values: the training rows, their batches, how they are encoded.
+        """What a resumed run must have in common, as plain values: the training rows, their batches and encoding.
 
-        The rows count before the length policy: `max_prompt_length` and `overlong_prompts` may change.
+        Rows are taken before the length policy, so `max_prompt_length` and `overlong_prompts` may change.
 
         Empty until the training data is loaded.
         """
@@ -176,7 +176,7 @@ class PromptDataModule(LightningDataModule):
         }
 
     def metrics(self) -> dict[str, float]:
-        """How many prompts of the training and validation data were dropped and truncated, by the name of a metric."""
+        """Numbers of dropped and truncated training and validation prompts, by metric name."""
         counts = {}
         for split, prefix in (("train", "data/"), ("val", "data/val_")):
             if split in self.kept:
@@ -214,7 +214,7 @@ class PromptDataModule(LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> EvalPromptLoader:
-        """Return the loader of the prompts to sample for: the test prompts or, where there are none, `val`'s."""
+        """Return the loader of the prompts to sample for: the test prompts, or `val`'s if there are none."""
         return self._eval_loader(self._predicted())
 
     def _predicted(self) -> str:
@@ -225,11 +225,11 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def num_train_batches(self) -> int:
-        """Batches of an epoch, each counted as often as it comes."""
+        """Batches per epoch; a batch that is yielded several times counts each time."""
         return len(self._loader())
 
     def _loader(self) -> TrainPromptLoader:
-        """The loader that training reads; one at the start of the data outside a run."""
+        """The loader that training reads; outside a run, a fresh one."""
         return self._train_loader or self.train_dataloader()
 
     def _require_train(self, method: str) -> None:

@@ -1,4 +1,4 @@
-"""What no row may hold, whatever its columns mean."""
+"""Checks that apply to every row, whatever its columns mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""What reward functions with TRL's signature are given beside the columns."""
+"""Arguments that reward functions with TRL's signature get in addition to the columns."""
 
 
 def check_values(values: Any, where: str) -> None:
@@ -15,10 +15,10 @@ def check_values(values: Any, where: str) -> None:
 
     Args:
         values: The row.
-        where: Names it.
+        where: Its place, for the error.
 
     Raises:
-        ValueError: If it is no mapping, a column's name is no string, or a text holds half of a surrogate pair.
+        ValueError: If it is not a mapping, a column name is not a string, or a text holds a lone surrogate.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -36,15 +36,15 @@ def check_values(values: Any, where: str) -> None:
 
 
 def check_columns_of(values: Mapping[str, Any], prompt_column: str, where: str) -> None:
-    """Check the columns that have a meaning beside the prompt.
+    """Check the columns other than the prompt that have a meaning of their own.
 
     Args:
         values: The row.
-        prompt_column: Is not looked at.
-        where: Names the row.
+        prompt_column: Not checked.
+        where: The row's place, for the error.
 
     Raises:
-        ValueError: If one cannot be handed to reward functions as it is meant.
+        ValueError: If one cannot be passed to reward functions as intended.
     """
     taken = [name for name in _ARGUMENTS if name in values and name != prompt_column]
     if taken:
@@ -68,14 +68,14 @@ def check_columns_of(values: Mapping[str, Any], prompt_column: str, where: str) 
 
 
 def shorten(value: Any, length: int = 80) -> str:
-    """A value as error messages show it."""
+    """The repr of a value, cut to a length for error messages."""
     text = repr(value)
     return text if len(text) <= length else text[:length] + "..."
 
 
 def _broken_text(value: Any) -> str | None:
-    """The first code point of a value that UTF-8 cannot express."""
-    found, seen = [value], set()  # a row in memory may hold itself
+    """The first code point anywhere in a value that UTF-8 cannot encode."""
+    found, seen = [value], set()  # a row in memory may contain itself
     while found:
         value = found.pop()
         if isinstance(value, str):

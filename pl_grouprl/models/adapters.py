@@ -316,7 +316,7 @@ def _load_weights(model: Any, path: str, name: str) -> None:
     """Load an adapter's weights.
 
     Raises:
-        ValueError: If they are not those of the model's adapter, not finite, or unreadable.
+        ValueError: If they do not match the model's adapter, are not finite, or are unreadable.
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 

@@ -103,8 +103,7 @@ class PretrainedCritic:
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         head_std: As in `PolicyCopyCritic`, where the checkpoint brings no head.
         seed: Of the new value head.
-        allow_mismatched_weights: As in `PretrainedPolicy`. The head that is left out, and the new one, need not be
-            named.
+        allow_mismatched_weights: As in `PretrainedPolicy`; the replaced head and the new one need not be named.
     """
 
     path: str
@@ -127,8 +126,8 @@ class PretrainedCritic:
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If the model knows fewer tokens than the policy, is not causal, scores a sequence otherwise than
-                by its head at the last token, or its weights are not those of its config.
+            ValueError: If the model knows fewer tokens than the policy, is not causal, does not score a sequence by its
+                head at the last token, or its weights do not match its config.
         """
         owner = f"PretrainedCritic(path={self.path!r})"
         config = self._checkpoint.load_config()

@@ -1,6 +1,6 @@
-"""Loading a transformers model so that every weight of it comes from its files, and every weight of the files is in it.
+"""Loads a transformers model, requiring that its weights and those in its files match exactly.
 
-transformers draws a weight that the files lack at random, and leaves out one that the model lacks, with a log line.
+transformers itself initialises missing weights at random and skips unexpected ones, with no more than a log line.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor
 from pl_grouprl.utilities.distributed import derive_seed
 
 OPTION = "allow_mismatched_weights"
-"""What the option is called wherever weights are loaded."""
+"""Name of the option wherever weights are loaded."""
 
 _CHECKED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMED = 6
-"""How many weights an error names."""
+"""Most weights that an error names."""
 
 
 @dataclass(frozen=True)
 class WeightMismatch:
-    """Where the weights of a folder and of a model differ, before any value is compared.
+    """How the weights in a folder differ from a model's, by name and shape.
 
     Attributes:
-        missing: Names of weights that the folder lacks.
-        unexpected: Names of weights that the model lacks.
-        misshaped: By name the shape in the folder and in the model.
+        missing: Weights that the folder lacks.
+        unexpected: Weights that the model lacks.
+        misshaped: By name, the shape in the folder and the shape in the model.
     """
 
     missing: tuple[str, ...] = ()
@@ -44,11 +44,11 @@ class WeightMismatch:
 
     @property
     def names(self) -> set[str]:
-        """All of them."""
+        """Names of all weights that differ."""
         return {*self.missing, *self.unexpected, *self.misshaped}
 
     def without(self, patterns: Iterable[str]) -> WeightMismatch:
-        """What is left when names that a glob pattern matches are taken out."""
+        """The mismatch without names that match a glob pattern."""
         left = {name for name in self.names if not any(fnmatchcase(name, pattern) for pattern in patterns)}
         return WeightMismatch(
             tuple(name for name in self.missing if name in left),
@@ -70,22 +70,22 @@ class WeightMismatch:
 
 
 def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[str] = (), **options: Any) -> Any:
-    """Load a model of transformers, and refuse it unless the files hold its weights, no others, all of them finite.
+    """Load a transformers model; refuse it unless its files hold exactly its weights, all of them finite.
 
-    `AutoModel` has no head, so that of the files is left out. Weights that transformers itself leaves out of a family's
-    files, or expects to be left over, are no mismatch; nor is the second name of a tied weight.
+    `AutoModel` has no head, so a head in the files is skipped. Weights that transformers itself expects to be missing
+    or left over for a model family are no mismatch, nor is the second name of a tied weight.
 
     Args:
         auto_class: Name of a class in transformers.
         location: Folder or hub name.
         owner: What the location is, for errors: `model path 'x'`.
-        allowed: Glob patterns of names of weights that may be missing, left over or of another shape. The model's are
-            then drawn at random, the same on every rank and in every run.
-        **options: Of `from_pretrained`.
+        allowed: Glob patterns of weights that may be missing, unexpected or of another shape. The model's are then
+            initialised at random, identically on every rank and in every run.
+        **options: Passed to `from_pretrained`.
 
     Raises:
         OSError: If there is no such folder or hub name.
-        ValueError: If weights are missing, left over, of another shape, not finite or unreadable, or a pattern matches
+        ValueError: If weights are missing, unexpected, of another shape, not finite or unreadable, or a pattern matches
             nothing.
     """
     import transformers
@@ -110,11 +110,11 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
     Args:
         mismatch: What was found.
         refusal: Beginning of the error.
-        allowed: Glob patterns of names that may differ.
-        remedy: What to do instead of the default: to choose a folder that fits, or to allow the names.
+        allowed: Glob patterns of weights that may differ.
+        remedy: End of the error; by default, to use a folder that fits or to allow the names.
 
     Raises:
-        ValueError: With their names; or with a pattern that matches none.
+        ValueError: Names the weights, or a pattern that matches none.
     """
     unused = [pattern for pattern in allowed if not any(fnmatchcase(name, pattern) for name in mismatch.names)]
     if unused:
@@ -133,25 +133,25 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
 
 @torch.no_grad()
 def check_finite(weights: dict[str, Tensor], owner: str) -> None:
-    """Refuse weights with NaN or infinity in them.
+    """Refuse weights that hold NaN or infinity.
 
     Raises:
-        ValueError: With their names, and the dtype in which they were loaded.
+        ValueError: Names them and the dtype in which they were loaded.
     """
     broken = {name: weight for name, weight in weights.items() if not _is_finite(weight)}
     if broken:
         dtype = next(iter(broken.values())).dtype
         raise ValueError(
             f"{owner} has NaN or infinity in {len(broken)} of its weights, as loaded in {dtype}: "
-            f"{_listed(sorted(broken))}. Use weights from before they became so, or a dtype with their range."
+            f"{_listed(sorted(broken))}. Use earlier weights, or a dtype with a larger range."
         )
 
 
 def check_patterns(patterns: Any, owner: str) -> None:
-    """Refuse what is no sequence of glob patterns.
+    """Refuse anything but a sequence of glob patterns.
 
     Raises:
-        ValueError: With the value.
+        ValueError: Shows the value.
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ValueError(f"{owner}.{OPTION} is {patterns!r}; pass a list of names of weights or of glob patterns.")
@@ -159,10 +159,10 @@ def check_patterns(patterns: Any, owner: str) -> None:
 
 @contextmanager
 def readable_weights(location: str, owner: str) -> Iterator[None]:
-    """Name the file where reading a folder's weights fails.
+    """Name the damaged file if reading a folder's weights fails.
 
     Raises:
-        ValueError: With the file, where it can be told, and the cause.
+        ValueError: Names the file, if it can be found, and the cause.
     """
     try:
         yield
@@ -178,14 +178,14 @@ def readable_weights(location: str, owner: str) -> Iterator[None]:
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """Errors that say of themselves that a file is damaged."""
+    """Error types that always mean a damaged file."""
     from safetensors import SafetensorError
 
     return SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError
 
 
 def _damaged_file(folder: Path) -> Path | None:
-    """The first file of weights, or JSON file, that cannot be opened, or None."""
+    """The first weight or JSON file that cannot be read, or None."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -203,7 +203,7 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def _conversion_errors(error: BaseException) -> list[str]:
-    """Weights that could not be put into the model's form: transformers names them in a log line, not in its error."""
+    """Weights that transformers could not convert; it names them in a log line, not in its error."""
     trace = error.__traceback__
     while trace is not None:
         report = getattr(trace.tb_frame.f_locals.get("loading_info"), "conversion_errors", None)
@@ -214,13 +214,13 @@ def _conversion_errors(error: BaseException) -> list[str]:
 
 
 def _belongs_to_a_head(name: str, model: Any) -> bool:
-    """Whether a left-over weight is outside of what `AutoModel` loads: its first part is none of the model's."""
-    own = {model.base_model_prefix, *(child for child, _ in model.named_children())}
-    return name.partition(".")[0] not in own
+    """Whether an unexpected weight belongs to a head, which `AutoModel` does not load: its first part is not ours."""
+    body = {model.base_model_prefix, *(child for child, _ in model.named_children())}
+    return name.partition(".")[0] not in body
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """In one pass, without a copy: the smallest and the largest value are NaN where one of them is."""
+    """Check in one pass, without a copy: the minimum and maximum are NaN if any value is."""
     if weight.dtype not in _CHECKED_DTYPES or weight.is_meta or not weight.numel():
         return True
     return all(bool(torch.isfinite(value)) for value in torch.aminmax(weight))
@@ -228,7 +228,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 @contextmanager
 def _repeatable(allowed: Sequence[str]) -> Iterator[None]:
-    """Draw allowed weights by a seed of their own, and leave the global random numbers alone."""
+    """Draw allowed weights from a fixed seed, without touching the global random state."""
     if not allowed:
         yield
         return

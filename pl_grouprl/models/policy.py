@@ -39,7 +39,7 @@ class PolicySource(Protocol):
 
 
 def as_policy_source(policy: Any) -> PolicySource:
-    """Return a source of policies, made of a path where it is none.
+    """Return a policy source as it is, or make one from a path.
 
     Raises:
         ArgumentError: If it is a model, or anything else that cannot be loaded again.
@@ -77,9 +77,9 @@ class PretrainedPolicy:
             uncompiled.
         gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False where
             they do not say otherwise.
-        allow_mismatched_weights: Names, or glob patterns, of weights that may be missing from the folder, left over in
-            it, or of another shape; any other is an error. What the model has of them is drawn at random, the same in
-            every run.
+        allow_mismatched_weights: Names or glob patterns of weights that may be missing from the folder, unexpected in
+            it, or of another shape; any other mismatch is an error. The model's are then initialised at random,
+            identically in every run.
 
     Raises:
         FileNotFoundError: If `path` looks like a folder and is none.
@@ -110,8 +110,8 @@ class PretrainedPolicy:
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If `path` is that of an adapter, its weights are not those of the model, or `adapter` does not
-                fit the model.
+            ValueError: If `path` holds an adapter, its weights do not match the model's, or `adapter` does not fit the
+                model.
         """
         model = self.load_as(language_model_class(self.load_config()))
         if self.adapter is not None:
@@ -137,8 +137,8 @@ class PretrainedPolicy:
             auto_class: Its name in transformers: `AutoModel`, `AutoModelForSequenceClassification`.
 
         Raises:
-            ValueError: If `path` is that of an adapter, or weights are missing, left over, of another shape, not finite
-                or unreadable.
+            ValueError: If `path` holds an adapter, or weights are missing, unexpected, of another shape, not finite or
+                unreadable.
         """
         config = self.load_config()
         options = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}

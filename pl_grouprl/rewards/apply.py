@@ -42,7 +42,7 @@ def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
 def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> None:
     """Check before a run that every prompt has the columns that the reward functions cannot be called without.
 
-    Functions with a method `set_up` are set up, and those with a method `check_row` look at each row.
+    Calls each function's `set_up` and, for each row, its `check_row`, if it has these methods.
 
     Raises:
         ValueError: If one has not, or `check_row` refuses it; names the row, the function and the column.
@@ -67,10 +67,10 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
 
 
 def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
-    """Refuse a time limit where there are no workers, unless it is for async functions.
+    """Refuse a time limit without workers, unless it applies to async functions.
 
     Raises:
-        ValueError: With the functions that it could not stop.
+        ValueError: Names the functions that it could not stop.
     """
     plain = [reward.name for reward in prepared if not reward.is_async]
     if len(plain) == len(prepared) or any(not reward.in_process for reward in prepared):
@@ -160,8 +160,7 @@ def apply_rewards(
         max_failed_share: Share of rollouts on which a function may fail before that is an error, from 0 to 1.
         workers: `RewardWorkers` made for the same rewards: functions run in its processes, side by side. None: in this
             process, one after another.
-        timeout: Seconds that a call of an async function may take; None: as long as one in the workers, and any time
-            without them.
+        timeout: Seconds that a call of an async function may take; None uses the workers' limit, if there are workers.
 
     Returns:
         For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there

@@ -1,7 +1,7 @@
-"""Coroutine functions: on an event loop in a thread of its own, which is abandoned where a function blocks it.
+"""Runs coroutine reward functions on an event loop in a separate thread, abandoned if a function blocks it.
 
-The loop is kept from batch to batch, because HTTP clients that a reward function keeps between calls belong to it; and
-it is not that of this thread, so one that already runs here, a notebook's, does not matter.
+The loop is kept from batch to batch, because HTTP clients that a reward function keeps between calls are bound to it.
+It runs in another thread so that a loop already running in this one, such as a notebook's, does not matter.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pl_grouprl.rewards.process_state import exits_refused
 log = logging.getLogger(__name__)
 
 MAX_BLOCKED_THREADS = 8
-"""So many threads may hang in functions that block before that ends the run."""
+"""Number of threads hanging in blocking functions at which the run ends."""
 
 _reward_name: contextvars.ContextVar[str] = contextvars.ContextVar("reward_name", default="")
 
 
 class AsyncCalls:
-    """Calls of a coroutine function, begun when this is made.
+    """Calls of a coroutine function, started on construction.
 
     Args:
         reward: The function.
-        calls: All run at the same time.
+        calls: The calls, which run concurrently.
         retries: How often a call that raised is repeated.
-        timeout: Seconds that each attempt may take; None: any time.
+        timeout: Seconds that each attempt may take; None for no limit.
     """
 
     def __init__(self, reward: PreparedReward, calls: Sequence[Call], retries: int, timeout: float | None) -> None:
@@ -52,7 +52,7 @@ class AsyncCalls:
         """Wait for the outcomes.
 
         Raises:
-            RuntimeError: If too many threads hang in functions that block.
+            RuntimeError: If too many threads hang in blocking functions.
             RewardConfigurationError: If the function says that it cannot work as it is configured.
             ValueError: If it returned the wrong type or length.
         """
@@ -74,7 +74,7 @@ class AsyncCalls:
         ]
 
     def cancel(self) -> None:
-        """Cancel what still runs."""
+        """Cancel calls that still run."""
         for future in self._futures.values():
             future.cancel()
 
@@ -85,10 +85,7 @@ class AsyncCalls:
             self._futures[number] = self._loop.submit(self._reward.name, attempts)
 
     def _pending(self) -> list[int]:
-        """Wait, at most for the time of one call; returns which calls have no outcome.
-
-        Those that an abandoned loop has cancelled have none.
-        """
+        """Wait for at most one call's timeout; returns the calls without an outcome, cancelled ones included."""
         waited = {number: future for number, future in self._futures.items() if number not in self._outcomes}
         wait_for_futures(waited.values(), self._timeout)
         return [number for number, future in waited.items() if not future.done() or future.cancelled()]
@@ -112,7 +109,7 @@ async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, tim
 
 
 class _LoopThread:
-    """An event loop in a thread; its tasks know for which reward function they run."""
+    """An event loop in a thread; it knows which reward function each task runs for."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -123,13 +120,13 @@ class _LoopThread:
         self.thread.start()
 
     def submit(self, name: str, coroutine: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
-        """Run a coroutine for the reward function of that name."""
+        """Run a coroutine for the named reward function."""
         context = contextvars.copy_context()
         context.run(_reward_name.set, name)
         return context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
 
     def answers(self, seconds: float | None) -> bool:
-        """Whether the loop gets round within that time. One that was abandoned does not count."""
+        """Whether the loop responds within that time; False once it was abandoned."""
         if self._blocked_by is not None:
             return False
         answered = threading.Event()
@@ -137,7 +134,7 @@ class _LoopThread:
         return answered.wait(seconds)
 
     def abandon(self) -> str:
-        """Leave the thread to what blocks it; returns the name of that function, or "" where it is not known."""
+        """Give up the thread; returns the name of the function that blocks it, or "" if unknown."""
         if self._blocked_by is None:
             task = asyncio.current_task(self._loop)
             self._blocked_by = "" if task is None else self._names.get(task, "")
@@ -152,14 +149,14 @@ class _LoopThread:
 
     def _run(self) -> None:
         self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)  # it was abandoned, and what blocked it has ended
+        tasks = asyncio.all_tasks(self._loop)  # the loop was abandoned, and what blocked it has returned
         for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(_settle(tasks))
+        self._loop.run_until_complete(_wait_for_all(tasks))
         self._loop.close()
 
 
-async def _settle(tasks: Collection[asyncio.Task[Any]]) -> None:
+async def _wait_for_all(tasks: Collection[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -177,7 +174,7 @@ def _current_loop() -> _LoopThread:
 
 
 def _forget(loop: _LoopThread, name: str) -> None:
-    """Let the next calls have another loop, unless too many threads hang."""
+    """Make the next calls use a new loop, unless too many threads hang."""
     with _lock:
         if _loops.get(os.getpid()) is loop:
             del _loops[os.getpid()]
@@ -187,4 +184,4 @@ def _forget(loop: _LoopThread, name: str) -> None:
                 f"{len(_blocked)} threads hang in async reward functions that block their event loop, the last one in "
                 f"{name!r}; await what takes time, or make it a plain function and set reward_workers."
             )
-    log.warning("Reward function %r blocks its event loop; its thread is left to itself.", name)
+    log.warning("Reward function %r blocks its event loop; its thread is abandoned.", name)

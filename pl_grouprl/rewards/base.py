@@ -34,9 +34,9 @@ The third is for what needs token ids and knows what to do with prompts that sta
 
 Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
 
-An object with a method `set_up()` has it called when a run is set up, and perhaps again: what must be loaded is then
-loaded, and refused, before the first rollout. A method `check_row(columns)` is called then for each prompt, and raises
-ValueError where it cannot score it. An object with a true attribute `stays_in_process` is never sent to worker
+If the object has a method `set_up()`, it is called when a run is set up, and perhaps again: whatever must be loaded is
+then loaded, or refused, before the first rollout. A method `check_row(columns)` is then called for each prompt, and
+raises ValueError if it cannot score it. An object with a true attribute `stays_in_process` is never sent to worker
 processes, nor is an `async` function; every other one must then give a group's rewards whatever the other groups are,
 since workers call it once per group.
 
@@ -112,7 +112,7 @@ class FunctionFromFile:
         return FunctionFromFile, (self.path, self.name)
 
     def run_options(self) -> dict[str, str]:
-        """What decides its rewards, wherever the file is: which function of it, and a digest of its text."""
+        """What decides its rewards, wherever the file is: the function's name, and a digest of the file."""
         return {"function": self.name, "sha256": self._sha256}
 
 
@@ -126,7 +126,7 @@ def reward_name(function: RewardFunction) -> str:
 
 
 def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
-    """Return an optional method of a reward function, such as `set_up`, also of one that a file defines."""
+    """Return an optional method of a reward function, such as `set_up`; also for one defined in a file."""
     own = function.function if isinstance(function, FunctionFromFile) else function
     found = getattr(own, name, None)
     return found if callable(found) else None

@@ -1,4 +1,4 @@
-"""One call of a reward function, and what comes of it."""
+"""One call of a reward function, and its outcome."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Call:
     """One call of a function.
 
     Attributes:
-        unit: The rollouts that it is about.
-        group_of: Which group each of them is from.
-        kwargs: What the function is called with: the originals.
+        unit: The rollouts that it scores.
+        group_of: The group of each of them.
+        kwargs: The function's arguments, not yet copied.
     """
 
     unit: list[int]
@@ -26,18 +26,18 @@ class Call:
     kwargs: dict[str, Any]
 
     def make(self, function: RewardFunction) -> Any:
-        """Call a function with copies, so that it changes neither what is trained nor the arguments of other calls."""
+        """Call a function with copies, so that it can change neither training nor the arguments of other calls."""
         tick()
         return function(**private_copy(self.kwargs))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands for the scores of a call that gave none.
+    """Stands for the scores of a call that returned none.
 
     Attributes:
         what: What the function did, to follow its name in a message.
-        error: What it raised, or what tells of it.
+        error: What it raised, if anything.
     """
 
     what: str
@@ -53,7 +53,7 @@ Outcome = list[Score] | Failure
 
 
 def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
-    """Call a plain function here.
+    """Call a plain function in this process, with retries.
 
     Raises:
         RewardConfigurationError: If it says that it cannot work as it is configured.
@@ -78,11 +78,11 @@ async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:
         result = await call.make(reward.function)
     except RewardConfigurationError:
         raise
-    except (Exception, SystemExit) as error:  # what leaves a task as SystemExit would end the event loop
+    except (Exception, SystemExit) as error:  # a SystemExit that leaves a task would end the event loop
         return Failure.of(error)
     return read_result(reward, result, call.group_of)
 
 
 def too_slow(timeout: float | None) -> Failure:
-    """The failure of a call that was stopped. It is not repeated: the same call would as a rule take the time again."""
+    """The failure of a call that was stopped. It is not retried: the same call would usually take too long again."""
     return Failure(f"took longer than reward_timeout={timeout} seconds")

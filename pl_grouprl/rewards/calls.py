@@ -1,8 +1,8 @@
 """Running reward functions: retries, functions side by side, failures kept to the rollouts they concern.
 
-Functions run in one of three places: coroutine functions on an event loop in a thread of its own; plain ones in worker
-processes where there are any; otherwise plain ones run here, one after another, on the thread that waits for the
-scores: graders that use signals work on the main thread only.
+Functions run in one of three places: coroutine functions on an event loop in a separate thread; plain ones in worker
+processes if there are any; otherwise one after another on the thread that waits for the scores, because graders that
+use signals only work on the main thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PendingScores:
         retries: How often a call that raised is repeated.
         max_failed_share: Share of rollouts on which a function may fail.
         workers: Runs the functions that are not `in_process`, a group or a rollout per call; None runs them here.
-        timeout: Seconds that a call of a coroutine function may take; None: as long as one in the workers.
+        timeout: Seconds that a call of a coroutine function may take; None uses the workers' limit.
 
     Raises:
         ValueError: If a function needs a column that the data lacks.
@@ -132,7 +132,7 @@ class PendingScores:
         return lambda: self._attempt_here(reward, calls, retries)
 
     def _attempt_here(self, reward: PreparedReward, calls: Sequence[Call], retries: int) -> list[Outcome]:
-        with left_as_found(reward.name, children=self._workers is None):  # workers come and go meanwhile
+        with left_as_found(reward.name, children=self._workers is None):  # workers start and end meanwhile
             return [attempt(reward, call, retries) for call in calls]
 
     def _finish(self, begun: Sequence[Callable[[], list[Outcome]]]) -> list[list[Outcome]]:

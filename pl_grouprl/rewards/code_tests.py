@@ -20,7 +20,7 @@ _FORMS = '{"input": ..., "output": ...} or {"function": ..., "args": [...], "exp
 
 
 class CodeTest(Protocol):
-    """One test of a program: what is run, and what its answer is compared with, which the program never sees."""
+    """One test of a program: what is run, and the expected answer, which the program never sees."""
 
     def passes(self, sandbox: Sandbox, code: str) -> bool:
         """Run the code and judge its answer."""
@@ -28,7 +28,7 @@ class CodeTest(Protocol):
 
 
 class StdinTest:
-    """A program that reads `input` is to write `output`; space at the ends of lines does not count.
+    """Expects a program that reads `input` to write `output`, ignoring whitespace at the ends of lines.
 
     Args:
         input: Standard input.
@@ -46,12 +46,12 @@ class StdinTest:
 
 
 class FunctionTest:
-    """A function that is given `args` is to return `expected`; both are JSON, so a tuple is a list.
+    """Expects a function called with `args` to return `expected`; both are JSON, so tuples count as lists.
 
     Args:
-        function: Its name.
+        function: Name of the function.
         args: Its positional arguments.
-        expected: Its value.
+        expected: The expected return value.
     """
 
     _driver = Path(__file__).with_name("sandbox") / "function_call.py"
@@ -71,18 +71,18 @@ class FunctionTest:
 class CodeTests:
     """The share of tests that the program in a completion passes. Has TRL's signature.
 
-    The program is the last block of the completion between lines of three backticks; without one the reward is 0. Each
-    test runs it afresh, in a sandbox; see `pl_grouprl.rewards.sandbox.Sandbox` for what that keeps out, and what it
-    needs. Answers are compared in this process: neither the exit code of a program nor anything that it writes about
-    itself counts, and it cannot read what is expected.
+    The program is the completion's last block between lines of three backticks; without one the reward is 0. Each test
+    runs it afresh in a sandbox; see `pl_grouprl.rewards.sandbox.Sandbox` for what that prevents and requires. Answers
+    are compared in this process: a program's exit code and anything it claims about itself do not count, and it cannot
+    read the expected answers.
 
     Args:
-        column: Column of the data with the tests of each prompt: a list (or its JSON) of
+        column: Data column with the tests of each prompt: a list (or its JSON) of
             `{"input": ..., "output": ...}`, standard input and output, or of
             `{"function": ..., "args": [...], "expected": ...}`. The reward does not apply to rows where it is None.
-        all_or_nothing: 1 if all tests pass, otherwise 0; the first that fails ends it.
+        all_or_nothing: Give 1 if all tests pass, otherwise 0, and stop at the first that fails.
         max_concurrent: Programs that run at a time in each process.
-        limits: Of each program; a mapping of their names will do.
+        limits: Limits of each program, or a mapping of them.
 
     Raises:
         ValueError: If an option is out of range.
@@ -104,7 +104,7 @@ class CodeTests:
         self._sandbox = Sandbox(SandboxLimits(**limits) if isinstance(limits, Mapping) else limits)
 
     def set_up(self) -> None:
-        """Run a program for trial.
+        """Check that the sandbox works here by running a trial program.
 
         Raises:
             RewardConfigurationError: If this system does not allow the sandbox, with the reason.
@@ -177,7 +177,7 @@ def read_tests(given: Any, column: str) -> list[CodeTest]:
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{what} is a string and no JSON ({error}); write a list of {_FORMS}.") from error
+            raise ValueError(f"{what} is a string that is not JSON ({error}); write a list of {_FORMS}.") from error
     if not isinstance(given, list) or not given:
         raise ValueError(f"{what} is {given!r:.80}; write a list of at least one {_FORMS}.")
     return [_read_test(test, f"{what}, test {number}") for number, test in enumerate(given)]
@@ -186,7 +186,7 @@ def read_tests(given: Any, column: str) -> list[CodeTest]:
 def _read_test(test: Any, where: str) -> CodeTest:
     if not isinstance(test, Mapping):
         raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
-    # In parquet every test has all keys that one of them has.
+    # Parquet gives every test the keys of all of them, with null where a test lacks one.
     fields = {name: value for name, value in test.items() if value is not None or name == "expected"}
     if {"input", "output"} <= fields.keys() and "function" not in fields:
         if all(isinstance(fields[name], str) for name in ("input", "output")):
@@ -205,7 +205,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _returned(result: ProgramResult) -> tuple[bool, Any]:
-    """Whether a program gave an answer, and which."""
+    """Whether a program returned an answer, and the answer."""
     if result.ending != "exit":
         return False, None
     try:

@@ -90,12 +90,12 @@ class CosineLengthReward:
         return self.correct.in_process and not self.correct.is_async
 
     def set_up(self) -> None:
-        """As `correct` does, where it has such a method."""
+        """Call the `set_up` of `correct`, if it has one."""
         if set_up := hook_of(self.correct.function, "set_up"):
             set_up()
 
     def check_row(self, columns: dict[str, Any]) -> None:
-        """As `correct` does, where it has such a method."""
+        """Call the `check_row` of `correct`, if it has one."""
         if check_row := hook_of(self.correct.function, "check_row"):
             check_row(columns)
 

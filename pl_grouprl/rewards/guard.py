@@ -1,8 +1,8 @@
-"""Kills reward workers with all that they started, also when the process that trains is gone, however it ended.
+"""Kills reward workers and everything they started, even when the training process is gone, however it ended.
 
 Run as a script, by its path, so that it imports nothing but the standard library. It reads lines `+ID` and `-ID` from
-its standard input, which say which workers there are; the end of the input is the end of that process. A worker cannot
-see to this itself: a function that holds the interpreter's lock keeps all of its threads from running.
+standard input, as workers start and end; the end of the input means that the training process is gone. A worker cannot
+watch for this itself: a function that holds the interpreter's lock keeps all of its threads from running.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what this process's children leave, where the system has that (Linux): see `kill_tree`."""
+    """Become the parent of processes orphaned by this one's children (on Linux); see `kill_tree`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children(parent: int) -> set[int]:
-    """The processes with this parent that have not ended, as far as /proc tells."""
+    """The running child processes of a process, according to /proc."""
     try:
         listed = [_read(f"/proc/{parent}/task/{thread}/children") for thread in os.listdir(f"/proc/{parent}/task")]
     except OSError:  # not every kernel lists them
-        return {child for child, own in _parents().items() if own == parent}
+        return {process for process, its_parent in _parents().items() if its_parent == parent}
     return {int(child) for child in b" ".join(listed).split() if _parent(child.decode()) == parent}
 
 
 def kill_tree(root: int) -> None:
-    """Kill a process with its group and all of its descendants, those in sessions of their own too.
+    """Kill a process with its group and all of its descendants, including those in other sessions.
 
-    The root is stopped first: it starts nothing more, and while it is there the orphans of its descendants stay its
-    own, if it has called `adopt_orphans`.
+    The root is stopped first, so that it starts nothing more and, if it has called `adopt_orphans`, remains the parent
+    of orphaned descendants until all are killed.
     """
     _send(os.kill, root, signal.SIGSTOP)
     killed: set[int] = set()
@@ -45,7 +45,7 @@ def kill_tree(root: int) -> None:
             _send(os.kill, process, signal.SIGKILL)
         killed |= found
     _send(os.killpg, root, signal.SIGKILL)
-    _send(os.kill, root, signal.SIGKILL)  # before it has a group
+    _send(os.kill, root, signal.SIGKILL)  # in case it has no group of its own yet
 
 
 def guard() -> None:

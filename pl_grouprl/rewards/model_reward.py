@@ -52,8 +52,8 @@ class ModelReward:
         attn_implementation: As in transformers.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
-        allow_mismatched_weights: As in `PretrainedPolicy`: weights that may be missing from the folder, left over or of
-            another shape.
+        allow_mismatched_weights: As in `PretrainedPolicy`: weights that may be missing from the folder, unexpected or
+            of another shape.
 
     Raises:
         FileNotFoundError: If `model` is a path that is no folder.
@@ -155,7 +155,7 @@ class ModelReward:
         return [[next(remaining) for _ in group.rollouts] for group in groups]
 
     def run_options(self) -> dict[str, Any]:
-        """What decides its rewards; the other options change what they cost."""
+        """What decides its rewards; the other options only change their cost."""
         parts = {"model": self.model, "label": self.label, "tokenizer": self.tokenizer}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 

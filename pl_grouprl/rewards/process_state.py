@@ -1,6 +1,6 @@
-"""What a reward function has to leave as it is in the process that trains: put back where it can be, and named.
+"""Detects what a reward function changes in the training process, restores it where possible, and warns.
 
-A run whose working directory moves writes elsewhere; one without its signal handlers saves no checkpoint; one that a
+A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint; one that a
 function ends with `os._exit(0)` looks finished.
 """
 
@@ -25,16 +25,16 @@ except ImportError:  # not on Windows
 
 log = logging.getLogger(__name__)
 
-_named: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 @contextlib.contextmanager
 def left_as_found(name: str, *, children: bool) -> Iterator[None]:
-    """Compare the process before and after a function's calls; put back what changed, and warn once of each thing.
+    """Compare the process before and after a function's calls; restore what changed, and warn once of each thing.
 
     Args:
-        name: Of the function.
-        children: Whether to look for processes that it leaves.
+        name: Name of the function.
+        children: Whether to look for processes that it leaves running.
     """
     before = _State.now(children)
     try:
@@ -42,11 +42,11 @@ def left_as_found(name: str, *, children: bool) -> Iterator[None]:
             yield
     finally:
         for what, detail in before.put_back(children):
-            if (name, what) not in _named:
-                _named.add((name, what))
+            if (name, what) not in _warned:
+                _warned.add((name, what))
                 log.warning(
-                    "Reward function %r %s%s; let it leave the process as it is, or give it one of its own: "
-                    "reward_workers.", name, what, detail,
+                    "Reward function %r %s%s; make it leave the process as it was, or run it in a worker process "
+                    "(reward_workers).", name, what, detail,
                 )  # fmt: skip
 
 
@@ -61,19 +61,19 @@ class _State:
 
     @classmethod
     def now(cls, children: bool) -> _State:
-        own = [number for number in signal.valid_signals() if isinstance(number, signal.Signals)]
+        signals = [number for number in signal.valid_signals() if isinstance(number, signal.Signals)]
         kinds = {} if resource is None else {v: name for name, v in vars(resource).items() if name[:7] == "RLIMIT_"}
         return cls(
             _directory(),
             dict(os.environ),
-            {number: signal.getsignal(number) for number in own},
+            {number: signal.getsignal(number) for number in signals},
             bool(hasattr(signal, "getitimer") and signal.getitimer(signal.ITIMER_REAL)[0]),
             {name: resource.getrlimit(kind) for kind, name in kinds.items()},
             children_of(os.getpid()) if children else set(),
         )
 
     def put_back(self, children: bool) -> Iterator[tuple[str, str]]:
-        """Undo changes since then; yields what was changed, and details of it."""
+        """Undo changes since then; yields each kind of change and its details."""
         now = _State.now(children)
         if now.directory != self.directory:
             with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ class _State:
             yield "left an alarm", " (cancelled)"
         changed = [number for number, handler in self.handlers.items() if handler != now.handlers[number]]
         for number in changed:
-            if self.handlers[number] is not None:  # None: not from Python
+            if self.handlers[number] is not None:  # None: not installed from Python
                 signal.signal(number, self.handlers[number])
         if changed:
             yield "changed signal handlers", f" of {[number.name for number in changed]} (put back)"
@@ -123,7 +123,7 @@ def _differs(before: _State, now: _State, name: str) -> bool:
 
 
 class _ExitGate:
-    """Stands in for `os._exit` while a function runs; counts, since functions of several threads may."""
+    """Replaces `os._exit` while reward functions run; counts them, because several threads may run one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class _ExitGate:
                 os._exit = self._real  # type: ignore[assignment]
 
     def _exit(self, status: int) -> NoReturn:
-        if _process.get() != os.getpid():  # another thread, or a forked child: none of ours
+        if _process.get() != os.getpid():  # another thread or a forked child may exit
             self._real(status)
         raise SystemExit(f"os._exit({status}), which would have ended the run")
 
@@ -154,7 +154,7 @@ _process: ContextVar[int] = ContextVar("process", default=0)
 
 @contextlib.contextmanager
 def exits_refused() -> Iterator[None]:
-    """Turn `os._exit` of what runs inside, in this process and thread, into `SystemExit`."""
+    """Turn `os._exit` called inside, in this process and thread, into `SystemExit`."""
     token = _process.set(os.getpid())
     _gate.enter()
     try:

@@ -19,8 +19,8 @@ from pl_grouprl.types import Media, Rollout, SamplingConfig
 class RolloutEngine(Protocol):
     """Samples completions from the policy.
 
-    An engine that refuses prompts which leave no room for `max_new_tokens` says so by a class attribute
-    `reserves_max_new_tokens = True`; a run then finds them when it is set up.
+    An engine that refuses prompts without room for `max_new_tokens` declares so with the class attribute
+    `reserves_max_new_tokens = True`; a run then finds such prompts when it is set up.
     """
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:

@@ -154,7 +154,7 @@ class DeepSpeedSupport(StrategySupport):
         return [own for index in self._groups(parameters) if index not in dropped for own in self._gradients(index)]
 
     def weights(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """This rank's weights; under ZeRO-3, its shards of them."""
+        """This rank's weights; under ZeRO-3, its shards."""
         return [getattr(parameter, "ds_tensor", parameter).detach() for parameter in parameters]
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -88,7 +88,7 @@ class StrategySupport:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def weights(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """This rank's weights, or its shards of them, between two steps."""
+        """This rank's weights, or its shards of them; call between steps."""
         return [parameter.detach() for parameter in parameters]
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values against annotations: refused by name where they do not fit, mappings turned into the configs they describe."""
+"""Checks values against annotations: errors name what does not fit, and mappings become the configs they describe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, Mapping)
-"""Kinds of values that never stand for an object with methods of ours."""
+"""Types whose values never satisfy a protocol or abstract class of ours."""
 
 _WORDS = {
     bool: "True or False",
@@ -31,22 +31,22 @@ _short.maxstring = _short.maxother = 120
 
 
 class ArgumentError(TypeError, ValueError):
-    """An argument that a constructor does not take: of an unknown name, the wrong type, or outside its choices."""
+    """An argument that a constructor does not take: an unknown name, a wrong type, or not one of its choices."""
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
-    """Return a value as its annotation says, or refuse it.
+    """Convert a value to its annotated type, or refuse it.
 
-    Lists and tuples stand for each other, numbers of NumPy for those of Python, paths for strings, and a mapping for
-    the dataclass that it has the fields of. A protocol takes any object; what it must do is checked by its user.
+    Lists and tuples convert to each other, NumPy's numbers to Python's, paths to strings, and a mapping to the
+    dataclass whose fields it holds. A protocol accepts any object; whoever uses the object checks its methods.
 
     Args:
         hint: An evaluated annotation.
         value: What was passed.
-        name: How the caller calls it, for the error.
+        name: The argument's name, for the error.
 
     Raises:
-        ArgumentError: With the name, the value and what it must be.
+        ArgumentError: Gives the name, the value and what it must be.
     """
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
@@ -65,10 +65,10 @@ def convert(hint: Any, value: Any, name: str) -> Any:
 
 
 def as_config(cls: type, value: Any, name: str) -> Any:
-    """Return an object of a config class, made of a mapping of its fields where it is none.
+    """Return an object of a config class as it is, or make one from a mapping of its fields.
 
     Raises:
-        ArgumentError: If it is something else, or a field is unknown or refused; with the name of the option.
+        ArgumentError: If it is neither, or a field is unknown or refused; names the option.
     """
     if isinstance(value, cls):
         return value
@@ -90,7 +90,7 @@ def field_names(cls: type) -> list[str]:
 
 
 def describe_value(value: Any) -> str:
-    """Show a plain value, and the type of any other, in a few words."""
+    """Show a plain value, or the type of any other."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, _PLAIN):
@@ -99,7 +99,7 @@ def describe_value(value: Any) -> str:
 
 
 def describe_hint(hint: Any) -> str:
-    """Say in words what an annotation takes."""
+    """Say in words what an annotation accepts."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _either(describe_hint(arg) for arg in args)
@@ -127,7 +127,7 @@ def _checked(value: Any, valid: bool, hint: Any, name: str) -> Any:
 
 
 def _choices_like(value: Any, hint: Any) -> list[Any]:
-    """Those choices that have the value's type: True is not 1."""
+    """The choices of the value's type, so that True does not match 1."""
     return [choice for choice in get_args(hint) if type(choice) is type(value)]
 
 
@@ -138,7 +138,7 @@ def _convert_union(union: Any, value: Any, name: str) -> Any:
             return convert(hint, value, name)
         except ArgumentError as error:
             errors.append((hint, error))
-    # A branch of the value's own kind knows what is wrong inside of it.
+    # The branch of the value's kind knows what is wrong inside it.
     for hint, refusal in errors:
         is_list = get_origin(hint) in (list, tuple) and isinstance(value, list | tuple)
         if is_list or (dataclasses.is_dataclass(hint) and isinstance(value, Mapping)):
@@ -147,8 +147,9 @@ def _convert_union(union: Any, value: Any, name: str) -> Any:
 
 
 def _is_config_of(hint: Any, value: Any) -> bool:
-    """Whether a value is an object, or a mapping, of a dataclass, or of one in a union."""
-    configs = tuple(own for own in (hint, *get_args(hint)) if isinstance(own, type) and dataclasses.is_dataclass(own))
+    """Whether a value is one config, as an object or a mapping, where a hint takes a dataclass or a union with one."""
+    options = (hint, *get_args(hint))
+    configs = tuple(cls for cls in options if isinstance(cls, type) and dataclasses.is_dataclass(cls))
     return bool(configs) and isinstance(value, (*configs, Mapping))
 
 

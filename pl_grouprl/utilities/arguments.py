@@ -1,4 +1,4 @@
-"""Constructors that refuse unknown names and values of another type, by name and with the remedy."""
+"""Constructors that refuse unknown argument names and values of the wrong type, with a remedy in the error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["ArgumentError", "as_config", "checked_arguments"]
 
 
 def checked_arguments(cls: C) -> C:
-    """Decorate a class whose constructor is to compare what it is given with its annotations.
+    """Class decorator: the constructor checks its arguments against its annotations.
 
-    Values are converted as `convert` says. A constructor with `**kwargs` hands them to the next one of the method
-    resolution order; names that none of them takes are refused. The signature stays as it is.
+    Values are converted as `convert` says. A constructor with `**kwargs` is taken to pass them to the next one in the
+    method resolution order; names that none of them takes are refused. The signature stays as it is.
     """
     own: Callable[..., None] = vars(cls)["__init__"]
 
@@ -45,7 +45,7 @@ def refuse_unknown(cls: type, first: type, arguments: Mapping[str, Any]) -> None
     """Refuse names that no constructor takes, from `first` on in the method resolution order of `cls`.
 
     Raises:
-        ArgumentError: With where the option belongs, or the nearest known name.
+        ArgumentError: Says where the option belongs, or the nearest known name.
     """
     known, is_open = _known(cls, first)
     for name in arguments:
@@ -54,12 +54,12 @@ def refuse_unknown(cls: type, first: type, arguments: Mapping[str, Any]) -> None
 
 
 def remedy(cls: type, name: str, first: type | None = None) -> str:
-    """Say where an option belongs that a class does not take, or the nearest name that it takes.
+    """For an option that a class does not take, say where it belongs, or the nearest name that the class takes.
 
     Args:
         cls: The class.
-        name: Of the option.
-        first: The class whose constructor begins the chain; None is `cls`.
+        name: Name of the option.
+        first: The class whose constructor begins the chain; None for `cls`.
     """
     known, _ = _known(cls, first or cls)
     configs = sorted((option for option, hint in known.items() if name in _config_fields(hint)), key=len)
@@ -73,22 +73,22 @@ def remedy(cls: type, name: str, first: type | None = None) -> str:
 
 
 def _known(cls: type, first: type) -> tuple[dict[str, Any], bool]:
-    """Annotations by the names that constructors take, and whether the last one takes any other too."""
+    """Annotations by the names that the constructors take, and whether the last one takes any other name too."""
     known: dict[str, Any] = {}
     for owner, constructor in _chain(cls, first):
         known |= {name: _hints(constructor, owner).get(name) for name in _parameters(constructor)}
-        if not _hands_on(constructor):
+        if not _takes_kwargs(constructor):
             return known, False
     return known, True
 
 
 def config_class(cls: type, option: str) -> type:
-    """The dataclass that an option of a class takes; the class itself where the option takes none."""
+    """The dataclass that an option of a class takes; the class itself if the option takes none."""
     return next(iter(_configs(_known(cls, cls)[0].get(option))), cls)
 
 
 def _configs(hint: Any) -> list[type]:
-    return [own for own in (hint, *typing.get_args(hint)) if is_dataclass(own) and isinstance(own, type)]
+    return [cls for cls in (hint, *typing.get_args(hint)) if is_dataclass(cls) and isinstance(cls, type)]
 
 
 def _config_fields(hint: Any) -> list[str]:
@@ -97,24 +97,24 @@ def _config_fields(hint: Any) -> list[str]:
 
 def _chain(cls: type, first: type) -> Iterator[tuple[type, Callable[..., None]]]:
     mro = cls.__mro__
-    for own in mro[mro.index(first) :]:
-        if "__init__" in vars(own):
-            yield own, inspect.unwrap(vars(own)["__init__"])
+    for base in mro[mro.index(first) :]:
+        if "__init__" in vars(base):
+            yield base, inspect.unwrap(vars(base)["__init__"])
 
 
-def _hands_on(constructor: Callable[..., None]) -> bool:
+def _takes_kwargs(constructor: Callable[..., None]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(constructor).parameters.values())
 
 
 @functools.cache
 def _parameters(constructor: Callable[..., None]) -> dict[str, inspect.Parameter]:
-    """Those with a name, without self."""
+    """The named parameters, without self."""
     parameters = list(inspect.signature(constructor).parameters.values())[1:]
     return {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
 @functools.cache
 def _hints(constructor: Callable[..., None], owner: type) -> dict[str, Any]:
-    """Evaluated annotations; the fields of a dataclass may come from another module than its constructor."""
-    made = is_dataclass(owner) and constructor.__code__.co_filename == "<string>"
-    return typing.get_type_hints(owner if made else constructor)
+    """Evaluated annotations; a dataclass may inherit fields that were annotated in another module."""
+    generated = is_dataclass(owner) and constructor.__code__.co_filename == "<string>"
+    return typing.get_type_hints(owner if generated else constructor)

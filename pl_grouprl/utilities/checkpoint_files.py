@@ -1,8 +1,8 @@
 """Checkpoints on disk: written beside their name, renamed when complete, and checked by a manifest.
 
 A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` beside a file
-and `manifest.json` inside a folder, holds the size and the SHA-256 of each file. To check checkpoints by hand, and to
-accept folders that another program wrote, as they are:
+and `manifest.json` inside a folder, holds the size and the SHA-256 of each file. To check checkpoints by hand, or to
+accept folders as another program wrote them:
 
     python -m pl_grouprl.utilities.checkpoint_files PATH...
     python -m pl_grouprl.utilities.checkpoint_files --accept FOLDER...
@@ -116,13 +116,13 @@ def flaw(checkpoint: Path) -> str | None:
 
 
 def accept(checkpoint: Path) -> None:
-    """Write the manifest of a folder that another program has written, as the folder is now.
+    """Write a manifest for a folder that another program wrote, accepting its current contents.
 
     Raises:
-        ValueError: If it is no folder, or has a manifest.
+        ValueError: If it is not a folder, or already has a manifest.
     """
     if not checkpoint.is_dir() or manifest_of(checkpoint).exists():
-        raise ValueError(f"{checkpoint} is no folder without a manifest; only those need to be accepted.")
+        raise ValueError(f"{checkpoint} is not a folder without a manifest; only such folders need to be accepted.")
     files = {name: _describe(path) for name, path in _files(checkpoint).items()}
     _write_manifest(manifest_of(checkpoint), [{"files": files}], process_name())
 

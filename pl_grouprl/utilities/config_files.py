@@ -1,4 +1,4 @@
-"""What a YAML parser passes over in a configuration: keys that stand twice, and empty groups that are no option."""
+"""Finds what a YAML parser silently accepts in a configuration: duplicate keys, and unknown empty groups."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import yaml
 
 Path = tuple[str | int, ...]
 
-_OF_CLASSES = ("init_args", "dict_kwargs")
-"""Groups that may be empty in any class."""
+_MAY_BE_EMPTY = ("init_args", "dict_kwargs")
+"""Groups that may be empty for any class."""
 
 
 def refuse_duplicates(text: str, source: str) -> None:
-    """Refuse a mapping with a key that stands twice: YAML would take the last one.
+    """Refuse duplicate keys, of which YAML would take the last.
 
     Args:
         text: A YAML document.
         source: What the error calls it, such as the file's path.
 
     Raises:
-        TypeError: With the source, the line and the key.
+        TypeError: Names the source, the line and the key.
     """
     for path, node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)):
         lines: dict[str, int] = {}
@@ -29,20 +29,20 @@ def refuse_duplicates(text: str, source: str) -> None:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines and name != "<<":
                 called = ".".join(map(str, (*path, name)))
-                raise TypeError(f"{source}, line {line}: {called} stands there twice, first in line {lines[name]}.")
+                raise TypeError(f"{source}, line {line}: {called} is a duplicate key, first in line {lines[name]}.")
             lines[name] = line
 
 
 def empty_groups(text: str) -> list[Path]:
-    """Find where a YAML document has an empty mapping."""
+    """Find the paths of empty mappings in a YAML document."""
     return [path for path, node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)) if path and not node.value]
 
 
 def refuse_unknown_groups(text: str, source: str, config: Mapping[str, Any]) -> None:
-    """Refuse empty groups that a parsed configuration has no place for: the parser drops them without a word.
+    """Refuse empty groups that are no option of the parsed configuration; the parser silently drops them.
 
     Raises:
-        ValueError: With the source and the group.
+        ValueError: Names the source and the group.
     """
     for path in empty_groups(text):
         parent: Any = config
@@ -50,7 +50,7 @@ def refuse_unknown_groups(text: str, source: str, config: Mapping[str, Any]) -> 
             found = isinstance(parent, Mapping) and key in parent
             found = found or (isinstance(parent, list) and isinstance(key, int) and key < len(parent))
             parent = parent[key] if found else None
-        if isinstance(parent, Mapping) and path[-1] not in (*parent, *_OF_CLASSES):
+        if isinstance(parent, Mapping) and path[-1] not in (*parent, *_MAY_BE_EMPTY):
             raise ValueError(
                 f"{source}: {'.'.join(map(str, path))} is an empty group and no option; options there are "
                 f"{', '.join(map(str, parent))}. Leave it out."
@@ -58,7 +58,7 @@ def refuse_unknown_groups(text: str, source: str, config: Mapping[str, Any]) -> 
 
 
 def _mappings(node: Any, path: Path = ()) -> Iterator[tuple[Path, yaml.MappingNode]]:
-    """All mappings of a document with the keys that lead there."""
+    """Yield all mappings of a document with their paths."""
     if isinstance(node, yaml.MappingNode):
         yield path, node
         for key, value in node.value:

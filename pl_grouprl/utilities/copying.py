@@ -1,4 +1,4 @@
-"""Copies of data for code that may change what it is handed."""
+"""Copies of data for code that may change its arguments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
 
 
 def private_copy(value: T) -> T:
-    """Copy containers all the way down, and share what they hold at the bottom.
+    """Copy nested containers, but share the leaves.
 
     Lists, tuples, dictionaries, sets, byte arrays, NumPy arrays and dataclasses (prompts, rollouts, groups) are copied,
-    subclasses included. Everything else, such as tensors and images, is the original: a copy may cost more than the
-    call it is made for.
+    subclasses included. Everything else, such as tensors and images, is shared: copying it may cost more than the call
+    that the copy is for.
     """
     return _copy(value)
 
@@ -32,9 +32,9 @@ def _copy(value: Any) -> Any:
     if isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy":
         return copy.copy(value)
     if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
-        own = copy.copy(value)
-        vars(own).update({name: _copy(held) for name, held in vars(value).items()})
-        return own
+        copied = copy.copy(value)
+        vars(copied).update({name: _copy(held) for name, held in vars(value).items()})
+        return copied
     return value
 
 
@@ -46,16 +46,16 @@ def _copy_sequence(value: Any) -> Any:
     if kind is list:
         return items
     if isinstance(value, list):
-        own = copy.copy(value)
-        own[:] = items
-        return own
+        copied = copy.copy(value)
+        copied[:] = items
+        return copied
     return value._make(items) if hasattr(value, "_make") else kind(items)
 
 
 def _copy_mapping(value: Any) -> Any:
     if type(value) is dict:
         return {key: _copy(held) for key, held in value.items()}
-    own = copy.copy(value)
+    copied = copy.copy(value)
     for key, held in value.items():
-        own[key] = _copy(held)
-    return own
+        copied[key] = _copy(held)
+    return copied

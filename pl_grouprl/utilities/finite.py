@@ -1,4 +1,4 @@
-"""Whether weights are finite, on every rank alike."""
+"""Whether weights are finite, with the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def nonfinite_parameters(
 ) -> list[str]:
     """Name the parameters that have NaN or inf on some rank. All ranks must call it, and get the same answer.
 
-    Each rank reads what it holds itself, whole or a shard, once, and nothing is gathered but names.
+    Each rank reads its weights or shards once; only names are gathered.
 
     Args:
-        named_parameters: As `named_parameters()` of a module gives them; those of FSDP and ZeRO-3 as they are between
+        named_parameters: As a module's `named_parameters()` gives them; under FSDP and ZeRO-3, as they are between
             steps. Integers and tensors on the meta device count as finite.
         device: Where the communication happens; the rank's own GPU under NCCL.
     """
     largest = {name: _largest(local) for name, parameter in named_parameters if _counts(local := _local(parameter))}
     if not largest:
-        own = []
+        broken = []
     else:
         place = next(iter(largest.values())).device
         finite = torch.stack([value.to(place, torch.float64) for value in largest.values()]).isfinite().tolist()
-        own = [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
-    return list(dict.fromkeys(name for names in gather_plain(own, device) for name in names))
+        broken = [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
+    return list(dict.fromkeys(name for names in gather_plain(broken, device) for name in names))
 
 
 def first_names(names: Sequence[str], limit: int = 3) -> str:
@@ -40,7 +40,7 @@ def first_names(names: Sequence[str], limit: int = 3) -> str:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """What this rank holds: the whole, or its shard under ZeRO-3 and FSDP2."""
+    """What this rank holds: the whole parameter, or its shard under ZeRO-3 and FSDP2."""
     shard: Tensor = getattr(parameter, "ds_tensor", parameter)
     local: Tensor = shard.to_local() if hasattr(shard, "to_local") else shard
     return local.detach()

@@ -1,4 +1,4 @@
-"""What `ckpt_path="last"` is: the newest complete checkpoint of this run's name."""
+"""Resolves `ckpt_path="last"`: the newest complete checkpoint of this run's name."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> str:
-    """Find the newest complete checkpoint that runs with the same logger folder and name have left.
+    """Find the newest complete checkpoint of runs with the same logger folder and name.
 
-    Without a logger it is the newest of the runs in `default_root_dir`. The `dirpath` of a checkpoint callback that has
-    one is searched too. Damaged ones are passed over with a warning.
+    Without a logger, it is the newest of the runs in `default_root_dir`. A `dirpath` set on a checkpoint callback is
+    searched too. Damaged checkpoints are skipped with a warning.
 
     Args:
         trainer: Its loggers and callbacks say where to look.
-        module: What is to be trained from it, where its options are to be compared.
+        module: The module to compare options with; None compares none.
 
     Raises:
-        ValueError: If there is none, or if it is of a run with other options.
+        ValueError: If there is none, or it comes from a run with other options.
     """
     places = [place for place in _places(trainer) if place.is_dir()]
     for place in places:
         settle(place)
     newest, torn = newest_complete(path for place in places for path in place.glob("*.ckpt"))
     for path, flaw in torn.items():
-        rank_zero_warn(f"ckpt_path 'last' passes over {path}: {flaw}.")
+        rank_zero_warn(f"ckpt_path 'last' skips {path}: {flaw}.")
     if newest is None:
         raise ValueError(
             f"ckpt_path is 'last' and there is no checkpoint below {runs_folder(trainer)} that is complete; leave "
@@ -53,7 +53,7 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
 
 
 def runs_folder(trainer: Trainer) -> Path:
-    """The folder that holds the versions of a run: `<save_dir>/<name>`, or without a logger the root folder."""
+    """The folder that holds a run's versions: `<save_dir>/<name>`, or the root folder without a logger."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
@@ -61,8 +61,8 @@ def runs_folder(trainer: Trainer) -> Path:
 
 
 def _places(trainer: Trainer) -> list[Path]:
-    callbacks = [own for own in trainer.checkpoint_callbacks if isinstance(own, ModelCheckpoint)]
-    own = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    set_folders = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
     patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
     found = [place for pattern in patterns for place in runs_folder(trainer).glob(pattern)]
-    return list(dict.fromkeys(place.resolve() for place in (*found, *own)))
+    return list(dict.fromkeys(place.resolve() for place in (*found, *set_folders)))

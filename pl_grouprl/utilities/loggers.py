@@ -1,4 +1,4 @@
-"""Loggers of a Trainer: one folder for all of them, and no run that ends because one of them cannot write."""
+"""Prepares a Trainer's loggers: they share a version, and one that cannot write does not end the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pl_grouprl.utilities.writes import OptionalWrites, remedy
 
 
 def prepare_loggers(loggers: Sequence[Logger]) -> None:
-    """Get loggers ready for a run, before the first of them makes its folder. May be called again.
+    """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
     - They settle on one version.
-    - The metrics of a former run in the folder of a `CSVLogger`, which it would delete, are renamed.
-    - One that cannot write during the run warns once, with its folder and the reason, and is left out from then on.
-      Where it cannot even be opened, that is an error with the same facts.
+    - Metrics of an earlier run in a `CSVLogger`'s folder, which it would delete, are renamed.
+    - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
+      cannot even be opened is an error with the same details.
     """
     for logger in loggers:
         _ = logger.version
@@ -42,7 +42,7 @@ def _keep_former_metrics(folder: Path) -> None:
 
 
 class _Guarded(Logger):
-    """A logger whose failures to write are a warning."""
+    """A logger that warns if it cannot write."""
 
     _writes: OptionalWrites | None = None
 
@@ -73,7 +73,7 @@ class _Guarded(Logger):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        return object.__new__, (type(self).__mro__[2],), *reduced[2:]  # pickled as what it is without the guard
+        return object.__new__, (type(self).__mro__[2],), *reduced[2:]  # pickled as the unguarded class
 
     def _attempt(self, write: Callable[[], None]) -> None:
         if self._writes is not None:
@@ -90,13 +90,13 @@ class _Guarded(Logger):
 
 @cache
 def _guarded(kind: type[Logger]) -> type[Logger]:
-    """A subclass of the same name, so that `isinstance` and messages stay as they are."""
+    """A guarded subclass with the same name, so that `isinstance` and messages stay as they are."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Guarded, kind), names)
 
 
 def _reason(error: BaseException | None) -> OSError | None:
-    """The error of the operating system that is the cause of another one, if any."""
+    """The OSError that caused an error, if any."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""Out of memory, told with the option that lowers the need."""
+"""Out-of-memory errors that name the option to change."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import torch
 
-_OF_CPU = ("can't allocate memory", "not enough memory")
-"""What PyTorch says where the CPU has none left, in a plain RuntimeError."""
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory")
+"""What PyTorch's plain RuntimeError says when the CPU is out of memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the CPU, has no memory left."""
+    """Whether an error says that a device or the CPU is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_CPU)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_MESSAGES)
 
 
 @contextlib.contextmanager
 def naming_memory(where: str, remedy: str) -> Iterator[None]:
-    """Let what runs out of memory inside say where, and which option to change. An inner one has named it already.
+    """Make out-of-memory errors inside say where they arose and which option to change; the innermost context wins.
 
     Args:
         where: What ran out of memory.

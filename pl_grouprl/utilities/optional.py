@@ -27,10 +27,10 @@ def require(available: bool, what: str, extra: str) -> None:
 
 
 class Absent:
-    """Stands for a missing package in a module that is to import without it: decorates, and fails when it is run.
+    """Stands in for a missing package: it can be used in decorators at import, and fails when called as a kernel.
 
     Args:
-        package: Its name.
+        package: Name of the package.
     """
 
     def __init__(self, package: str) -> None:
@@ -42,7 +42,7 @@ class Absent:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Absent:
-        """Take the place of what is decorated."""
+        """Replace the decorated function."""
         return self
 
     def __getitem__(self, key: Any) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
-    """Refuse options that are out of range, and numbers that are not finite whatever the range says.
+    """Refuse options that are out of range, and any number that is not finite.
 
     Args:
         checks: By name, the value, whether it is valid, and what it must be.
@@ -26,13 +26,13 @@ def check_finite(**options: Any) -> None:
     """Refuse numbers that are NaN or infinite.
 
     Raises:
-        ValueError: With the name and the value.
+        ValueError: Gives the name and the value.
     """
     check_options({name: (value, True, "a finite number") for name, value in options.items()})
 
 
 def is_finite(value: Any) -> bool:
-    """False for NaN and infinity, and for what contains them; comparisons alone let NaN through."""
+    """False for NaN, infinity, and containers of them."""
     if isinstance(value, Mapping):
         return all(map(is_finite, value.values()))
     if isinstance(value, list | tuple):

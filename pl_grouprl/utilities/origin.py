@@ -1,4 +1,4 @@
-"""Which class of module a checkpoint is of."""
+"""Which class of module a checkpoint comes from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def lineage(module: Any) -> list[str]:
-    """Names of a module's class and of those it is derived from, up to the algorithm of this package, which is last.
+    """Names of a module's class and its bases, up to and including the algorithm of this package.
 
-    A module that is none of this package's is its class alone.
+    For a module that derives from none of this package's classes, the class alone.
     """
     classes = [cls for cls in type(module).__mro__ if isinstance(cls, type)]
     for place, cls in enumerate(classes):
@@ -21,15 +21,15 @@ def lineage(module: Any) -> list[str]:
 
 
 def compare_lineage(module: Any, then: Sequence[str] | None, what: str) -> None:
-    """Refuse a checkpoint of another algorithm. Its subclasses count as the algorithm.
+    """Refuse a checkpoint of another algorithm; a subclass counts as its algorithm.
 
     Args:
         module: What the checkpoint is to be loaded into.
-        then: The `lineage` that the checkpoint notes; None where it notes none.
-        what: How to call the checkpoint.
+        then: The `lineage` that the checkpoint records, or None.
+        what: What the error calls the checkpoint.
 
     Raises:
-        ValueError: With both classes.
+        ValueError: Names both classes.
     """
     if then and then[-1] != lineage(module)[-1]:
         raise ValueError(
@@ -40,7 +40,7 @@ def compare_lineage(module: Any, then: Sequence[str] | None, what: str) -> None:
 
 
 def describe_misfit(module: Any, then: Sequence[str] | None, reason: str) -> str:
-    """Say what a checkpoint is of whose weights do not fit a module, before torch's reason."""
+    """For a checkpoint whose weights do not fit a module, say what wrote it, then torch's reason."""
     of = f"of {_title(then)}" if then else f"of a module that is none of {PACKAGE}'s, or of an older version"
     return (
         f"the weights of the checkpoint do not fit. It is {of}, and the module is {_title(lineage(module))} with other "

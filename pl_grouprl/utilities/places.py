@@ -1,6 +1,6 @@
-"""Where an option belongs that a constructor does not take: by TRL's name, by verl's, or by its own.
+"""Finds where an option belongs that a constructor does not take, by its name here, in TRL or in verl.
 
-The same as the tables of docs/options.md say; a test compares the two.
+A test checks that this agrees with the tables in docs/options.md.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ PLACES = {
     "trainer.strategy": "",
     "trainer.val_check_interval": "eval_steps test_freq",
 }
-"""By the path of an option of ours in a YAML file, the names that TRL and verl have for it."""
+"""By the path of an option in a YAML file, the names that TRL and verl have for it."""
 
 _CLASSES = (
     ("model.init_args.policy.init_args.adapter.", "of LoRAAdapter: PretrainedPolicy(path, adapter={{{name!r}: ...}})"),
@@ -150,11 +150,11 @@ _CLASSES = (
 
 
 def place_of(name: str, known: Container[str] = ()) -> str | None:
-    """Say where an option belongs; None if it is nobody's.
+    """Say where an option belongs; None if it is unknown.
 
     Args:
-        name: What a constructor was given and does not take.
-        known: What it takes.
+        name: A name that a constructor was given but does not take.
+        known: The names that it takes.
     """
     places = {place.rsplit(".", 1)[-1]: place for place in PLACES}
     foreign = {own: place for place, names in PLACES.items() for own in names.split()}

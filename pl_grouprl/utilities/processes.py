@@ -1,4 +1,4 @@
-"""Which process a number stands for, so that no other one is killed."""
+"""Identifies processes beyond their pid, so that a reused pid is never killed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PROC = Path("/proc")
 
 
 def process_identity(pid: int) -> str:
-    """Tell a process from all others, on other machines and at other times too.
+    """Return a string that identifies a process across machines and reused pids.
 
     Returns:
-        Machine, namespace of process ids, start time; empty if there is no such process, or the system has no `/proc`.
+        Machine, pid namespace and start time; empty if there is no such process, or the system has no `/proc`.
     """
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -22,17 +22,17 @@ def process_identity(pid: int) -> str:
         state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state in "ZX" else f"{boot} {namespace} {fields[18]}"  # ended, and not waited for yet
+    return "" if state in "ZX" else f"{boot} {namespace} {fields[18]}"  # Z, X: ended but not reaped
 
 
 def is_here(identity: str) -> bool:
-    """Whether a process, of which the identity is known, is or was on this machine."""
+    """Whether the process with this identity runs or ran on this machine."""
     own = process_identity(os.getpid())
     return bool(own) and own.rpartition(" ")[0] == identity.rpartition(" ")[0]
 
 
 def kill_process(pid: int, identity: str) -> bool:
-    """Kill a process of this machine (SIGKILL), if it is still that one; returns whether it was."""
+    """Kill a process of this machine (SIGKILL) if its identity still matches; returns whether it was killed."""
     if not is_here(identity) or process_identity(pid) != identity:
         return False
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class Progress:
-    """Counts what a process gets done, and names its present phase. Any thread may write; a lost count does no harm.
+    """Counts a process's progress and names its current phase. Any thread may write; a lost count does no harm.
 
     Attributes:
-        count: Grows with everything that gets done, a decoding step or a reward call.
+        count: Grows with everything that gets done, such as a decoding step or a reward call.
         phase: What the main thread is doing.
         step: The optimizer step.
     """
@@ -24,7 +24,7 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Of this process."""
+"""The progress of this process."""
 
 
 def tick() -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of a run tell each other how they are: through the store that their process group was made with."""
+"""Exchanges the ranks' status through the store that their process group was created with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALL_LIMIT = timedelta(seconds=60)
 
 
 def entered_collectives() -> dict[str, int]:
-    """How many collectives this rank has entered, by process group; all members of one enter the same ones in order."""
+    """Number of collectives this rank has entered, by process group; a group's members enter them in the same order."""
     world: Any = distributed_c10d._world
     counts = {}
     for group, name in list(world.pg_names.items()):
@@ -35,18 +35,18 @@ def entered_collectives() -> dict[str, int]:
 class RankLink(threading.Thread):
     """Publishes this rank's status and reads those of the others, about once a second.
 
-    A call of the store may block where the process that holds it is frozen, so this thread does nothing else. It ends
-    where the store fails: that process is gone.
+    A call to the store may block if the process that holds it is frozen, so this thread does nothing else. It ends if
+    the store fails, because that process is then gone.
 
     Args:
-        describe: Makes this rank's status.
+        describe: Returns this rank's current status.
         num_ranks: Number of ranks.
-        name: Of the exchange, the same on all ranks and new each time.
+        name: Name of the exchange, the same on all ranks and new each time.
         interval: Seconds between two exchanges.
 
     Attributes:
-        statuses: Of all ranks that have published, as read last.
-        contact: When that was, by the monotonic clock.
+        statuses: Latest statuses of all ranks that have published.
+        contact: When they were read, by the monotonic clock.
     """
 
     def __init__(self, describe: Callable[[], RankStatus], num_ranks: int, name: str, interval: float) -> None:
@@ -63,17 +63,17 @@ class RankLink(threading.Thread):
 
     @property
     def store_name(self) -> str:
-        """Where the store is, and whose process holds it."""
+        """The store's address, and who holds it."""
         place = f"{getattr(self._store, 'host', '?')}:{getattr(self._store, 'port', '?')}"
         return f"the store of torchrun at {place}" if _store_is_of_agent() else f"the store of rank 0 at {place}"
 
     @property
     def store_rank(self) -> int | None:
-        """The rank whose process holds the store; None if it is another process."""
+        """The rank whose process holds the store; None if torchrun does."""
         return None if _store_is_of_agent() else 0
 
     def exchange_now(self, limit: float) -> None:
-        """Publish and read at once; waits for that at most so many seconds."""
+        """Publish and read now; wait at most `limit` seconds for it."""
         with self._wake:
             self._asked += 1
             asked = self._asked
@@ -81,12 +81,12 @@ class RankLink(threading.Thread):
             self._wake.wait_for(lambda: self._done >= asked or self._ended, limit)
 
     def close(self) -> None:
-        """End the thread, unless the store blocks it."""
+        """End the thread, unless a call to the store blocks it."""
         self._end()
         self.join(2.0)
 
     def run(self) -> None:
-        """Exchange until it is closed or the store fails."""
+        """Exchange statuses until closed or the store fails."""
         known: set[int] = set()
         try:
             store = self._connect()
@@ -95,13 +95,13 @@ class RankLink(threading.Thread):
                 known |= {rank for rank in range(self._num_ranks) if rank not in known and store.check([str(rank)])}
                 self._exchange(store, sorted(known))
                 self._rest(asked)
-        except (RuntimeError, ValueError):  # torch's errors of the network are RuntimeErrors
+        except (RuntimeError, ValueError):  # torch's network errors are RuntimeErrors
             pass
         finally:
             self._end()
 
     def _connect(self) -> Any:
-        store = self._store.clone()  # a connection of its own: the main thread may be waiting on the other one
+        store = self._store.clone()  # a second connection: the main thread may be waiting on the first
         store.set_timeout(_CALL_LIMIT)
         return torch.distributed.PrefixStore(self._name, store)
 

@@ -1,4 +1,4 @@
-"""Which rank of a run is lost: judged from what the ranks say of themselves, by one clock."""
+"""Decides which rank of a run is lost, from the statuses that ranks publish and by the local clock alone."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _SILENCE_LIMIT = 300.0
-"""Seconds without a sign of life after which a rank counts as frozen, unless `rank_timeout` is less."""
+"""Seconds without a sign of life after which a rank counts as frozen, if `rank_timeout` is not less."""
 
 _FAILURE_LIMIT = 60.0
-"""Seconds that the others get to end by themselves after a rank has failed or its process has ended."""
+"""Seconds that the others have to end by themselves after a rank failed or its process ended."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank says of itself.
+    """What a rank publishes about itself.
 
     Attributes:
         rank: Its number.
         host: Name of its machine.
         pid: Its process.
-        identity: Tells the process from all others; see `process_identity`.
+        identity: Identifies the process; see `process_identity`.
         beat: Grows with each message.
-        count: Grows with what it gets done.
+        count: Grows with its progress.
         collectives: How many collectives it has entered, by process group.
         phase: What it is doing.
         step: Its optimizer step.
         state: `running`, `done`, `failed`, or `stopped` after the failure of another rank.
         error: What it failed with.
-        verdict: Why it ends the run.
-        lost: The ranks that are to blame.
+        verdict: Why it ends the run, if it does.
+        lost: The ranks that it blames.
     """
 
     rank: int
@@ -47,17 +47,17 @@ class RankStatus:
     lost: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Name the rank and what it did last."""
+        """Identify the rank and what it did last."""
         return f"rank {self.rank} (host {self.host}, pid {self.pid}; last seen in phase {self.phase}, step {self.step})"
 
     def is_ahead_of(self, other: RankStatus) -> bool:
-        """Whether it has entered a collective that the other rank has not: it waits, or will wait, for that rank."""
+        """Whether it has entered a collective that the other rank has not, so that it waits for that rank."""
         return any(number > other.collectives.get(name, number) for name, number in self.collectives.items())
 
 
 @dataclass
 class _Seen:
-    """A rank's latest status; since when it has given no sign of life, kept others waiting, and failed."""
+    """A rank's latest status, and when it last gave a sign of life, began to keep others waiting, and failed."""
 
     status: RankStatus
     alive: float
@@ -66,11 +66,11 @@ class _Seen:
 
 
 class RankJudge:
-    """Finds lost ranks. Slow ranks that still get something done, and phases that are long on all ranks, are none.
+    """Finds lost ranks. A slow rank that still makes progress is not lost, nor are ranks all in the same long phase.
 
     Args:
-        rank_timeout: Seconds after which a rank is lost that others wait for and that gets nothing done meanwhile; with
-            at most 300 of them, one that gives no sign of life; with at most 60, one that has failed while others run.
+        rank_timeout: Seconds after which a rank is lost that keeps others waiting and makes no progress. Capped at 300
+            for a rank without a sign of life, and at 60 for one that has failed while others run.
     """
 
     def __init__(self, rank_timeout: float) -> None:
@@ -80,7 +80,7 @@ class RankJudge:
         self._seen: dict[int, _Seen] = {}
 
     def hear(self, statuses: Iterable[RankStatus], now: float) -> None:
-        """Take in what the ranks have said, and when that was read."""
+        """Record the ranks' statuses and when they were read."""
         for status in statuses:
             seen = self._seen.setdefault(status.rank, _Seen(status, now))
             if status.beat != seen.status.beat:
@@ -97,14 +97,14 @@ class RankJudge:
             elif seen.waited_for is None:
                 seen.waited_for = now
 
-    def bury(self, rank: int, now: float) -> None:
-        """Take in that the process of a rank has ended."""
+    def note_ended(self, rank: int, now: float) -> None:
+        """Record that a rank's process has ended."""
         seen = self._seen[rank]
         if seen.status.state == "running" and seen.failed is None:
             seen.failed = now
 
     def start_anew(self, now: float) -> None:
-        """Forget how long ranks have been silent: the watcher itself has slept."""
+        """Restart all clocks, because this process itself has slept."""
         for seen in self._seen.values():
             seen.alive = now
             seen.waited_for = None if seen.waited_for is None else now
@@ -114,11 +114,11 @@ class RankJudge:
         """Find lost ranks.
 
         Args:
-            now: When the ranks were read last.
+            now: When the statuses were last read.
 
         Returns:
-            By rank, what is wrong with it. Of several reasons, only the ranks of the first: a failure, silence, others
-            that wait.
+            By rank, what is wrong with it. Only ranks of the most telling kind: failed, else silent, else kept others
+            waiting.
         """
         for find in (self._failed, self._silent, self._behind):
             found = find(now)

@@ -1,4 +1,4 @@
-"""Ends a run of several ranks where one of them is lost, instead of letting the others wait for it."""
+"""Ends a multi-rank run when one rank is lost, instead of letting the others wait for it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pl_grouprl.utilities.rank_link import RankLink, entered_collectives
 from pl_grouprl.utilities.rank_status import RankJudge, RankStatus
 
 LOST_RANK_EXIT_CODE = 70
-"""Exit code of the ranks that end because another one is lost."""
+"""Exit code of ranks that end because another one is lost."""
 
 _runs = count()
-"""All ranks start their watchdogs in the same order."""
+"""Numbers the watchdogs; all ranks start theirs in the same order."""
 
 
 def check_rank_timeout(rank_timeout: float | None) -> None:
-    """Refuse a timeout that is no number of seconds.
+    """Refuse a timeout that is not positive.
 
     Raises:
         ValueError: If it is not larger than 0.
@@ -46,24 +46,24 @@ def check_rank_timeout(rank_timeout: float | None) -> None:
 class RankWatchdog(Callback):
     """Ends all ranks with an error that names the lost one: frozen, hung, dead, or failed while the others wait.
 
-    A thread on each rank publishes about once a second how far the rank is, and looks at the others. A rank is lost if
+    A thread on each rank publishes the rank's progress about once a second and checks the others. A rank is lost if
 
-    - it gives no sign of life for `rank_timeout` seconds, or 300 if that is less: it was stopped (SIGSTOP), swaps
-      without end, or runs code in C that holds Python's lock;
-    - others wait for it in a collective for `rank_timeout` seconds, in which it gets nothing done: an endless loop, a
-      deadlock, a call that never returns. Decoding steps, reward calls and phases of a step count as something done;
+    - it gives no sign of life for `rank_timeout` seconds, or 300 if that is less: it was stopped (SIGSTOP), is
+      thrashing, or runs C code that holds Python's lock;
+    - others wait for it in a collective for `rank_timeout` seconds without progress on its side: an endless loop, a
+      deadlock, a call that never returns. Decoding steps, reward calls and phases of a step count as progress;
     - it has failed, or its process has ended, and the others still wait after 60 seconds.
 
     The others then print its number, host, process and what it did last, and end with exit code 70, wherever their main
     thread waits; a lost rank on the same machine is killed. One whose threads still run prints where it hangs. Ranks
-    that are slow, or all in the same long phase, are not lost; after a pause of the whole machine counting starts anew.
+    that are slow, or all in the same long phase, are not lost; if the whole machine pauses, counting starts over.
 
     Does nothing on a single rank. Modules of this package add it themselves; see their option `rank_timeout`.
 
     Args:
-        rank_timeout: Seconds; more than the others ever wait for a rank that loads a model, saves a checkpoint, or does
-            something else that is not counted. The default is less than the 1800 seconds after which process groups
-            give up without naming anybody.
+        rank_timeout: Seconds; longer than the others ever wait for a rank that loads a model, saves a checkpoint, or
+            does something else that is not counted as progress. The default is below the 1800 seconds after which
+            process groups give up without naming a rank.
 
     Raises:
         ValueError: If it is not larger than 0.
@@ -75,19 +75,19 @@ class RankWatchdog(Callback):
         self._watch: _Watch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to watch, where there are several ranks."""
-        self._stop("stopped")  # of a run that was left without a word
+        """Start watching if there are several ranks."""
+        self._stop("stopped")  # left over from a run that never reached teardown
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             PROGRESS.enter("setup")
             self._watch = _Watch(trainer.global_rank, trainer.world_size, self.rank_timeout)
             self._watch.start()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the others why this rank ends, and say so if another one was first."""
+        """Tell the others why this rank ends; print it if another rank failed first."""
         self._stop("failed", f"{type(exception).__name__}: {exception}"[:2000])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End watching."""
+        """Stop watching."""
         self._stop("done")
 
     def _stop(self, state: str, error: str = "") -> None:
@@ -95,7 +95,7 @@ class RankWatchdog(Callback):
         if watch is not None:
             watch.stop(state, error)
 
-    # What a rank was doing.
+    # Record what this rank is doing.
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Note the step."""
@@ -125,7 +125,7 @@ class RankWatchdog(Callback):
 
 
 class _Watch(threading.Thread):
-    """Judges the ranks, and ends this one where one is lost."""
+    """Watches the ranks, and ends this process if one is lost."""
 
     def __init__(self, rank: int, num_ranks: int, rank_timeout: float) -> None:
         super().__init__(name="rank-watchdog", daemon=True)
@@ -142,28 +142,28 @@ class _Watch(threading.Thread):
             )
 
     def run(self) -> None:
-        """Look until the run ends."""
+        """Check the ranks until the run ends."""
         self._link.start()
-        looked = time.monotonic()
+        last = time.monotonic()
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
             self._judge.hear(self._link.statuses, self._link.contact)
-            if now - looked > max(2.0, self._judge.silence_limit / 10):  # this process itself has slept
+            if now - last > max(2.0, self._judge.silence_limit / 10):  # this process itself has slept
                 self._judge.start_anew(now)
                 self._link.contact = now
-            looked = now
-            self._look(now)
+            last = now
+            self._check(now)
 
     def stop(self, state: str, error: str) -> None:
-        """Say what became of this rank, and end. Called by the main thread."""
+        """Publish how this rank ended, and stop watching. Called by the main thread."""
         if self._own.verdict:
             return  # the thread is about to end the process
         self._link.exchange_now(2.0)
-        first = [own for own in self._others() if own.state == "failed" and state == "failed"]
+        first = [other for other in self._others() if other.state == "failed" and state == "failed"]
         self._own = replace(self._own, state="stopped" if first else state, error=error)
         self._link.exchange_now(2.0)
-        for own in first:
-            _say(f"{own.describe()} failed first, with {own.error}. {self._status().describe()} ends, too.")
+        for other in first:
+            _say(f"{other.describe()} failed first, with {other.error}. {self._status().describe()} ends, too.")
         if self._link.store_rank == self._own.rank:
             self._wait_for_readers()
         self._stopped.set()
@@ -171,18 +171,18 @@ class _Watch(threading.Thread):
         self.join(2.0)
 
     def _wait_for_readers(self) -> None:
-        """Let the others read what became of this rank: the store may end with its process."""
+        """Let the others read how this rank ended: the store ends with this process."""
         deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and any(own.state == "running" for own in self._others()):
+        while time.monotonic() < deadline and any(other.state == "running" for other in self._others()):
             time.sleep(0.05)
             self._link.exchange_now(1.0)
 
-    def _look(self, now: float) -> None:
-        others = {own.rank: own for own in self._others()}
-        for own in others.values():
-            if is_here(own.identity) and process_identity(own.pid) != own.identity:
-                self._judge.bury(own.rank, now)
-        verdicts = [(own.verdict, own.lost) for own in others.values() if own.verdict]
+    def _check(self, now: float) -> None:
+        others = self._others()
+        for other in others:
+            if is_here(other.identity) and process_identity(other.pid) != other.identity:
+                self._judge.note_ended(other.rank, now)
+        verdicts = [(other.verdict, other.lost) for other in others if other.verdict]
         silence = now - self._link.contact
         if verdicts:
             self._end_run(*verdicts[0])
@@ -190,20 +190,20 @@ class _Watch(threading.Thread):
             self._judge_store(silence)
         else:
             lost = self._judge.lost(self._link.contact)
-            names = {own.rank: own.describe() for own in self._link.statuses}
+            names = {status.rank: status.describe() for status in self._link.statuses}
             if lost:
                 self._end_run("; ".join(f"{names[rank]} is lost: {lost[rank]}" for rank in lost), list(lost))
 
     def _judge_store(self, silence: float) -> None:
         reason = f"{self._link.store_name} has not answered for {silence:.0f} s"
-        holder = [own for own in self._others() if own.rank == self._link.store_rank]
+        holder = [other for other in self._others() if other.rank == self._link.store_rank]
         if not holder:
             self._end_run(f"{reason}, which is frozen or gone", [])
         elif holder[0].state != "done":
             self._end_run(f"{holder[0].describe()} is lost: frozen or gone, {reason}", [holder[0].rank])
 
     def _end_run(self, verdict: str, lost: list[int]) -> None:
-        """End this process, whatever its main thread waits for. Workers and servers see that, and end too."""
+        """End this process, whatever its main thread waits for. Its workers and servers notice, and end too."""
         self._own = replace(self._own, verdict=verdict, lost=lost)
         _say(
             f"{verdict}. {self._status().describe()} ends with exit code {LOST_RANK_EXIT_CODE}; resume from the latest "
@@ -213,14 +213,14 @@ class _Watch(threading.Thread):
             faulthandler.dump_traceback(2)
         self._link.exchange_now(2 * self.interval)
         time.sleep(2 * self.interval)  # all ranks read the verdict before any of them ends
-        for own in self._others():
-            if own.rank in lost and kill_process(own.pid, own.identity):
-                _say(f"rank {own.rank} (pid {own.pid}) was killed.")
+        for other in self._others():
+            if other.rank in lost and kill_process(other.pid, other.identity):
+                _say(f"rank {other.rank} (pid {other.pid}) was killed.")
         _within(1.0, _flush)
         os._exit(LOST_RANK_EXIT_CODE)
 
     def _others(self) -> list[RankStatus]:
-        return [own for own in self._link.statuses if own.rank != self._own.rank]
+        return [status for status in self._link.statuses if status.rank != self._own.rank]
 
     def _status(self) -> RankStatus:
         return replace(
@@ -234,7 +234,7 @@ class _Watch(threading.Thread):
 
 
 def _say(text: str) -> None:
-    """Write to the process's error output, past Python's own, which the main thread may hold."""
+    """Write to file descriptor 2 directly; the main thread may hold the lock of `sys.stderr`."""
     _within(5.0, lambda: os.write(2, f"\n[rank watchdog] {text}\n".encode()))
 
 
@@ -245,7 +245,7 @@ def _flush() -> None:
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:
-    """Do something that may block, and wait no longer than this."""
+    """Run an action that may block, waiting at most so many seconds."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

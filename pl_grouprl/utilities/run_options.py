@@ -1,4 +1,4 @@
-"""The options of a run as plain values by name: written down, compared with those of another run, allowed to differ."""
+"""A run's options as plain values by name: recorded, compared with another run's, and allowed to differ."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from enum import Enum
 from typing import Any
 
 _LONGEST = 200
-"""Characters of a value that is kept as it is; of a longer one its digest is."""
+"""Most characters of a value that is kept as it is; a longer one is replaced by its digest."""
 
 _DEEPEST = 3
-"""How far into objects within objects their attributes are read."""
+"""How many levels of nested objects are described."""
 
 Changes = dict[str, tuple[Any, Any]]
-"""By the name of an option, its value then and now."""
+"""By option name, its value then and now."""
 
 
 def describe(name: str, value: Any, depth: int = 0) -> dict[str, Any]:
-    """Write a value down as plain ones: itself, or what an object is and its constructor's arguments.
+    """Describe a value as plain values: itself, or an object's class and its constructor's arguments.
 
     Args:
-        name: Of the option; those of an object's arguments follow it after a dot.
+        name: Name of the option; an object's arguments are named after it with a dot.
         value: Numbers, strings, functions, dataclasses, other objects, and lists and mappings of them.
-        depth: How many objects this one is in.
+        depth: How deeply this value is nested in objects.
 
     Returns:
         Strings, numbers, None, and lists of them, by name.
@@ -54,7 +54,7 @@ def describe(name: str, value: Any, depth: int = 0) -> dict[str, Any]:
 
 
 def identity(value: Any) -> str:
-    """Name a class or function, the same in every process."""
+    """Qualified name of a class or function, the same in every process."""
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
@@ -66,9 +66,9 @@ def is_plain(value: Any) -> bool:
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
-    """Attributes of an object that hold what its constructor was given.
+    """Attributes of an object that hold its constructor's arguments, found by name.
 
-    They are found by their names. Where an argument has no attribute of its name, all plain attributes count.
+    If some argument has no attribute of its name, all plain attributes are included.
     """
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
@@ -85,15 +85,15 @@ def arguments_of(value: Any) -> dict[str, Any]:
 
 
 def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Options that both runs know and that have other values; tuples and lists are the same."""
+    """Options that both runs have with different values; tuples equal lists."""
     return {name: (then[name], now[name]) for name in then if name in now and _plain(then[name]) != _plain(now[name])}
 
 
 def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
-    """Options of a module that differ from those that a checkpoint or its manifest names.
+    """Options of a module that differ from those in a checkpoint or its manifest.
 
     Args:
-        saved: With `run_options`, or, of older versions, `options`: those that rollouts depend on alone.
+        saved: Has `run_options`, or from older versions `options`, which are only those that rollouts depend on.
         module: Any LightningModule; one without `run_options` and `rollout_options` has none.
     """
     if "run_options" in saved:
@@ -102,7 +102,7 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
 
 
 def options_of(module: Any) -> dict[str, Any]:
-    """What tells the runs of two configurations apart."""
+    """The options by which two configurations are told apart."""
     own = getattr(module, "run_options", None)
     return {"model": type(module).__name__} | (_rollout_options(module) if own is None else own())
 
@@ -113,20 +113,20 @@ def _rollout_options(module: Any) -> dict[str, Any]:
 
 
 def is_allowed(name: str, allowed: Iterable[str]) -> bool:
-    """Whether an option is one of those allowed to change, or one of its parts: `sampling` allows all of sampling."""
-    return any(re.match(rf"{re.escape(own)}(?![\w])", name) for own in allowed)
+    """Whether an option may change, being listed itself or under a listed prefix: `sampling` allows all of sampling."""
+    return any(re.match(rf"{re.escape(prefix)}(?![\w])", name) for prefix in allowed)
 
 
 def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[str]) -> None:
     """Refuse a name in `allow_changed` that no option has.
 
     Args:
-        allowed: Names of options, or what they begin with.
+        allowed: Names of options, or dotted prefixes of names.
         known: The options that are compared.
-        free: Those that are not.
+        free: The options that are not.
 
     Raises:
-        ValueError: With the nearest name.
+        ValueError: Suggests the nearest name.
     """
     known = list(known)
     starts = sorted({".".join(name.split(".")[:end]) for name in known for end in range(1, name.count(".") + 2)})
@@ -137,21 +137,21 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
             raise ValueError(f"allow_changed has {own!r}, which may change in any case; leave it out.")
         nearest = difflib.get_close_matches(own, starts, n=1, cutoff=0.0)
         raise ValueError(
-            f"allow_changed has {own!r}, and no option of this run begins so"
+            f"allow_changed has {own!r}, and no option of this run begins with it"
             f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Name options as errors about them do, or parts "
             "of a name up to a dot, such as 'sampling' or 'sampling.temperature'."
         )
 
 
 def refused_changes(changes: Changes, allowed: Sequence[str]) -> list[str]:
-    """Say which options differ that may not, and how."""
+    """Describe the options that differ but may not."""
     return [
         f"{name} is {now!r} (there {then!r})" for name, (then, now) in changes.items() if not is_allowed(name, allowed)
     ]
 
 
 def remedy(changes: Changes, allowed: Sequence[str]) -> str:
-    """How to allow what is refused."""
+    """Say how to allow the refused changes."""
     names = [name for name in changes if not is_allowed(name, allowed)]
     return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
 
@@ -187,9 +187,9 @@ def _short(value: Any) -> Any:
 
 
 def recorded(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Let a constructor hand its arguments, defaults included, to `self.note_options` before it runs.
+    """Make a constructor pass its arguments, defaults included, to `self.note_options` before it runs.
 
-    Where one constructor calls another, the inner one's value of an option counts.
+    If one constructor calls another, the inner one's value of an option counts.
     """
     signature = inspect.signature(initialize)
 

@@ -1,4 +1,4 @@
-"""Checkpoints are verified before anything of them is loaded, whoever asks for them."""
+"""Verifies checkpoints before anything in them is loaded, however the load was requested."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _just_verified: dict[Path, list[tuple[str, int, int]]] = {}
-"""Checkpoints that a search has found whole, with the names, sizes and times of their files then."""
+"""Checkpoints that a search has just verified, with the names, sizes and times of their files at that moment."""
 
 
 def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-    """Refuse a checkpoint that is not what was saved. All ranks call it; rank 0 reads it and tells the others.
+    """Refuse a damaged checkpoint. All ranks must call it; rank 0 reads the files and tells the others.
 
     Args:
-        path: A file or a folder. What has an address, such as `s3://...`, is left to Lightning, with a warning.
-        device: Where the communication happens; the rank's own GPU under NCCL.
+        path: A file or a folder. A URL such as `s3://...` is left to Lightning, with a warning.
+        device: Where the communication happens; the rank's GPU under NCCL.
 
     Raises:
-        FileNotFoundError: On all ranks, if there is none on one of them.
-        ValueError: On all ranks, if it is damaged; with the path and what is wrong.
+        FileNotFoundError: On all ranks, if any of them cannot find it.
+        ValueError: On all ranks, if it is damaged; says what is wrong.
     """
     if "://" in str(path):
         from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -47,7 +47,7 @@ def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str =
 
 
 def verify_loads(trainer: Trainer) -> None:
-    """Verify each checkpoint that a Trainer loads, before anything of it is. Calling this again changes nothing."""
+    """Make a Trainer verify every checkpoint before loading it. Calling this again changes nothing."""
     from lightning.pytorch.strategies import Strategy
 
     strategy = trainer.strategy
@@ -70,11 +70,11 @@ def verify_loads(trainer: Trainer) -> None:
 
 
 def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load a checkpoint of one file to the CPU, outside of a Trainer; no code in it is run.
+    """Load a single-file checkpoint to the CPU, outside a Trainer; no code in it is run.
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is damaged, a folder, no checkpoint of Lightning, or holds more than tensors and plain values.
+        ValueError: If it is damaged, a folder, not from Lightning, or holds more than tensors and plain values.
     """
     verify_checkpoint(path)
     _refuse_folder(path, "load it with ckpt_path of a Trainer and the strategy that wrote it")
@@ -82,13 +82,13 @@ def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def note_verified(checkpoint: Path) -> None:
-    """Spare the coming load of a checkpoint that was just found whole a second reading."""
+    """Remember that a checkpoint was just verified, so that the load that follows does not read it twice."""
     _just_verified[checkpoint.resolve()] = _state(checkpoint.resolve())
 
 
 def _flaw(checkpoint: Path) -> str | None:
     if not checkpoint.exists() and checkpoint.parent.is_dir():
-        settle(checkpoint.parent)  # a folder that was moved aside when a save was killed
+        settle(checkpoint.parent)  # it may have been moved aside when a save was killed
     if _just_verified.pop(checkpoint.resolve(), None) == _state(checkpoint.resolve()):
         return None
     return flaw(checkpoint)
@@ -118,7 +118,7 @@ def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, An
         raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(
-            f"checkpoint {path} is none of Lightning: it has no 'state_dict'. To begin with weights of another "
+            f"checkpoint {path} was not written by Lightning: it has no 'state_dict'. To begin with weights of another "
             "program, pass a Hugging Face folder as the policy."
         )
     return checkpoint

@@ -1,4 +1,4 @@
-"""Files written as a whole, and writes that a run can do without."""
+"""Atomic file writes, and writes that a run can do without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pl_grouprl.utilities.checkpoint_files import process_name, unfinished_path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file next to its name and rename it, so that a failure leaves what was there.
+    """Write a temporary file and rename it, so that a failure leaves the old file in place.
 
     Raises:
         OSError: If the file system refuses.
@@ -49,7 +49,7 @@ class OptionalWrites:
     """Writes that only observe a run: the first one to fail warns, and training continues.
 
     Args:
-        writer: Who writes, as named in the warning.
+        writer: Name of the writer, for the warning.
     """
 
     def __init__(self, writer: str) -> None:
@@ -58,7 +58,7 @@ class OptionalWrites:
 
     @contextmanager
     def to(self, place: object) -> Iterator[None]:
-        """Turn an error of the file system inside the context into a warning with the place and the remedy."""
+        """Turn a file system error inside the context into a warning that names the place and the remedy."""
         try:
             yield
         except OSError as error:
@@ -76,7 +76,7 @@ class OptionalWrites:
 
 @contextmanager
 def remedy(what: str) -> Iterator[None]:
-    """Say what could not be written, and what would help, in errors of the file system."""
+    """Add to file system errors what could not be written, and what would help."""
     try:
         yield
     except OSError as error:

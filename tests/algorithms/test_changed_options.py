@@ -244,7 +244,7 @@ def test_the_learning_rate_stays_the_checkpoints(saved, fit):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("betta", r"allow_changed has 'betta', and no option of this run begins so; did you mean 'beta'\?"),
+        ("betta", r"allow_changed has 'betta', and no option of this run begins with it; did you mean 'beta'\?"),
         ("sampling.temprature", r"did you mean 'sampling.temperature'\?"),
         ("bet", r"did you mean 'beta'\?"),
         ("rewards.share_of_leters", r"did you mean 'rewards.share_of_letters'\?"),

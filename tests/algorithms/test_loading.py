@@ -138,7 +138,7 @@ def test_a_folder_is_no_checkpoint_of_one_process(make_module, make_data, make_t
 
 def test_weights_alone_are_no_checkpoint(make_module, make_data, make_trainer, tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights.ckpt")
-    with pytest.raises(ValueError, match=r"weights.ckpt is none of Lightning: it has no 'state_dict'"):
+    with pytest.raises(ValueError, match=r"weights.ckpt was not written by Lightning: it has no 'state_dict'"):
         make_trainer(max_steps=1).fit(make_module(), make_data(), ckpt_path=tmp_path / "weights.ckpt")
 
 

@@ -1,11 +1,11 @@
-"""Runs every attack on a row of the fault matrix, unattended, and prints the matrix with its figures.
+"""Runs the tests of every row of the fault matrix unattended, and prints the matrix with its figures.
 
     python -m tests.attacks                     # all rows: about an hour on two cores
-    python -m tests.attacks --rows kill disk    # rows whose condition has one of these words
-    python -m tests.attacks --quick             # leaves out what is marked slow
+    python -m tests.attacks --rows kill disk    # rows whose condition contains one of these words
+    python -m tests.attacks --quick             # without tests marked slow
 
-Each row runs its tests in a process of its own. A test hands over a figure by `record_property("figure", ...)`. Exit
-code 1: a row failed, or ran nothing.
+Each row runs in a separate process. A test reports a figure with `record_property("figure", ...)`. Exits with 1 if a
+row failed, or ran nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT = 3600
 
 @dataclass
 class Result:
-    """What came of a row: test cases by outcome, seconds of its process, and what its tests measured."""
+    """The result of a row: test cases by outcome, its duration, and what its tests measured."""
 
     row: Row
     passed: int = 0
@@ -76,7 +76,7 @@ def run(row: Row, *, quick: bool) -> Result:
 
 
 def read_report(report: Path, result: Result) -> None:
-    """Count the cases of a JUnit file, and collect their figures."""
+    """Count the cases in a JUnit report, and collect their figures."""
     for case in ET.parse(report).getroot().iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
             result.failed.append(f"{case.get('classname')}::{case.get('name')}")
@@ -90,17 +90,17 @@ def read_report(report: Path, result: Result) -> None:
 
 
 def chosen(words: list[str]) -> list[Row]:
-    """Rows whose condition has one of the words; all without any."""
+    """Rows whose condition contains one of the words; all rows if there are no words."""
     if not words:
         return list(ROWS)
     return [row for row in ROWS if any(re.search(re.escape(word), row.condition, re.IGNORECASE) for word in words)]
 
 
 def main() -> int:
-    """Run the chosen rows; the number of those that failed."""
+    """Run the chosen rows; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.attacks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rows", nargs="*", default=[], help="Words of the conditions to run; none: all rows.")
+    parser.add_argument("--rows", nargs="*", default=[], help="Run rows whose condition contains one of these words.")
     parser.add_argument("--quick", action="store_true", help="Leave out tests that are marked slow.")
     options = parser.parse_args()
     rows = chosen(options.rows)

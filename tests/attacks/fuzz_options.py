@@ -1,10 +1,10 @@
-"""Random sets of options, valid and not: each ends in a run of a few steps, or in an error with the option's name.
+"""Random sets of options, valid or not: each must run for a few steps, or fail with an error that names an option.
 
     python -m tests.attacks.fuzz_options --count 1000 --seed 0
 
-Draws options of GRPO, PPO, GroupPPO, PromptDataModule, their configs, callbacks and Trainer, as Python keywords, as
-nested mappings, or as YAML for the command line's parser; values of the type, at its border, and of other types;
-misspelt, foreign and unknown names. Anything else than those two ends is a finding.
+Draws options of GRPO, PPO, GroupPPO, PromptDataModule, their configs, callbacks and Trainer, as Python keywords, nested
+mappings, or YAML for the command line's parser; values of the right type, at its limits, and of other types; misspelt,
+foreign and unknown names. Any other outcome is a finding.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def share_of_letters(completions: list[str], **columns: Any) -> list[float]:
 
 @dataclasses.dataclass
 class Case:
-    """Options by group, and which of them were drawn: one of these must be named by an error."""
+    """Options by group, and the names that were drawn, one of which an error must contain."""
 
     form: str
     algorithm: type
@@ -126,7 +126,7 @@ def misspelt(rng: random.Random, name: str) -> str:
 
 
 def valid_value(rng: random.Random, hint: Any, name: str) -> Any:
-    """A value of the annotated type; whether it is in range is another matter."""
+    """A value of the annotated type, in range or not."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return rng.choice(args)
@@ -149,7 +149,7 @@ def valid_value(rng: random.Random, hint: Any, name: str) -> Any:
 
 
 def config(rng: random.Random, cls: type) -> dict[str, Any]:
-    """A mapping for a config class, now and then with a name that it does not have."""
+    """A mapping for a config class, occasionally with an unknown name."""
     fields = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     chosen = rng.sample(names, rng.randrange(min(3, len(names)) + 1))
@@ -164,7 +164,7 @@ def value(rng: random.Random, hint: Any, name: str) -> Any:
 
 
 def options(rng: random.Random, known: dict[str, Any], most: int, *, typed: bool = False) -> dict[str, Any]:
-    """Some options by name; a few names are nobody's. Lightning's Trainer is given values of its types alone."""
+    """Some options by name, a few of them unknown. Lightning's Trainer only gets values of the right type."""
     names = [name for name in known if name not in FIXED]
     chosen = rng.sample(names, min(rng.randrange(most + 1), len(names)))
     found = {name: (valid_value if typed else value)(rng, known[name], name) for name in chosen}
@@ -174,7 +174,7 @@ def options(rng: random.Random, known: dict[str, Any], most: int, *, typed: bool
 
 
 def draw(rng: random.Random) -> Case:
-    """One case: mostly few options, so that many of them get to a run."""
+    """One case; most have few options, so that many of them run."""
     case = Case(rng.choice(("python", "python", "yaml")), rng.choice(ALGORITHMS))
     case.model = options(rng, _known(case.algorithm, case.algorithm)[0], 4)
     if rng.random() < 0.4:
@@ -190,7 +190,7 @@ def draw(rng: random.Random) -> Case:
 
 
 def names_of(group: dict[str, Any]) -> Iterator[str]:
-    """Names of options, of nested ones too."""
+    """Names of options, including nested ones."""
     for name, own in group.items():
         yield name
         if isinstance(own, dict):
@@ -219,7 +219,7 @@ def run_python(case: Case, folder: Path) -> None:
 
 
 def run_yaml(case: Case, folder: Path) -> None:
-    """Parse the same as a configuration file; what parses is run like the Python form."""
+    """Parse the same options as a configuration file; run them like the Python form if they parse."""
     import yaml
 
     from pl_grouprl import cli
@@ -259,11 +259,11 @@ def run_yaml(case: Case, folder: Path) -> None:
 
 
 class Parsed(Exception):
-    """The configuration has been taken."""
+    """Ends the parser once it has accepted the configuration."""
 
 
 class TooLong(BaseException):
-    """A case did not end."""
+    """A case did not end in time."""
 
 
 def _alarm(*_: Any) -> None:
@@ -271,7 +271,7 @@ def _alarm(*_: Any) -> None:
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """How a case ended: `run`, `refused` or `finding`, and what was said."""
+    """How a case ended (`run`, `refused` or `finding`), and the message."""
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(SECONDS_PER_CASE)
     try:
@@ -282,7 +282,7 @@ def outcome(case: Case) -> tuple[str, str]:
         return "finding", f"no end after {SECONDS_PER_CASE} s"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        text = GIVEN.sub("", str(error))  # jsonargparse repeats all that it was given
+        text = GIVEN.sub("", str(error))  # jsonargparse repeats its whole input
         if any(re.search(rf"\b{re.escape(name)}\b", text) for name in case.drawn):
             return "refused", said
         frames = traceback.extract_tb(error.__traceback__)
@@ -292,7 +292,7 @@ def outcome(case: Case) -> tuple[str, str]:
 
 
 def quiet() -> None:
-    """No lines of Lightning's between ours."""
+    """Silence Lightning's output."""
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pl_grouprl"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The fault matrix: what may happen to a run, what must come of it, and which tests show it."""
+"""The fault matrix: what may happen to a run, what must follow, and which tests show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Row(NamedTuple):
 
     Attributes:
         condition: What happens.
-        expected: What must come of it.
+        expected: What must follow.
         tests: Files or test ids, from the project's root, as pytest takes them.
     """
 

@@ -1,11 +1,11 @@
-"""A long run with everything on: does memory grow, and is anything left behind?
+"""A long run with everything enabled: does memory grow, and is anything left behind?
 
     python tests/attacks/soak.py --steps 300
 
 Trains a tiny policy with a reward worker, validation, checkpoints, loggers, tables, export and summary; reads this
-process's resident memory after each step, and fits a line over the steps after the first third. When the run has
-ended, counts the threads, open files, processes and temporary files that it left. Exit code 0: memory grew by less
-than a MiB per 100 steps, and nothing is left.
+process's resident memory after each step, and fits a line to the last two thirds. After the run, counts the threads,
+open files, processes and temporary files that it left. Exits with 0 if memory grew by less than a MiB per 100 steps and
+nothing is left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, Saf
 LIMIT = 1.0
 """MiB per 100 steps."""
 FEWEST_STEPS = 100
-"""A shorter run's growth says nothing, and is not judged."""
+"""The growth of a shorter run is not meaningful, and not judged."""
 
 
 class Memory(Callback):
@@ -50,7 +50,7 @@ class Memory(Callback):
 
 
 def train(folder: Path, steps: int) -> Memory:
-    """Run it all."""
+    """Train a tiny policy with everything enabled."""
     memory = Memory()
     callbacks = [
         SafeCheckpoint(every_n_train_steps=25, save_last=True),
@@ -69,7 +69,7 @@ def train(folder: Path, steps: int) -> Memory:
 
 
 def children() -> list[str]:
-    """Processes that this one started and that still run, zombies included."""
+    """Child processes that still exist, zombies included."""
     own = str(os.getpid())
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -82,13 +82,13 @@ def children() -> list[str]:
     return found
 
 
-def left() -> dict[str, set[str]]:
-    """What there is now, by kind."""
+def resources() -> dict[str, set[str]]:
+    """The resources that exist now, by kind."""
     descriptors = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
             descriptors[entry.name] = f"{entry.name} -> {os.readlink(entry)}"
-        except OSError:  # the one that lists them
+        except OSError:  # the descriptor of this listing
             continue
     return {
         "threads": {thread.name for thread in threading.enumerate()},
@@ -99,16 +99,16 @@ def left() -> dict[str, set[str]]:
 
 
 def main() -> int:
-    """Train, print the figures; 1 where memory grew or something is left."""
+    """Train and print the figures; returns 1 if memory grew or something is left."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, tempfile.TemporaryDirectory(prefix="soak-") as own:
         tempfile.tempdir = os.environ["TMPDIR"] = own
-        train(Path(folder) / "first", 20)  # what is loaded once stays
-        before = left()
+        train(Path(folder) / "first", 20)  # so that what is loaded once does not count
+        before = resources()
         memory = train(Path(folder) / "second", options.steps)
-        remains = {kind: sorted(now - before[kind]) for kind, now in left().items()}
+        remains = {kind: sorted(now - before[kind]) for kind, now in resources().items()}
         tempfile.tempdir = None
     growth = memory.growth()
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in remains.items())

@@ -1,4 +1,4 @@
-"""A slice of the fuzzer of options; `python -m tests.attacks.fuzz_options` runs as many as one likes."""
+"""A few cases of the option fuzzer; `python -m tests.attacks.fuzz_options` runs any number."""
 
 import importlib.util
 import random

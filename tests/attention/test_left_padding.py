@@ -114,7 +114,7 @@ def test_other_models_that_differ_through_padding_are_found_and_run_as_they_are(
         expected = model(ids, attention_mask=mask).logits
         with shared_prefix(model) as context:
             found = model(ids, attention_mask=mask).logits
-            assert context.last_call.reason == f"a run of a few tokens with {kind} was not the model's own"
+            assert context.last_call.reason == f"a trial on a few tokens with {kind} differed from the unshared run"
             assert torch.equal(found, expected)
             model(ROWS)
             assert context.last_call.layout is not None  # without padding

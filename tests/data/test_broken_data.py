@@ -38,7 +38,7 @@ GOOD = '{"prompt": "1"}'
         ),
         ('{"prompt": [{"role": "user", "content": "\\ud83d"}]}', r"column 'prompt' holds the code point U\+D83D"),
         ('{"prompt": null}', r"column 'prompt' is null; write the prompt, or remove the row"),
-        ('{"prompt": "1", "prompt": "2"}', r"the names \['prompt'\] stand there twice"),
+        ('{"prompt": "1", "prompt": "2"}', r"duplicate names \['prompt'\]"),
         ('{"prompt": "1", "n": ' + "9" * 5000 + "}", r"not usable JSON \(Exceeds the limit"),
         ('{"prompt": ' + "[" * 100000 + "}", r"not usable JSON \(maximum recursion depth"),
         ('{"prompt": "1", }', r"not valid JSON \(.* at column \d+\)"),
@@ -87,7 +87,7 @@ def test_bytes_that_are_no_utf_8_are_named_by_their_line(tmp_path):
         ('[{"prompt": "1"}', r"\('the end' follows row 0"),
         ('[{"prompt": "1"}] 3', r"something follows the closing '\]'"),
         ('[{"prompt": "1"},]', r"row 1: not valid JSON"),
-        ('[{"prompt": "1"}, {"a": 1, "a": 2}]', r"row 1: not usable JSON \(the names \['a'\] stand there twice"),
+        ('[{"prompt": "1"}, {"a": 1, "a": 2}]', r"row 1: not usable JSON \(duplicate names \['a'\]"),
         ("[ ]", "holds no rows"),
     ],
 )

@@ -60,7 +60,7 @@ def test_without_a_hole_it_passes(run):
 def test_a_hole_fails_until_it_has_a_note(run):
     code, out = run(json.dumps(report()), code=1)
     assert code == 1
-    assert "HOLE: requests==2.19.0: PYSEC-2018-28, mended in 2.20.0. Upgrade, or explain in known_holes.txt" in out
+    assert "HOLE: requests==2.19.0: PYSEC-2018-28, fixed in 2.20.0. Upgrade, or explain in known_holes.txt" in out
     for name in ("PYSEC-2018-28", "CVE-2018-18074"):
         assert run(json.dumps(report()), f"# why\n\n{name} we follow no redirects\n", code=1)[0] == 0
 

@@ -175,7 +175,7 @@ def test_last_passes_over_a_torn_checkpoint(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     torch.save({}, tmp_path / "checkpoints" / "whole.ckpt")
     (tmp_path / "checkpoints" / "torn.ckpt").write_bytes((tmp_path / "checkpoints" / "whole.ckpt").read_bytes()[:-20])
-    with pytest.warns(UserWarning, match=r"passes over .*torn\.ckpt: it cannot be read"):
+    with pytest.warns(UserWarning, match=r"skips .*torn\.ckpt: it cannot be read"):
         assert last_checkpoint(trainer) == str(tmp_path / "checkpoints" / "whole.ckpt")
 
 
@@ -353,11 +353,11 @@ def test_metrics_are_numbers(run):
     [
         (
             "trainer:\n  max_steps: 3\n  max_steps: 4\n",
-            "config.yaml, line 3: trainer.max_steps stands there twice, first in line 2",
+            "config.yaml, line 3: trainer.max_steps is a duplicate key, first in line 2",
         ),
         (
             "model:\n  init_args:\n    sampling: {top_p: 1.0, top_p: 0.9}\n",
-            "line 3: model.init_args.sampling.top_p stands there twice",
+            "line 3: model.init_args.sampling.top_p is a duplicate key",
         ),
         ("modl: {}\n", "config.yaml: modl is an empty group and no option"),
         ("trainer: {foo: {}}\n", "config.yaml: trainer.foo is an empty group and no option"),

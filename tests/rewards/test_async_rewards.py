@@ -67,7 +67,7 @@ def test_one_that_blocks_is_named_and_the_others_go_on(gate, caplog):
     assert metrics["rewards/blocks/invalid"] >= 1.0
     assert [rollout.rewards["patient"] for rollout in group.rollouts] == [2.0, 2.0]
     assert group.rollouts[1].rewards["blocks"] is None
-    assert "Reward function 'blocks' blocks its event loop; its thread is left to itself." in caplog.text
+    assert "Reward function 'blocks' blocks its event loop; its thread is abandoned." in caplog.text
     assert (
         "'blocks' took longer than reward_timeout=0.3 seconds and blocked its event loop meanwhile; await what takes "
         "time" in caplog.text

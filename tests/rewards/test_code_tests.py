@@ -132,7 +132,7 @@ def test_the_expected_answer_never_enters_the_sandbox(monkeypatch):
     [
         ({"answer": "x"}, r"train, prompt 1: CodeTests needs the column 'tests', and the row has \['answer'\]"),
         ({"tests": []}, r"train, prompt 1: column 'tests' is \[\]; write a list of at least one"),
-        ({"tests": "not json"}, "prompt 1: column 'tests' is a string and no JSON"),
+        ({"tests": "not json"}, "prompt 1: column 'tests' is a string that is not JSON"),
         ({"tests": [*STDIN, {"input": "1"}]}, r"prompt 1: column 'tests', test 2 is \{'input': '1'\}; write"),
         (
             {"tests": [{"input": 1, "output": 2}]},

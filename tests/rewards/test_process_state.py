@@ -19,7 +19,7 @@ from pl_grouprl.types import Rollout, RolloutGroup
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    process_state._named.clear()
+    process_state._warned.clear()
 
 
 def make_group():
@@ -59,7 +59,7 @@ def test_it_is_put_back_and_named_once(caplog, change, message):
         apply_rewards([make_group()], grade)
         assert state() == before
     (warning,) = caplog.messages
-    expected = f"Reward function 'grade' {message}; let it leave the process as it is, or give it .*reward_workers"
+    expected = f"Reward function 'grade' {message}; make it leave the process as it was, or run it .*reward_workers"
     assert re.search(expected, warning), warning
 
 

@@ -169,7 +169,7 @@ def test_after_a_pause_of_the_watcher_counting_starts_anew():
 def test_a_process_that_has_ended_is_lost_unless_it_was_done(state, ends):
     judge = RankJudge(1000)
     judge.hear(statuses(said(0), said(0)), 0)
-    judge.bury(1, 10)
+    judge.note_ended(1, 10)
     judge.hear(statuses(said(80), said(0, state=state)), 80)
     assert judge.lost(60) == {}
     assert judge.lost(80) == ({1: "its process has ended"} if ends else {})

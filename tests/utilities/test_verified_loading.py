@@ -95,7 +95,7 @@ def test_a_folder_without_a_manifest_is_refused_until_it_is_accepted(tmp_path):
     )
     assert done.stdout == f"{folder}: complete\n"
     verify_checkpoint(folder)
-    with pytest.raises(ValueError, match="is no folder without a manifest"):
+    with pytest.raises(ValueError, match="is not a folder without a manifest"):
         accept(folder)
 
 

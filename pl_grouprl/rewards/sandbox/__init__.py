@@ -1,4 +1,4 @@
-"""A wall around programs that a model wrote: a child with limits, without network, with nothing of ours to read."""
+"""A sandbox for programs that a model wrote: a child process with limits, no network, and none of our files."""
 
 from pl_grouprl.rewards.sandbox.limits import SandboxLimits
 from pl_grouprl.rewards.sandbox.sandbox import ProgramResult, Sandbox, SandboxUnavailableError

@@ -1,7 +1,7 @@
 """Calls one function of /solution.py and writes what it returned as JSON. Runs inside the sandbox, as the program.
 
-Standard input holds the name and the arguments; what is expected is known outside only. What the solution prints goes
-nowhere.
+Standard input holds the name and the arguments; the expected value stays outside the sandbox. What the solution prints
+is discarded.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Builds the walls around one program, runs it, and kills all that it leaves.
+"""Isolates one program, runs it, and kills everything that it leaves.
 
 Run as a script, by its path, so that it imports nothing but the standard library. A line of JSON on standard input says
-what to run; a further byte, or the end of the input, ends the program. What became of it is written to a pipe that the
-program does not have.
+what to run; another byte, or the end of the input, kills the program. Its status is written to a pipe that the program
+cannot reach.
 
-Three processes: this one, outside of the walls, which waits for the end or for the byte; the first process of a new
-process namespace, whose death kills everything in it; and the program.
+Three processes take part: this one, outside the sandbox, which waits for the end or for that byte; the first process of
+a new process namespace, whose death kills everything in it; and the program.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-# The walls.
+# Isolation.
 
 
 def _enter_namespaces(is_root: bool) -> None:
-    """Enter new namespaces; root keeps itself and gets nobody, another user becomes nobody."""
+    """Enter new namespaces, in which root is mapped along with nobody, and any other user becomes nobody."""
     user, group = os.geteuid(), os.getegid()
     begin, begun = os.pipe()
     mapper = os.fork() if is_root else None
-    if mapper == 0:  # root's two lines have to be written from outside
+    if mapper == 0:  # root's map of two lines can only be written from outside
         os.close(begun)
         os.read(begin, 1)
         os._exit(_map_users(os.getppid(), f"0 0 1\n{NOBODY} {NOBODY} 1", f"0 0 1\n{NOBODY} {NOBODY} 1"))
@@ -110,11 +110,11 @@ def _enter_namespaces(is_root: bool) -> None:
         failure = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
     if failure:
         raise OSError(failure, f"users of the new namespace: {os.strerror(failure)}")
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")  # forgotten with the old user
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")  # reset by the change of user
 
 
 def _map_users(process: int, users: str, groups: str, *, deny_groups: bool = False) -> int:
-    """Write a process's maps of user and group numbers; return the error's number."""
+    """Write a process's user and group id maps; returns the errno of a failure, or 0."""
     texts = {"setgroups": "deny"} if deny_groups else {}
     try:
         for name, text in {**texts, "uid_map": users, "gid_map": groups}.items():
@@ -126,13 +126,13 @@ def _map_users(process: int, users: str, groups: str, *, deny_groups: bool = Fal
 
 
 def _build_file_system(request: Mapping[str, Any]) -> int:
-    """Make a root in memory with what the program sees, nothing writable but its working directory.
+    """Build a root in memory with the files that the program sees; only its working directory is writable.
 
     Returns:
-        The program's standard input.
+        File descriptor of the program's standard input.
     """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # out of memory, the kernel kills the program first
+        file.write("1000")  # if memory runs out, the kernel kills the program first
     os.umask(0o022)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", "/usr", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
@@ -153,7 +153,7 @@ def _build_file_system(request: Mapping[str, Any]) -> int:
     directory = request["directory"]
     os.mkdir(directory)
     with contextlib.suppress(FileExistsError):
-        os.symlink(directory, "/tmp")  # noqa: S108 (of the program)
+        os.symlink(directory, "/tmp")  # noqa: S108 (the program's own)
     attributes = _MountAttributes(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
     read_only = (request["mount_setattr"], _AT_FDCWD, b"/", _AT_RECURSIVE, ctypes.byref(attributes))
     _check(_libc.syscall(*read_only, ctypes.sizeof(attributes)), "mount_setattr (Linux 5.12 or later)")
@@ -164,7 +164,7 @@ def _build_file_system(request: Mapping[str, Any]) -> int:
 
 
 def _show(path: str) -> None:
-    """Mount a file or folder of the machine at its own path."""
+    """Mount a file or folder of the machine at the same path."""
     if os.path.isdir("/old" + path):
         os.makedirs(path, exist_ok=True)
     else:
@@ -179,11 +179,11 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
     _check(_libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount of {target}")
 
 
-# The processes.
+# Processes.
 
 
 def _watch(init: int) -> NoReturn:
-    """Wait for the first process, and kill it, and so all others, when told to."""
+    """Wait for the first process to end; kill it, and with it all others, when told to."""
     ends = select.poll()
     ends.register(os.pidfd_open(init), select.POLLIN)
     ends.register(0, select.POLLIN)
@@ -194,7 +194,7 @@ def _watch(init: int) -> NoReturn:
 
 
 def _run_first_process(request: Mapping[str, Any], stdin: int, drops_to_nobody: bool) -> NoReturn:
-    """Start the program, bury its orphans, and end with it."""
+    """Start the program, reap orphans, and end with it."""
     status = request["status"]
     try:
         if drops_to_nobody:
@@ -218,13 +218,13 @@ def _run_first_process(request: Mapping[str, Any], stdin: int, drops_to_nobody: 
 
 
 def _become_program(request: Mapping[str, Any], stdin: int, others: int) -> NoReturn:
-    """Put the limits on, and run the program in place of this one."""
+    """Apply the limits, and replace this process by the program."""
     status = request["status"]
     try:
         os.setsid()
         os.dup2(stdin, 0)
         for name, limit in request["rlimits"].items():
-            # Processes are counted per user and namespace, the launcher's own too.
+            # Processes are counted per user and namespace, which includes the launcher's.
             limit += others if name == "RLIMIT_NPROC" else 0
             kind = getattr(resource, name)
             highest = resource.getrlimit(kind)[1]

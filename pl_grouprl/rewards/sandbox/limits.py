@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use."""
+"""Resource limits of a program in the sandbox."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SandboxLimits:
     """Limits of one run of a program.
 
     Attributes:
-        timeout: Seconds from start to end; each process may also use so many seconds of a CPU.
-        memory_limit_mb: Address space of each process, in MiB. All processes together may so use `max_processes` times
-            as much.
+        timeout: Seconds from start to end, and (plus one) CPU seconds of each process.
+        memory_limit_mb: Address space of each process, in MiB; all processes together may use `max_processes` times as
+            much.
         max_processes: Processes and threads at a time.
         disk_limit_mb: MiB of all files in its working directory, which is kept in memory.
         max_output_mb: MiB of standard output and of standard error, each.

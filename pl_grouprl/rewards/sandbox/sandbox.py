@@ -1,4 +1,4 @@
-"""Runs a Python program that nobody trusts: without network, with limits, and with nothing left of it afterwards."""
+"""Runs an untrusted Python program: without network, with limits, and with nothing left of it afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pl_grouprl.rewards.sandbox.view import interpreter_view
 from pl_grouprl.utilities.arguments import checked_arguments
 
 START_SECONDS = 60.0
-"""How long the walls may take to build, on a machine with much else to do."""
+"""Time allowed for building the sandbox, on a busy machine."""
 
 _DIRECTORY = "/sandbox"  # not /tmp, where Python itself may be installed
 _ENVIRONMENT = {
@@ -39,7 +39,7 @@ Ending = Literal["exit", "timeout", "output", "killed"]
 
 
 class SandboxUnavailableError(RewardConfigurationError):
-    """This system does not allow the walls, so nothing is run."""
+    """This system does not allow the sandbox, so nothing is run."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class ProgramResult:
     """What became of a program.
 
     Attributes:
-        ending: `exit`: it ended by itself, or one of its limits (memory, processor time) killed it. `timeout`: it took
-            too long. `output`: it wrote too much. `killed`: the system killed its processes, out of memory for one.
-        exit_code: Of a program that ended by itself; minus the number of the signal that killed it. It says nothing
-            about correctness: the program chooses it.
+        ending: `exit`: it ended by itself, or one of its limits (memory, CPU time) killed it. `timeout`: it took too
+            long. `output`: it wrote too much. `killed`: the system killed its processes, for example out of memory.
+        exit_code: Exit code of a program that ended by itself, or minus the number of the signal that killed it. It
+            says nothing about correctness: the program chooses it.
         stdout: What it wrote, up to the limit; bytes that are not UTF-8 are replaced.
         stderr: Likewise.
         seconds: From its start to its end.
@@ -65,17 +65,17 @@ class ProgramResult:
 
 @checked_arguments
 class Sandbox:
-    """Runs Python programs one at a time per call; calls from several threads run side by side.
+    """Runs one Python program per call; calls from several threads run in parallel.
 
     A program sees the system's libraries and this Python (with its packages), read-only, an empty working directory in
-    memory, and no other file. It has no network, no environment of ours, no open file but its three streams, no rights
-    of root, and a process namespace of its own, with which everything that it started ends. Where the system does not
-    allow one of these, nothing is run.
+    memory, and no other file. It has no network, none of our environment variables, no open file but its three streams,
+    no root rights, and a separate process namespace, which takes everything that it started with it. If the system
+    does not allow one of these, nothing is run.
 
     Needs Linux 5.14 or later on x86_64 or aarch64, and user namespaces, with or without root.
 
     Args:
-        limits: Of each run.
+        limits: Limits of each run.
     """
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
@@ -83,21 +83,21 @@ class Sandbox:
         self._request: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is found anew where it is unpickled."""
+        """Leave out what is recomputed after unpickling."""
         return vars(self) | {"_request": None}
 
     def check(self) -> None:
-        """Run a trial.
+        """Run a trial program.
 
         Raises:
-            SandboxUnavailableError: If the system does not allow the walls, or a program does not run inside of them;
-                with the reason.
+            SandboxUnavailableError: If the system does not allow the sandbox, or programs do not run in it; with the
+                reason.
         """
         result = self.run(_TRIAL, stdin="trial")
         if result.stdout != "trial\n":
             raise SandboxUnavailableError(
                 f"programs do not run in the sandbox: a trial ended with {result.ending}, exit code {result.exit_code} "
-                f"and {result.stderr[-500:]!r}; give it more (memory_limit_mb={self.limits.memory_limit_mb}, "
+                f"and {result.stderr[-500:]!r}; raise its limits (memory_limit_mb={self.limits.memory_limit_mb}, "
                 f"timeout={self.limits.timeout})."
             )
 
@@ -107,10 +107,10 @@ class Sandbox:
         Args:
             program: Source code in Python.
             stdin: Its standard input.
-            files: Texts of further files to read, by absolute path.
+            files: Texts of further files that it can read, by absolute path.
 
         Raises:
-            SandboxUnavailableError: If the system does not allow the walls.
+            SandboxUnavailableError: If the system does not allow the sandbox.
         """
         if self._request is None:
             self._request = self._prepare()
@@ -130,7 +130,7 @@ class Sandbox:
         return run.result()
 
     def _prepare(self) -> dict[str, Any]:
-        """What every request says."""
+        """The part that all requests share."""
         if sys.platform != "linux":
             raise SandboxUnavailableError(f"the sandbox for programs needs Linux, and this is {sys.platform}.")
         try:
@@ -153,7 +153,7 @@ class Sandbox:
 
 
 class _Run:
-    """One launcher: sends its request, reads what comes, ends it in time."""
+    """One launcher process: sends it the request, reads its output, and stops it in time."""
 
     def __init__(self, process: subprocess.Popen[bytes], status: int, limits: SandboxLimits) -> None:
         self._process = process
@@ -171,7 +171,7 @@ class _Run:
     def send(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         rest = memoryview(json.dumps(request).encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # then its standard error says why
+        with contextlib.suppress(BrokenPipeError):  # its standard error then says why
             while rest:
                 rest = rest[self._process.stdin.write(rest) :]
 
@@ -188,7 +188,7 @@ class _Run:
                     if time.monotonic() > self._deadline:
                         self._stop("timeout")
         finally:
-            self._process.kill()  # harmless where it has ended
+            self._process.kill()  # harmless if it has ended
             self._process.wait()
 
     def _receive(self, selector: selectors.BaseSelector, file: int) -> None:
@@ -207,7 +207,7 @@ class _Run:
             self._stop("output")
 
     def _stop(self, ending: Ending) -> None:
-        """Tell the launcher to kill the program; where that takes long, kill the launcher, which has the same end."""
+        """Tell the launcher to kill the program; if that takes too long, kill the launcher, to the same effect."""
         if self._ending is not None:
             self._process.kill()
         self._ending = self._ending or ending
@@ -217,15 +217,15 @@ class _Run:
             self._process.stdin.write(b".")
 
     def result(self) -> ProgramResult:
-        out, err, said = (bytes(own[: self._limits.max_output_mb * MIB]) for own in self._read.values())
+        out, err, reports = (bytes(read[: self._limits.max_output_mb * MIB]) for read in self._read.values())
         stdout, stderr = out.decode(errors="replace"), err.decode(errors="replace")
         status: dict[str, Any] = {}
-        for line in said.splitlines():
+        for line in reports.splitlines():
             status |= json.loads(line)
         if "refused" in status:
             raise SandboxUnavailableError(
-                f"this system does not allow a sandbox for programs: {status['refused']}. It takes user namespaces "
-                "(of a container: a seccomp profile that lets unshare and mount through) on Linux 5.14 or later; "
+                f"this system does not allow a sandbox for programs: {status['refused']}. It needs user namespaces "
+                "(in a container, a seccomp profile that allows unshare and mount) on Linux 5.14 or later; "
                 "without them no program is run."
             )
         if self._started is None:
@@ -244,7 +244,7 @@ def _start(status: int) -> subprocess.Popen[bytes]:
 
 
 def _encodable(texts: Any) -> Any:
-    """Replace lone surrogates, which no file holds."""
+    """Replace lone surrogates, which cannot be written to a file."""
     if isinstance(texts, str):
         return texts.encode("utf-8", "replace").decode()
     return {path: _encodable(text) for path, text in texts.items()}

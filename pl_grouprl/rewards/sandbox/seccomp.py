@@ -1,8 +1,8 @@
-"""The filter of system calls: a program for the kernel that refuses what a Python script has no need of.
+"""The system call filter: a seccomp program that refuses what a Python script does not need.
 
-It closes what namespaces and limits leave open: sockets of kinds that a network namespace does not separate (vsock),
-memory that no limit counts (memfd, System V segments), new namespaces, and calls that look into other processes or have
-often been a way into the kernel.
+It closes what namespaces and limits leave open: socket families that a network namespace does not isolate (vsock),
+memory that no limit counts (memfd, System V segments), new namespaces, and calls that inspect other processes or have
+often been used to attack the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 _X86_64, _AARCH64 = "x86_64", "aarch64"
 _AUDIT_ARCH = {_X86_64: 0xC000003E, _AARCH64: 0xC00000B7}
 
-# Numbers on x86_64 and aarch64.
+# System call numbers on x86_64 and aarch64.
 REFUSED = {
     "add_key": (248, 217),
     "bpf": (321, 280),
@@ -68,7 +68,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     """Return the filter for a machine, as the kernel reads it.
 
     Raises:
-        ValueError: If the numbers of its system calls are not known here.
+        ValueError: If its system call numbers are not known here.
     """
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
@@ -86,7 +86,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
         program += [_instruction(_AT_LEAST, 0x40000000, 0, 1), _instruction(_RETURN, _KILL)]
     for numbers in REFUSED.values():
         program += [_instruction(_EQUAL, numbers[column], 0, 1), refuse]
-    # The flags of clone3 are out of a filter's reach; C libraries fall back on clone where it is missing.
+    # A filter cannot read the flags of clone3; C libraries fall back on clone if it is missing.
     program += [_instruction(_EQUAL, CLONE3[column], 0, 1), _instruction(_RETURN, _ERRNO | errno.ENOSYS)]
     program += [
         _instruction(_EQUAL, CLONE[column], 0, 4),

@@ -18,14 +18,14 @@ class FileView:
 
     Attributes:
         mounts: Real files and folders, none inside another.
-        links: Links on the way to them, with what they point to.
+        links: Symbolic links on the way to them, with their targets.
     """
 
     mounts: list[str] = field(default_factory=list)
     links: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str) -> None:
-        """Add a path as it is, so that every link on the way works; a path that is not there is left out."""
+        """Add a path together with every link on the way to it; a path that does not exist is skipped."""
         here = Path("/")
         for place, part in enumerate(Path(path).parts[1:], start=2):
             here = Path(os.path.normpath(here / part))
@@ -39,7 +39,7 @@ class FileView:
             self.mounts.append(str(here))
 
     def outermost(self) -> FileView:
-        """The same view without mounts, and links, that lie inside a mount."""
+        """The same view without mounts and links that lie inside another mount."""
         kept: list[str] = []
         for path in sorted(set(self.mounts)):
             if not _inside(path, kept):
@@ -51,7 +51,7 @@ def interpreter_view() -> FileView:
     """What this Python needs: the system's libraries, its own folder and that of its virtual environment.
 
     Raises:
-        ValueError: If that would show a home folder, or everything.
+        ValueError: If that would expose a home folder, or everything.
     """
     view = FileView()
     for path in (*_SYSTEM, *_DEVICES, sys.base_prefix, sys.prefix, sys.executable):

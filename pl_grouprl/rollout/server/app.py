@@ -213,7 +213,7 @@ async def _read(request: Request, model: type[Model]) -> Model:
 
 
 def _broke_off() -> RefusalError:
-    return RefusalError(400, "the body broke off.")
+    return RefusalError(400, "the body ended early.")
 
 
 def _sampling(asked: _Sampling) -> SamplingConfig:

@@ -1,4 +1,4 @@
-"""How much of a request's body is read, and for how long."""
+"""Limits how much of a request's body is read, and for how long."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pl_grouprl.rollout.server.guard import Application, Scope, answer_and_close
 from pl_grouprl.rollout.server.sampler import RefusalError
 
 _PATIENCE = 30.0
-"""Seconds that any body may take."""
+"""Seconds that a body of any size may take."""
 
-_SLOWEST = 1 << 20
-"""Bytes per second at which a large body must arrive at least, on average."""
+_MIN_RATE = 1 << 20
+"""Bytes per second that a large body must average."""
 
 
 class BodyGuard:
-    """Lets an ASGI application read what a request's Content-Length announces, and no more, in bounded time.
+    """Lets an ASGI application read as much as a request's Content-Length announces, and no more, in bounded time.
 
-    Requests with a Transfer-Encoding are refused: it overrides the Content-Length, so that what was announced says
-    nothing. A connection of which the body was not read to its end is closed after the answer, not read on.
+    Requests with a Transfer-Encoding are refused, because it overrides the Content-Length. If a body was not read to
+    its end, the connection is closed after the answer.
 
     Args:
         app: The application.
@@ -29,7 +29,7 @@ class BodyGuard:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answer 411, or let the application answer."""
+        """Refuse the request with 411, or pass it to the application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif any(name == b"transfer-encoding" for name, _ in scope["headers"]):
@@ -41,22 +41,22 @@ class BodyGuard:
 
 
 class _Body:
-    """The body of one request. `receive` and `send` are those of the application."""
+    """The body of one request; `receive` and `send` are what the application calls."""
 
     def __init__(self, length: int, receive: Any, send: Any) -> None:
         self._length, self._receive, self._send = length, receive, send
         self._read = 0
         self._ended = length == 0
-        self._deadline = asyncio.get_running_loop().time() + _PATIENCE + length / _SLOWEST
+        self._deadline = asyncio.get_running_loop().time() + _PATIENCE + length / _MIN_RATE
 
     async def receive(self) -> dict[str, Any]:
-        if self._ended:  # what may come now is that the client has gone
+        if self._ended:  # only a disconnect can follow
             return await self._receive()
         try:
             left = self._deadline - asyncio.get_running_loop().time()
             message: dict[str, Any] = await asyncio.wait_for(self._receive(), left)
         except asyncio.TimeoutError:
-            raise RefusalError(408, f"{self._read} of the body's {self._length} bytes have come in time.") from None
+            raise RefusalError(408, f"only {self._read} of the body's {self._length} bytes arrived in time.") from None
         self._read += len(message.get("body", b""))
         if self._read > self._length:
             raise RefusalError(413, f"the body has more than the {self._length} bytes that it announces.")
@@ -70,5 +70,5 @@ class _Body:
 
 
 def _announced(scope: Scope) -> int:
-    """The Content-Length; 0 without one, when there is no body."""
+    """The Content-Length; 0 without one, since there is then no body."""
     return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

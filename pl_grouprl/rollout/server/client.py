@@ -22,7 +22,7 @@ _BROKEN = 5
 """A rollout whose connection breaks so often is given up."""
 
 _MAX_LINE = 64 << 20
-"""Bytes of a rollout: of a million tokens or so."""
+"""Largest size of a rollout in bytes, about a million tokens."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 
@@ -266,7 +266,7 @@ def _read(response: http.client.HTTPResponse) -> dict[str, Any]:
 
 
 def _message(line: bytes) -> dict[str, Any]:
-    """A line of an answer with rollouts; a blank one is a sign of life."""
+    """Parse a line of an answer with rollouts; a blank one is a heartbeat."""
     if len(line) > _MAX_LINE:
         raise ValueError(f"a line has more than {_MAX_LINE} bytes; is this a sampling server?")
     message = json.loads(line) if line.strip() else {}
@@ -276,7 +276,7 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 def _place(index: Any, found: list[list[dict[str, Any]]]) -> tuple[int, int]:
-    """Where a rollout belongs, if it was asked for and has not come yet: else an answer might never end."""
+    """Where a rollout belongs, if it was asked for and has not arrived; otherwise an answer might never end."""
     missing = ((asked, number) for asked, own in enumerate(found) for number, one in enumerate(own) if not one)
     place = tuple(index) if isinstance(index, list) else index
     if place not in missing:

@@ -1,4 +1,4 @@
-"""What one connection, and all of them together, may take of the server, whoever has opened them."""
+"""Limits on each connection to the server, and on their number."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HEADER_BYTES = 64 << 10
-"""Of a request's line and headers together."""
+"""Largest size of a request line with its headers."""
 
 _REQUEST_SECONDS = 30.0
-"""Until a request's headers have arrived, from the opening of the connection or the last answer."""
+"""Time for a request's headers to arrive, from the opening of the connection or the last answer."""
 
 _STALL_SECONDS = 60.0
-"""That a client may leave an answer unread."""
+"""Time that a client may leave an answer unread."""
 
 
 def max_connections() -> int:
-    """Half of the files that this process may open: models, logs and vLLM's own connections need some, too."""
+    """Half of the files that this process may open; models, logs and vLLM's connections need the rest."""
     try:
         import resource
     except ImportError:  # Windows
@@ -28,10 +28,10 @@ def max_connections() -> int:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP by h11, which bounds headers and reads no further than the present request, with limits of time and number.
+    """HTTP by h11, which bounds headers and reads no further than the current request, with time and number limits.
 
-    A connection is cut without an answer if it is one too many, if its headers do not arrive, or if its answer is not
-    read.
+    A connection is aborted without an answer if there are too many, if its headers do not arrive, or if its answer is
+    not read.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ class LimitedProtocol(H11Protocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request."""
+        """Start waiting for a request."""
         super().connection_made(transport)
         if len(self.connections) > max_connections():
             transport.abort()
@@ -47,7 +47,7 @@ class LimitedProtocol(H11Protocol):
             self._set_timer("request", _REQUEST_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End waiting."""
+        """Cancel all timers."""
         for timer in self._timers.values():
             timer.cancel()
         super().connection_lost(exc)
@@ -64,7 +64,7 @@ class LimitedProtocol(H11Protocol):
         self._set_timer("answer", _STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stop waiting: the client has read."""
         super().resume_writing()
         if "answer" in self._timers:
             self._timers.pop("answer").cancel()

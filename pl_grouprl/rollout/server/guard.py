@@ -47,7 +47,7 @@ class TokenGuard:
 
 
 async def answer_and_close(send: Any, status: int, error: str) -> None:
-    """Refuse a request of which the body is not read."""
+    """Refuse a request without reading its body."""
     body = json.dumps({"error": error}).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -49,7 +49,7 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 def make_server(app: Any, host: str, port: int) -> uvicorn.Server:
-    """Make the web server: HTTP with limits, no WebSockets."""
+    """Create the web server: HTTP with limits, no WebSockets."""
     config = uvicorn.Config(
         app,
         host=host,

@@ -6,7 +6,7 @@ TOKEN_VARIABLE = "PL_GROUPRL_TOKEN"  # noqa: S105 (its name, not a token)
 """Environment variable that holds the token, for the server and for the engine."""
 
 MAX_JSON = 256 << 20
-"""Bytes of a JSON body, or of an answer in JSON."""
+"""Largest size in bytes of a request or answer in JSON."""
 
 HEARTBEAT = 5.0
 """Seconds between the blank lines that an answer with rollouts has while none is finished."""

@@ -254,7 +254,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(service, monkeypatch):
     with service.connect() as slow:
         status, answer, closed = service.ask(head, b'{"a":', slow)
     assert (status, closed) == (408, True)
-    assert answer["error"] == "5 of the body's 20 bytes have come in time."
+    assert answer["error"] == "only 5 of the body's 20 bytes arrived in time."
 
 
 def test_connections_have_a_limit(service, monkeypatch):
