@@ -121,7 +121,7 @@ def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, A
     for part in (part for part in then if part in now):
         before, after = then[part], now[part]
         differing = [
-            f"{name} is {after.get(name)!r} (there {before.get(name)!r})"
+            f"{name} is {after.get(name)!r} (was {before.get(name)!r})"
             for name in sorted(before.keys() | after.keys())
             if before.get(name) != after.get(name)
         ]

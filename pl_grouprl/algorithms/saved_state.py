@@ -51,11 +51,12 @@ class Check:
     """A fact that a checkpoint notes and that must hold when it is loaded, as a part.
 
     Args:
-        note: Gives the fact.
-        compare: Takes what was noted and what is so now; raises, or warns, where they do not go together.
+        note: Returns the fact.
+        compare: Takes what was noted and what holds now; raises, or warns, if they do not go together. None: the fact
+            is noted for others to compare.
     """
 
-    def __init__(self, note: Callable[[], Any], compare: Callable[[Any, Any], None]) -> None:
+    def __init__(self, note: Callable[[], Any], compare: Callable[[Any, Any], None] | None = None) -> None:
         self.note = note
         self.compare = compare
 
@@ -65,7 +66,8 @@ class Check:
 
     def load_state_dict(self, state: Any) -> None:
         """Compare it."""
-        self.compare(state, self.note())
+        if self.compare is not None:
+            self.compare(state, self.note())
 
 
 class OfEachRank:
@@ -119,7 +121,7 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
         return {
             "module": Check(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
             "random_numbers": OfEachRank(self, self._random_state, self._keep_random_states),
-            "run_options": Check(self.run_options, lambda then, now: None),  # compared by `settle_changes`, last
+            "run_options": Check(self.run_options),  # compared by `settle_changes`, last
         }
 
     def setup(self, stage: str) -> None:

@@ -47,7 +47,7 @@ def refuse_unknown(cls: type, first: type, arguments: Mapping[str, Any]) -> None
     Raises:
         ArgumentError: Says where the option belongs, or the nearest known name.
     """
-    known, is_open = _known(cls, first)
+    known, is_open = known_options(cls, first)
     for name in arguments:
         if name not in known and not is_open:
             raise ArgumentError(f"{cls.__name__} takes no {name!r}{remedy(cls, name, first)}")
@@ -61,7 +61,7 @@ def remedy(cls: type, name: str, first: type | None = None) -> str:
         name: Name of the option.
         first: The class whose constructor begins the chain; None for `cls`.
     """
-    known, _ = _known(cls, first or cls)
+    known, _ = known_options(cls, first or cls)
     configs = sorted((option for option, hint in known.items() if name in _config_fields(hint)), key=len)
     if configs:
         return f"; it is part of {' or '.join(configs)}: {configs[0]}={{{name!r}: ...}}."
@@ -72,7 +72,7 @@ def remedy(cls: type, name: str, first: type | None = None) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; it takes {', '.join(known)}."
 
 
-def _known(cls: type, first: type) -> tuple[dict[str, Any], bool]:
+def known_options(cls: type, first: type) -> tuple[dict[str, Any], bool]:
     """Annotations by the names that the constructors take, and whether the last one takes any other name too."""
     known: dict[str, Any] = {}
     for owner, constructor in _chain(cls, first):
@@ -84,7 +84,7 @@ def _known(cls: type, first: type) -> tuple[dict[str, Any], bool]:
 
 def config_class(cls: type, option: str) -> type:
     """The dataclass that an option of a class takes; the class itself if the option takes none."""
-    return next(iter(_configs(_known(cls, cls)[0].get(option))), cls)
+    return next(iter(_configs(known_options(cls, cls)[0].get(option))), cls)
 
 
 def _configs(hint: Any) -> list[type]:

@@ -146,7 +146,7 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
 def refused_changes(changes: Changes, allowed: Sequence[str]) -> list[str]:
     """Describe the options that differ but may not."""
     return [
-        f"{name} is {now!r} (there {then!r})" for name, (then, now) in changes.items() if not is_allowed(name, allowed)
+        f"{name} is {now!r} (was {then!r})" for name, (then, now) in changes.items() if not is_allowed(name, allowed)
     ]
 
 

@@ -177,20 +177,20 @@ def test_another_base_is_noticed(make_module, make_data, make_trainer, adapted, 
 
 
 OTHERS = {
-    "alpha": ({"adapter": LoRAAdapter(r=4, alpha=64)}, r"policy .*: default.alpha is 64 \(there 16\); restore"),
-    "rslora": ({"adapter": LoRAAdapter(r=4, alpha=16, use_rslora=True)}, r"default.use_rslora is True \(there False\)"),
-    "dora": ({"adapter": DORA}, r"default.use_dora is True \(there False\)"),
-    "rank": ({"adapter": LoRAAdapter(r=8, alpha=16)}, r"default.r is 8 \(there 4\)"),
+    "alpha": ({"adapter": LoRAAdapter(r=4, alpha=64)}, r"policy .*: default.alpha is 64 \(was 16\); restore"),
+    "rslora": ({"adapter": LoRAAdapter(r=4, alpha=16, use_rslora=True)}, r"default.use_rslora is True \(was False\)"),
+    "dora": ({"adapter": DORA}, r"default.use_dora is True \(was False\)"),
+    "rank": ({"adapter": LoRAAdapter(r=8, alpha=16)}, r"default.r is 8 \(was 4\)"),
     "layers": (
         {"adapter": LoRAAdapter(r=4, alpha=16, target_modules=["q_proj"])},
-        r"default.target_modules is \['q_proj'\] \(there \['down_proj', .*\]\)",
+        r"default.target_modules is \['q_proj'\] \(was \['down_proj', .*\]\)",
     ),
     "several": (
         {"by_peft": True},
-        r"default.alpha is 8 \(there 16\), default.target_modules is \['q_proj', 'up_proj'\]",
+        r"default.alpha is 8 \(was 16\), default.target_modules is \['q_proj', 'up_proj'\]",
     ),
-    "critic": ({"critic": LoRACritic(r=4, alpha=8)}, r"critic .*: critic.alpha is 8 \(there 32\); restore"),
-    "no critic's": ({"critic": PolicyCopyCritic()}, r"critic .*: critic.alpha is None \(there 32\), critic.r is None"),
+    "critic": ({"critic": LoRACritic(r=4, alpha=8)}, r"critic .*: critic.alpha is 8 \(was 32\); restore"),
+    "no critic's": ({"critic": PolicyCopyCritic()}, r"critic .*: critic.alpha is None \(was 32\), critic.r is None"),
 }
 
 

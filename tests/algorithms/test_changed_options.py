@@ -86,61 +86,61 @@ CHANGES = {
     "the function under its name": (
         {"rewards": Weighted(share_of_letters, name="score")},
         {"rewards": Weighted(share_of_digits, name="score")},
-        r"rewards.score is '.*share_of_digits' \(there '.*share_of_letters'\)",
+        r"rewards.score is '.*share_of_digits' \(was '.*share_of_letters'\)",
     ),
     "weight": (
         {"rewards": Weighted(share_of_letters)},
         {"rewards": Weighted(share_of_letters, 2.0)},
-        r"rewards.share_of_letters.weight is 2.0 \(there 1.0\)",
+        r"rewards.share_of_letters.weight is 2.0 \(was 1.0\)",
     ),
     "argument under another name": (
         {"rewards": Near(3)},
         {"rewards": Near(4)},
-        r"rewards.Near.wanted is 4 \(there 3\)",
+        r"rewards.Near.wanted is 4 \(was 3\)",
     ),
-    "argument": ({"rewards": Near(3)}, {"rewards": Near(3, 2.0)}, r"rewards.Near.scale is 2.0 \(there 1.0\)"),
-    "beta": ({"beta": 0.1}, {"beta": 0.2}, r"beta is 0.2 \(there 0.1\)"),
-    "kl_target": (KL, KL | {"kl_target": 0.02}, r"kl_target is 0.02 \(there 0.01\)"),
-    "kl_type": ({"beta": 0.1}, {"beta": 0.1, "kl_type": "k2"}, r"kl_type is 'k2' \(there 'k3'\)"),
-    "loss_type": ({}, {"loss_type": "cispo"}, r"loss_type is 'cispo' \(there 'dapo'\)"),
-    "epsilon_high": ({}, {"epsilon_high": 0.28}, r"epsilon_high is 0.28 \(there None\)"),
+    "argument": ({"rewards": Near(3)}, {"rewards": Near(3, 2.0)}, r"rewards.Near.scale is 2.0 \(was 1.0\)"),
+    "beta": ({"beta": 0.1}, {"beta": 0.2}, r"beta is 0.2 \(was 0.1\)"),
+    "kl_target": (KL, KL | {"kl_target": 0.02}, r"kl_target is 0.02 \(was 0.01\)"),
+    "kl_type": ({"beta": 0.1}, {"beta": 0.1, "kl_type": "k2"}, r"kl_type is 'k2' \(was 'k3'\)"),
+    "loss_type": ({}, {"loss_type": "cispo"}, r"loss_type is 'cispo' \(was 'dapo'\)"),
+    "epsilon_high": ({}, {"epsilon_high": 0.28}, r"epsilon_high is 0.28 \(was None\)"),
     "policy_loss_options": (
         {"policy_loss": "clip_cov"},
         {"policy_loss": "clip_cov", "policy_loss_options": {"clip_cov_lb": 2.0}},
         "policy_loss_options is",
     ),
-    "advantage_estimator": ({}, ADVANTAGE, r"advantage_estimator is 'grpo_passk' \(there 'grpo'\)"),
-    "entropy_coef": ({}, {"entropy_coef": 0.1}, r"entropy_coef is 0.1 \(there 0.0\)"),
+    "advantage_estimator": ({}, ADVANTAGE, r"advantage_estimator is 'grpo_passk' \(was 'grpo'\)"),
+    "entropy_coef": ({}, {"entropy_coef": 0.1}, r"entropy_coef is 0.1 \(was 0.0\)"),
     "top_p": (
         {},
         {"sampling": SamplingConfig(max_new_tokens=5, top_p=0.9)},
-        r"sampling.top_p is 0.9 \(there 1.0\)",
+        r"sampling.top_p is 0.9 \(was 1.0\)",
     ),
     "clipping": (
         {"trainer": {"gradient_clip_val": 1.0}},
         {"trainer": {"gradient_clip_val": 0.5}},
-        r"trainer.gradient_clip_val is 0.5 \(there 1.0\)",
+        r"trainer.gradient_clip_val is 0.5 \(was 1.0\)",
     ),
     "clipping of a part": (
         {},
         {"optimizer": OptimizerConfig(1e-2, max_grad_norm=1.0)},
-        r"optimizer.max_grad_norm is 1.0 \(there None\)",
+        r"optimizer.max_grad_norm is 1.0 \(was None\)",
     ),
     "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches is 2"),
-    "gamma": ({"cls": PPO}, {"cls": PPO, "gamma": 0.9}, r"gamma is 0.9 \(there 1.0\)"),
-    "vf_coef": ({"cls": PPO}, {"cls": PPO, "vf_coef": 0.5}, r"vf_coef is 0.5 \(there 1.0\)"),
+    "gamma": ({"cls": PPO}, {"cls": PPO, "gamma": 0.9}, r"gamma is 0.9 \(was 1.0\)"),
+    "vf_coef": ({"cls": PPO}, {"cls": PPO, "vf_coef": 0.5}, r"vf_coef is 0.5 \(was 1.0\)"),
     "critic": (
         {"cls": PPO, "critic": SharedTrunkCritic()},
         {"cls": PPO, "critic": SharedTrunkCritic(detach=True)},
-        r"critic.detach is True \(there False\)",
+        r"critic.detach is True \(was False\)",
     ),
     "target_compression": (
         {"cls": GroupPPO},
         {"cls": GroupPPO, "target_compression": 0.5},
-        r"target_compression is 0.5 \(there 0.75\)",
+        r"target_compression is 0.5 \(was 0.75\)",
     ),
-    "algorithm": ({"cls": GRPO}, {"cls": NewOption}, r"model is 'NewOption' \(there 'GRPO'\)"),
-    "option of a subclass": ({"cls": NewOption}, {"cls": NewOption, "level": 2}, r"level is 2 \(there 1\)"),
+    "algorithm": ({"cls": GRPO}, {"cls": NewOption}, r"model is 'NewOption' \(was 'GRPO'\)"),
+    "option of a subclass": ({"cls": NewOption}, {"cls": NewOption, "level": 2}, r"level is 2 \(was 1\)"),
 }
 
 
@@ -172,7 +172,7 @@ def test_other_rows_are_refused_unless_allowed(saved, fit):
 
     checkpoint = saved(data=rows())
     fit(checkpoint=checkpoint, data=rows())
-    with pytest.raises(ValueError, match=r"data.train is '\w+' \(there '\w+'\)"):
+    with pytest.raises(ValueError, match=r"data.train is '\w+' \(was '\w+'\)"):
         fit(checkpoint=checkpoint, data=rows(seed=1))
     fit(checkpoint=checkpoint, data=rows(seed=1), allow_changed=["data"])
     fit(checkpoint=checkpoint, data=rows(max_prompt_length=500))
@@ -236,7 +236,7 @@ def test_an_allowed_start_of_what_adapts_takes_effect(saved, fit):
 
 
 def test_the_learning_rate_stays_the_checkpoints(saved, fit):
-    message = r"whose state brings its own: policy.learning_rate is 0.001 \(there 0.01\)"
+    message = r"whose state brings its own: policy.learning_rate is 0.001 \(was 0.01\)"
     with pytest.raises(ValueError, match=message):
         fit(checkpoint=saved(), optimizer=OptimizerConfig(1e-3), allow_changed=["optimizer"])
 
@@ -323,7 +323,7 @@ def test_a_folder_with_checkpoints_of_another_objective_is_refused(fit, tmp_path
 
     fit(rewards=Weighted(share_of_letters), trainer=callbacks())
     changed = Weighted(share_of_letters, 2.0)
-    message = r"other options than this one .*rewards.share_of_letters.weight is 2.0 \(there 1.0\)"
+    message = r"other options than this one .*rewards.share_of_letters.weight is 2.0 \(was 1.0\)"
     with pytest.raises(ValueError, match=message):
         fit(rewards=changed, trainer=callbacks())
     fit(rewards=changed, allow_changed=["rewards"], trainer=callbacks())

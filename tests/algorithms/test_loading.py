@@ -160,7 +160,7 @@ def test_another_algorithm_is_refused_by_name(
 
 def test_a_subclass_and_its_algorithm_take_each_others(saved, make_module, make_data, make_trainer):
     path = saved(MyGRPO)
-    with pytest.raises(ValueError, match=r"model is 'GRPO' \(there 'MyGRPO'\).*allow_changed=\['model'\]"):
+    with pytest.raises(ValueError, match=r"model is 'GRPO' \(was 'MyGRPO'\).*allow_changed=\['model'\]"):
         make_trainer(max_steps=2).fit(make_module(GRPO), make_data(), ckpt_path=path)
     trainer = make_trainer(max_steps=2)
     trainer.fit(make_module(GRPO, allow_changed=["model"]), make_data(), ckpt_path=path)

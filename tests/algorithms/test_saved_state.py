@@ -142,7 +142,7 @@ def test_options_that_the_optimizers_state_brings_are_refused(make_module, make_
     trainer.fit(make_module(), make_data())
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     module = make_module(optimizer=OptimizerConfig(learning_rate=3e-3))
-    with pytest.raises(ValueError, match=r"policy.learning_rate is 0.003 \(there 0.01\). Restore them"):
+    with pytest.raises(ValueError, match=r"policy.learning_rate is 0.003 \(was 0.01\). Restore them"):
         make_trainer(max_steps=2).fit(module, make_data(), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
 
 

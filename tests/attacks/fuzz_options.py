@@ -39,7 +39,7 @@ from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule
 from pl_grouprl.data.tasks import digit_tokenizer
-from pl_grouprl.utilities.arguments import _known
+from pl_grouprl.utilities.arguments import known_options
 
 SECONDS_PER_CASE = 60
 ALGORITHMS = (GRPO, PPO, GroupPPO)
@@ -176,14 +176,14 @@ def options(rng: random.Random, known: dict[str, Any], most: int, *, typed: bool
 def draw(rng: random.Random) -> Case:
     """One case; most have few options, so that many of them run."""
     case = Case(rng.choice(("python", "python", "yaml")), rng.choice(ALGORITHMS))
-    case.model = options(rng, _known(case.algorithm, case.algorithm)[0], 4)
+    case.model = options(rng, known_options(case.algorithm, case.algorithm)[0], 4)
     if rng.random() < 0.4:
-        case.data = options(rng, _known(PromptDataModule, PromptDataModule)[0], 2)
+        case.data = options(rng, known_options(PromptDataModule, PromptDataModule)[0], 2)
     if rng.random() < 0.4:
         case.trainer = options(rng, TRAINER, 2, typed=case.form == "python")
     if rng.random() < 0.3:
         cls = rng.choice(CALLBACKS)
-        case.callbacks = [(cls, options(rng, _known(cls, cls)[0], 2))]
+        case.callbacks = [(cls, options(rng, known_options(cls, cls)[0], 2))]
     groups = (case.model, case.data, case.trainer, *(own for _, own in case.callbacks))
     case.drawn = [name for group in groups for name in names_of(group)]
     return case

@@ -299,7 +299,7 @@ def test_nothing_goes_through_the_folder_for_temporary_files(tmp_path, monkeypat
 
 def test_a_folder_of_another_configuration_is_refused(tmp_path):
     fit(tmp_path, module=Counter(gamma=0.9, sizes=(1, 2)))
-    with pytest.raises(ValueError, match=r"other options than this one \(step=4.ckpt: gamma is 1.0 \(there 0.9\)\)"):
+    with pytest.raises(ValueError, match=r"other options than this one \(step=4.ckpt: gamma is 1.0 \(was 0.9\)\)"):
         fit(tmp_path, module=Counter(gamma=1.0, sizes=(1, 2)))
     fit(tmp_path, module=Counter(gamma=0.9, sizes=(1, 2)))  # the same options: Lightning counts the names up
 

@@ -81,8 +81,8 @@ def test_its_checkpoint_is_used(config, command):
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        ("policy.init_args.adapter.alpha=64", r"policy .*: default.alpha is 64 \(there 8\)"),
-        ("critic.init_args.alpha=64", r"critic .*: critic.alpha is 64 \(there 32\)"),
+        ("policy.init_args.adapter.alpha=64", r"policy .*: default.alpha is 64 \(was 8\)"),
+        ("critic.init_args.alpha=64", r"critic .*: critic.alpha is 64 \(was 32\)"),
         ("policy.init_args.steps=3", "gives another model"),
     ],
 )
