@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
 from pl_grouprl.rewards import prepare_rewards
-from pl_grouprl.utilities.run_options import describe, recorded
+from pl_grouprl.utilities.describe import describe
+from pl_grouprl.utilities.run_options import recorded
 
 FREE_OPTIONS = frozenset(
     {
@@ -41,6 +43,9 @@ FREE_OPTIONS = frozenset(
 )
 """Constructor options that may differ when a run is resumed; every other one is compared."""
 
+_OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps)")
+"""Options that the optimizer's state brings along: `PolicyModule` refuses any change of them."""
+
 
 class RecordsOptions:
     """A module that records the options it was constructed with, including those of subclasses.
@@ -64,7 +69,10 @@ class RecordsOptions:
                 del noted[former]
             if name not in self.free_options:
                 described = _describe_rewards(value) if name == "rewards" else describe(name, value)
-                noted |= {key: plain for key, plain in described.items() if key not in self.free_options}
+                noted |= {key: plain for key, plain in described.items() if self._is_compared(key)}
+
+    def _is_compared(self, name: str) -> bool:
+        return name not in self.free_options and not _OF_OPTIMIZER_STATE.fullmatch(name)
 
     def run_options(self) -> dict[str, Any]:
         """Everything that decides what is optimised, by name, as plain values.

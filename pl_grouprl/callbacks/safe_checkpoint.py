@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import proxy
+from weakref import proxy, ref
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -81,14 +81,18 @@ class SafeCheckpoint(ModelCheckpoint):
         super().__init__(**kwargs)
         self.stop_on_signal = stop_on_signal
         self._request = StopRequest()
+        self._chosen_by: ref[Trainer] | None = None  # the Trainer whose run folder is the default of `dirpath`
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the folder: check that it can be written, and remove what a killed run left."""
         verify_loads(trainer)
+        if self._chosen_by is not None and self._chosen_by() is not trainer:
+            self._forget_run()
         if self.dirpath is None and not is_trial(trainer):
             if stage != "fit":
                 return
             self.dirpath = str(run_folder(trainer) / "checkpoints")  # type: ignore[operator]
+            self._chosen_by = ref(trainer)
         super().setup(trainer, pl_module, stage)
         self._request = StopRequest()
         if stage != "fit" or is_trial(trainer):
@@ -99,6 +103,13 @@ class SafeCheckpoint(ModelCheckpoint):
         if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one of the user's own
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
+
+    def _forget_run(self) -> None:
+        """Begin anew with another Trainer: its run has a folder of its own, and the former one's checkpoints stay."""
+        self.dirpath = self._chosen_by = None
+        self.best_k_models, self.current_score, self.best_model_score = {}, None, None
+        self.kth_best_model_path = self.best_model_path = self.last_model_path = self._last_checkpoint_saved = ""
+        self._last_global_step_saved = 0
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Search as the command line does, where Lightning looks for `last`; finding none is an error."""

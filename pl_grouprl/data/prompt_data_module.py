@@ -17,6 +17,7 @@ from pl_grouprl.data.sources import PromptSource, read_source
 from pl_grouprl.models.media import load_processor, reads_media
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
@@ -123,9 +124,30 @@ class PromptDataModule(LightningDataModule):
         """Read and tokenize what a stage needs (once), and print how many of its prompts are used.
 
         Raises:
-            ValueError: If the data is missing, malformed, empty, or too small for a batch.
+            ValueError: If the data is missing, malformed, empty, too small for a batch, or not the same on all ranks.
             FileNotFoundError: If a path matches no file.
+            RuntimeError: If this failed on another rank.
         """
+        failure: Exception | None = None
+        try:
+            self._set_up(stage)
+        except Exception as error:
+            failure = error
+        device = getattr(getattr(self.trainer, "strategy", None), "root_device", "cpu")
+        raise_on_all_ranks(failure, device)
+        self._compare_ranks(device)
+
+    def _compare_ranks(self, device: Any) -> None:
+        """Refuse ranks that read other rows: they would wait for each other in vain."""
+        facts = {split: kept.num_rows for split, kept in self.kept.items()} | self.resume_facts()
+        for rank, own in enumerate(gather_plain(facts, device)):
+            for name in (name for name in facts if own.get(name) != facts[name]):
+                raise ValueError(
+                    f"PromptDataModule: {name} is {facts[name]!r} here and {own.get(name)!r} on rank {rank}; all ranks "
+                    "must read the same rows with the same options."
+                )
+
+    def _set_up(self, stage: str) -> None:
         splits = (self._predicted(),) if stage == "predict" else _SPLITS_OF_STAGE[stage]
         if splits and self.sources[splits[0]] is None:
             raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and this stage needs it; pass a data set.")

@@ -22,8 +22,8 @@ from pl_grouprl.packing import Sharing, pack
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.describe import identity, is_plain
 from pl_grouprl.utilities.memory import naming_memory
-from pl_grouprl.utilities.run_options import identity, is_plain
 
 log = logging.getLogger(__name__)
 

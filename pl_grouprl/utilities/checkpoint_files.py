@@ -129,9 +129,10 @@ def accept(checkpoint: Path) -> None:
 
 def about(checkpoint: Path) -> dict[str, Any]:
     """What the manifest says of a checkpoint beside its hashes; nothing where it has none."""
-    for version in _versions(manifest_of(checkpoint)):
-        return {name: value for name, value in version.items() if name != "files"}
-    return {}
+    versions = _versions(manifest_of(checkpoint))
+    if len(versions) > 1:  # a save was killed between the manifest and the file
+        versions = [own for own in versions if _difference(checkpoint.resolve(), own["files"]) is None]
+    return {name: value for own in versions[:1] for name, value in own.items() if name != "files"}
 
 
 def settle(folder: Path) -> None:
@@ -241,6 +242,8 @@ def _flaw_of_archive(checkpoint: Path) -> str | None:
 
 
 def _difference(checkpoint: Path, files: dict[str, dict[str, Any]]) -> str | None:
+    if not files:
+        return "its manifest names no file"
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():
@@ -256,7 +259,10 @@ def _difference(checkpoint: Path, files: dict[str, dict[str, Any]]) -> str | Non
 def _versions(manifest: Path) -> list[dict[str, Any]]:
     if not manifest.is_file():
         return []
-    return list(json.loads(manifest.read_text(encoding="utf-8"))["versions"])
+    versions = list(json.loads(manifest.read_text(encoding="utf-8"))["versions"])
+    if not versions:
+        raise ValueError("it names no version")
+    return versions
 
 
 def _write_manifest(manifest: Path, versions: list[dict[str, Any]], owner: str) -> None:

@@ -49,7 +49,9 @@ def _copy_sequence(value: Any) -> Any:
         copied = copy.copy(value)
         copied[:] = items
         return copied
-    return value._make(items) if hasattr(value, "_make") else kind(items)
+    if hasattr(value, "_make"):
+        return value._make(items)
+    return tuple(items) if kind is tuple else value  # how other kinds of tuples are made is not known
 
 
 def _copy_mapping(value: Any) -> Any:

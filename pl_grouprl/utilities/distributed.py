@@ -37,6 +37,25 @@ def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = No
     ]
 
 
+def raise_on_all_ranks(failure: Exception | None, device: torch.device | str = "cpu") -> None:
+    """Raise what failed on this rank, and on the others say which rank it was. All ranks must call it.
+
+    Args:
+        failure: What this rank caught; None if it succeeded.
+        device: As for `gather_plain`.
+
+    Raises:
+        RuntimeError: On ranks that succeeded, if another one failed.
+    """
+    own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    reasons = gather_plain(own, device)
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise RuntimeError(f"rank {rank} failed with {reason}")
+
+
 def derive_seed(*parts: int | str) -> int:
     """Mix numbers and names into one seed, in [0, 2^63). The same parts give the same seed in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

@@ -4,89 +4,21 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
-_LONGEST = 200
-"""Most characters of a value that is kept as it is; a longer one is replaced by its digest."""
-
-_DEEPEST = 3
-"""How many levels of nested objects are described."""
+from pl_grouprl.utilities.describe import plain
 
 Changes = dict[str, tuple[Any, Any]]
 """By option name, its value then and now."""
 
 
-def describe(name: str, value: Any, depth: int = 0) -> dict[str, Any]:
-    """Describe a value as plain values: itself, or an object's class and its constructor's arguments.
-
-    Args:
-        name: Name of the option; an object's arguments are named after it with a dot.
-        value: Numbers, strings, functions, dataclasses, other objects, and lists and mappings of them.
-        depth: How deeply this value is nested in objects.
-
-    Returns:
-        Strings, numbers, None, and lists of them, by name.
-    """
-    if isinstance(value, functools.partial):
-        parts: Mapping[str, Any] = {"function": value.func, "args": list(value.args), **value.keywords}
-        return _join(name, "functools.partial", parts, depth)
-    if is_plain(value):
-        return {name: _short(_plain(value))}
-    if isinstance(value, Mapping):
-        return _join(name, sorted(map(str, value)), value, depth)
-    if isinstance(value, Sequence | set | frozenset):
-        return _join(name, len(value), dict(enumerate(value)), depth)
-    if inspect.isclass(value) or inspect.isroutine(value):
-        owner = getattr(value, "__self__", None)
-        parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
-        return _join(name, identity(value), parts, depth)
-    own = getattr(value, "run_options", None)
-    parts = own() if callable(own) else arguments_of(value)
-    if not parts and " at 0x" not in repr(value):  # a dtype, a path
-        return {name: _short(repr(value))}
-    return _join(name, identity(type(value)), parts, depth)
-
-
-def identity(value: Any) -> str:
-    """Qualified name of a class or function, the same in every process."""
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value can be compared as it is: a number, a string, None, or lists and sets of them."""
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | bytes | Enum)
-
-
-def arguments_of(value: Any) -> dict[str, Any]:
-    """Attributes of an object that hold its constructor's arguments, found by name.
-
-    If some argument has no attribute of its name, all plain attributes are included.
-    """
-    if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-    own = getattr(value, "__dict__", {})
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    try:
-        parameters = [p.name for p in inspect.signature(type(value)).parameters.values() if p.kind in kinds]
-    except (TypeError, ValueError):
-        parameters = []
-    found = {p: own[key] for p in parameters for key in (p, f"_{p}") if key in own}
-    if len(found) < len(parameters):
-        found |= {key: attribute for key, attribute in own.items() if is_plain(attribute)}
-    return found
-
-
 def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Options that both runs have with different values; tuples equal lists."""
-    return {name: (then[name], now[name]) for name in then if name in now and _plain(then[name]) != _plain(now[name])}
+    both = {name: (plain(then[name]), plain(now[name])) for name in then if name in now}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
 
 
 def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
@@ -154,36 +86,6 @@ def remedy(changes: Changes, allowed: Sequence[str]) -> str:
     """Say how to allow the refused changes."""
     names = [name for name in changes if not is_allowed(name, allowed)]
     return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
-
-
-def _join(name: str, itself: Any, parts: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-    described = {name: itself}
-    if depth < _DEEPEST:
-        for part, value in parts.items():
-            described |= describe(f"{name}.{part}", value, depth + 1)
-    return described
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, set | frozenset):
-        value = sorted(value, key=repr)
-    if isinstance(value, list | tuple):
-        return [_plain(own) for own in value]
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, bytes):
-        return value.hex()
-    for kind in (bool, int, float, str):  # NumPy's numbers among them
-        if isinstance(value, kind):
-            return kind(value)
-    return value
-
-
-def _short(value: Any) -> Any:
-    text = repr(value)
-    if len(text) <= _LONGEST:
-        return value
-    return f"{text[:40]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def recorded(initialize: Callable[..., None]) -> Callable[..., None]:

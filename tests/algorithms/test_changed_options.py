@@ -19,7 +19,7 @@ from pl_grouprl.data import MostFrequentDigit, PromptDataModule
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.rewards import FunctionFromFile, ModelReward, Weighted
 from pl_grouprl.types import SamplingConfig
-from pl_grouprl.utilities.run_options import describe
+from pl_grouprl.utilities.describe import describe
 
 KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
 
@@ -154,7 +154,7 @@ def test_a_resumed_run_with_another_objective_is_refused(saved, fit, change):
 def test_a_reward_file_is_known_by_its_text_not_its_path(saved, fit, tmp_path):
     checkpoint = saved(rewards=reward_file(tmp_path, "here", "len(text)"))
     fit(checkpoint=checkpoint, rewards=reward_file(tmp_path, "there", "len(text)"))
-    with pytest.raises(ValueError, match=r"rewards.score.sha256 is '[0-9a-f]{64}' \(there"):
+    with pytest.raises(ValueError, match=r"rewards.score.sha256 is '[0-9a-f]{64}' \(was"):
         fit(checkpoint=checkpoint, rewards=reward_file(tmp_path, "here", "-len(text)"))
 
 
@@ -296,7 +296,7 @@ def test_values_of_every_kind_become_plain(tmp_path):
     torch.save(described, tmp_path / "described.pt")
     assert torch.load(tmp_path / "described.pt", weights_only=True) == described
     assert json.loads(json.dumps(described)) == described
-    assert described["numbers.0"] == 0.5
+    assert described["numbers"] == [0.5, 2, True, True]
     assert described["kind"] == "first"
     assert described["names"] == ["a", "b"]
     assert described["dtype"] == "torch.bfloat16"
@@ -342,3 +342,78 @@ def test_all_ranks_refuse_what_differs_on_one(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert "rewards.score.sha256 is '" in (tmp_path / f"error-{rank}.txt").read_text()
+
+
+def weighted(weight):
+    def reward(completions, **columns):
+        return [weight * len(text) for text in completions]
+
+    return reward
+
+
+class Missing:
+    def __init__(self, value=float("nan")):
+        self.value = value
+
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+
+class Proxy:
+    """Answers to every name, as clients of remote services do, and shows itself to nobody."""
+
+    def __getattr__(self, name):
+        return lambda *args: 1
+
+    def __repr__(self):
+        raise RuntimeError("nothing to show")
+
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+
+def test_functions_of_one_name_are_told_apart():
+    assert describe("r", weighted(1.0)) != describe("r", weighted(-1.0))
+    assert describe("r", weighted(1.0)) == describe("r", weighted(1.0))
+    one, other = (lambda completions: [0.0], lambda completions: [1.0])
+    assert describe("r", one)["r.code"] != describe("r", other)["r.code"]
+
+
+def test_what_lies_deep_is_told_apart():
+    def nested(value):
+        return {"a": {"b": {"c": {"d": {"e": [Near(value)]}}}}}
+
+    assert describe("r", nested(1)) != describe("r", nested(2))
+    assert describe("r", nested(1)) == describe("r", nested(1))
+
+
+def test_nan_is_no_change(saved, fit):
+    assert fit(checkpoint=saved(rewards=Missing()), rewards=Missing())[0].global_step == 2
+
+
+def test_large_arguments_are_digests(record_property):
+    table = {str(number): {"answer": number} for number in range(20_000)}
+    described = describe("r", functools.partial(share_of_letters, table=table, numbers=list(range(100_000))))
+    assert len(json.dumps(described)) < 1000
+    table["7"]["answer"] = 8
+    changed = describe("r", functools.partial(share_of_letters, table=table, numbers=list(range(100_000))))
+    assert changed["r.table.sha256"] != described["r.table.sha256"]
+    record_property("figure", f"a table of 20,000 entries: {len(json.dumps(described))} bytes in the checkpoint")
+
+
+def test_what_cannot_be_read_is_described_by_its_class(make_module):
+    cyclic = [1]
+    cyclic.append(cyclic)
+    huge = 10**5000
+    for value in (Proxy(), cyclic, huge, {"self": Proxy()}):
+        assert json.dumps(describe("r", value))
+    make_module(rewards=Proxy())
+
+
+def test_a_learning_rate_is_refused_with_a_remedy_that_works(saved, fit):
+    path = saved()
+    with pytest.raises(ValueError, match=r"whose state brings its own: policy.learning_rate") as refusal:
+        fit(checkpoint=path, optimizer=OptimizerConfig(learning_rate=0.5))
+    assert "allow_changed" not in str(refusal.value)
+    with pytest.raises(ValueError, match="no option of this run begins with it"):
+        fit(checkpoint=path, allow_changed=["optimizer.learning_rate"])

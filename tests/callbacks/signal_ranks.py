@@ -4,6 +4,7 @@ Each case forks its ranks, sends signals, and, if there is a checkpoint, goes on
 undisturbed run.
 """
 
+import functools
 import json
 import os
 import signal
@@ -54,6 +55,7 @@ class At:
 
 
 def wrap(function, moment):
+    @functools.wraps(function)
     def call(*args, **kwargs):
         moment()
         return function(*args, **kwargs)

@@ -181,3 +181,11 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(fit, counter, 
     with pytest.raises(OSError, match=r"No run folder can be made in .*project/a: .* must be writable and have space"):
         fit(counter, RunSummary(), logger=Offline(tmp_path, "a"))
     assert counter.trainer.global_step == 0
+
+
+def test_callbacks_of_a_second_trainer_leave_the_first_runs_checkpoints(fit, counter, tmp_path):
+    saving = SafeCheckpoint(every_n_train_steps=2, save_last=True)
+    for _ in range(2):
+        fit(counter, saving, logger=False, enable_checkpointing=True)
+    for version in ("version_0", "version_1"):
+        assert len(list((tmp_path / version / "checkpoints").glob("*.ckpt"))) == 2, version

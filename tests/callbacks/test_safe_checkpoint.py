@@ -17,7 +17,15 @@ from lightning.pytorch import LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.utilities import checkpoint_files
-from pl_grouprl.utilities.checkpoint_files import commit, flaw, manifest_of, newest_complete, remove_leftovers, settle
+from pl_grouprl.utilities.checkpoint_files import (
+    about,
+    commit,
+    flaw,
+    manifest_of,
+    newest_complete,
+    remove_leftovers,
+    settle,
+)
 from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 
 DEAD = f"{os.uname().nodename}-{2**22 + 1}"  # above the largest process id of Linux
@@ -184,6 +192,7 @@ def test_kills_in_a_row_keep_the_checkpoint_that_is_there(tmp_path, monkeypatch)
         assert save_interrupted(monkeypatch, 5 if value else 1000, save) == bool(value)
         assert flaw(target) is None
         assert read(target) == 0
+        assert about(target) == {"step": 0}  # what the manifest says of the file that is there
 
 
 @pytest.mark.parametrize("damage", ["shorter", "other bytes", "missing"])

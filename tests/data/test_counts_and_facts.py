@@ -160,3 +160,12 @@ def test_a_row_that_holds_itself_is_named():
     row["extra_info"] = [row]
     with pytest.raises(ValueError, match="train, row 0: nested too deep or within itself"):
         loaded([row], batch_size=1)
+
+
+def test_ranks_that_read_other_rows_are_refused(monkeypatch):
+    def other_rank(facts, device):
+        return [facts] if isinstance(facts, str) else [facts, facts | {"train": "another digest"}]
+
+    monkeypatch.setattr("pl_grouprl.data.prompt_data_module.gather_plain", other_rank)
+    with pytest.raises(ValueError, match=r"train is '\w+' here and 'another digest' on rank 1; all ranks must read"):
+        loaded()

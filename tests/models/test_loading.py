@@ -166,7 +166,7 @@ def test_a_pattern_that_matches_nothing_is_refused(folder):
     message = r"allow_mismatched_weights has 'lm_hed\*', which matches no weight .* \(those are none\); leave it out"
     with pytest.raises(ValueError, match=message):
         PretrainedPolicy(folder, allow_mismatched_weights=("lm_hed*",)).load()
-    with pytest.raises(ValueError, match=r"PretrainedPolicy.allow_mismatched_weights is 'lm_head'; pass a list of"):
+    with pytest.raises(ValueError, match=r"PretrainedPolicy.allow_mismatched_weights is 'lm_head'; it must be a list"):
         PretrainedPolicy(folder, allow_mismatched_weights="lm_head")
 
 
@@ -221,7 +221,7 @@ def test_weights_that_the_dtype_cannot_hold(folder):
     PretrainedPolicy(folder, dtype="bfloat16").load()
     with pytest.raises(
         ValueError,
-        match=rf"NaN or infinity in 1 of its weights, as loaded in torch.float16: {UP}.*a dtype with their range",
+        match=rf"NaN or infinity in 1 of its weights, as loaded in torch.float16: {UP}.*a dtype with a larger range",
     ):
         PretrainedPolicy(folder, dtype="float16").load()
 
@@ -254,7 +254,7 @@ def test_reward_models_without_a_score(tmp_path):
     with pytest.raises(RewardConfigurationError, match=r"ModelReward\('.*'\): .*missing from it: score.weight"):
         ModelReward(str(tmp_path)).set_up()
     ModelReward(str(tmp_path), allow_mismatched_weights=["score.*"]).set_up()
-    with pytest.raises(ValueError, match=r"ModelReward.allow_mismatched_weights is 'score'; pass a list of names"):
+    with pytest.raises(ValueError, match=r"ModelReward.allow_mismatched_weights is 'score'; it must be a list"):
         ModelReward(str(tmp_path), allow_mismatched_weights="score")
     tiny_model("llama").save_pretrained(tmp_path / "other")
     edit_config(tmp_path / "other", architectures=["LlamaForSequenceClassification"], num_labels=1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from tiny_models import VOCAB, tiny_model
 
 from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
+from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.models.reference import frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.strategies import support_of
 
@@ -158,7 +158,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)],
+        callbacks=[SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)],
         default_root_dir=folder,
     )
     trainer.fit(module, range(8), ckpt_path=options.get("checkpoint"), weights_only=True)

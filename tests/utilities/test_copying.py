@@ -79,3 +79,13 @@ def test_attributes_of_subclasses_survive():
     value.tag = "kept"
     assert private_copy(value).tag == "kept"
     assert private_copy(defaultdict(list))["new"] == []
+
+
+class Point(tuple):
+    def __new__(cls, x, y):
+        return super().__new__(cls, (x, y))
+
+
+def test_tuples_that_are_made_in_ways_of_their_own_are_shared():
+    point = Point(1, 2)
+    assert private_copy({"points": [point]})["points"][0] is point

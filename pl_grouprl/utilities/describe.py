@@ -1,0 +1,187 @@
+"""Any object as plain values that two processes can compare: what it is, and what it was made with."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import CodeType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_LONGEST = 200
+"""Most characters of a value that is kept as it is; a longer one is replaced by its digest."""
+
+_MOST_ITEMS = 100
+"""Most items of a list or mapping that are described one by one; more are replaced by their digest."""
+
+_DEEPEST = 3
+"""How many levels of nested objects get names; deeper ones are replaced by their digest."""
+
+
+class _Object(NamedTuple):
+    """What a value is, and the descriptions of its parts by name."""
+
+    itself: Any
+    parts: Mapping[Any, Any]
+
+
+def describe(name: str, value: Any) -> dict[str, Any]:
+    """Describe a value as plain values: itself, or an object's class and its constructor's arguments.
+
+    An object whose class has a method `run_options()` is described by the mapping that it returns. What cannot be read
+    is described by its class alone.
+
+    Args:
+        name: Name of the option; an object's arguments are named after it with a dot.
+        value: Numbers, strings, functions, dataclasses, other objects, and lists and mappings of them.
+
+    Returns:
+        Strings, numbers, None, and lists of them, by name.
+    """
+    return _flatten(name, _tree(value, ()), 0)
+
+
+def identity(value: Any) -> str:
+    """Qualified name of a class or function, the same in every process."""
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can be compared as it is: a number, a string, None, or lists and sets of them."""
+    return not isinstance(_tree(value, ()), _Object)
+
+
+def plain(value: Any) -> Any:
+    """Numbers of NumPy, enums, bytes, tuples and sets as numbers, strings and lists."""
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, bytes):
+        return value.hex()
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _flatten(name: str, tree: Any, depth: int) -> dict[str, Any]:
+    if not isinstance(tree, _Object):
+        return {name: _short(tree)}
+    if tree.parts and depth == _DEEPEST:
+        return {name: tree.itself, f"{name}.sha256": _digest(tree.parts)}
+    described = {name: tree.itself}
+    for part, own in tree.parts.items():
+        described |= _flatten(f"{name}.{part}", own, depth + 1)
+    return described
+
+
+def _tree(value: Any, above: tuple[int, ...]) -> Any:
+    """A plain value, or an `_Object`; `above` are the ids of the objects that this one is part of."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python does not write much longer ones in decimals
+        return hex(value)
+    if value is None or isinstance(value, bool | int | float | str | bytes | Enum):
+        return plain(value)
+    if id(value) in above:
+        return _Object(identity(type(value)), {})
+    try:
+        return _tree_of_object(value, (*above, id(value)))
+    except Exception:  # attributes of users' objects may raise anything
+        return _Object(identity(type(value)), {})
+
+
+def _tree_of_object(value: Any, above: tuple[int, ...]) -> Any:
+    if isinstance(value, list | tuple | set | frozenset):
+        return _tree_of_items(value, above)
+    if isinstance(value, Mapping):
+        return _tree_of_parts(sorted(map(str, value)), value, above)
+    if isinstance(value, functools.partial):
+        parts = {"function": value.func, "args": list(value.args), **value.keywords}
+        return _tree_of_parts("functools.partial", parts, above)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return _tree_of_parts(identity(value), _function_parts(value), above)
+    own = getattr(type(value), "run_options", None)
+    parts = own(value) if callable(own) else _arguments(value)
+    if not parts and " at 0x" not in repr(value):  # a dtype, a path, a range
+        return repr(value)
+    return _tree_of_parts(identity(type(value)), parts, above)
+
+
+def _tree_of_items(value: Any, above: tuple[int, ...]) -> Any:
+    items = sorted(value, key=repr) if isinstance(value, set | frozenset) else list(value)
+    trees = [_tree(item, above) for item in items]
+    if not any(isinstance(tree, _Object) for tree in trees):
+        return trees
+    return _limited(len(items), dict(enumerate(trees)))
+
+
+def _tree_of_parts(itself: Any, parts: Mapping[Any, Any], above: tuple[int, ...]) -> _Object:
+    return _limited(itself, {str(name): _tree(part, above) for name, part in parts.items()})
+
+
+def _limited(itself: Any, parts: Mapping[Any, Any]) -> _Object:
+    if len(parts) <= _MOST_ITEMS:
+        return _Object(_short(itself), parts)
+    return _Object(_short(itself), {"sha256": _digest(parts)})
+
+
+def _function_parts(function: Any) -> dict[str, Any]:
+    """What tells functions of one name apart: the object of a method, defaults, closures, and a lambda's code."""
+    owner = getattr(function, "__self__", None)
+    parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return parts
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    parts |= {"defaults": defaults} if defaults else {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        parts[name] = cell.cell_contents
+    if "<" in function.__qualname__:  # a lambda, or made by another function
+        parts["code"] = hashlib.sha256(_code(code).encode()).hexdigest()
+    return parts
+
+
+def _code(code: CodeType) -> str:
+    constants = [_code(own) if isinstance(own, CodeType) else repr(own) for own in code.co_consts]
+    return repr((code.co_code.hex(), code.co_names, constants))
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """Attributes of an object that hold its constructor's arguments, found by name.
+
+    If some argument has no attribute of its name, all plain attributes are included.
+    """
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    own = vars(value) if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") else {}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = [p.name for p in inspect.signature(type(value)).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        parameters = []
+    found = {p: own[key] for p in parameters for key in (p, f"_{p}") if key in own}
+    if len(found) < len(parameters):
+        found |= {key: attribute for key, attribute in own.items() if is_plain(attribute)}
+    return found
+
+
+def _digest(parts: Mapping[Any, Any]) -> str:
+    text = json.dumps({str(name): part for name, part in parts.items()}, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _short(value: Any) -> Any:
+    text = repr(value)
+    if len(text) <= _LONGEST:
+        return value
+    return f"{text[:40]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
