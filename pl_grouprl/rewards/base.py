@@ -122,7 +122,8 @@ def reward_name(function: RewardFunction) -> str:
         return function.name
     if isinstance(function, functools.partial):
         return reward_name(function.func)
-    return getattr(function, "__name__", None) or type(function).__name__
+    name = getattr(function, "__name__", None)
+    return name if isinstance(name, str) and name else type(function).__name__
 
 
 def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
