@@ -15,6 +15,7 @@ import dataclasses
 import io
 import logging
 import math
+import os
 import random
 import re
 import signal
@@ -291,11 +292,26 @@ def outcome(case: Case) -> tuple[str, str]:
         signal.alarm(0)
 
 
-def quiet() -> None:
-    """Silence Lightning's output."""
-    warnings.simplefilter("ignore")
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pl_grouprl"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Lightning's output; afterwards the process is as it was."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pl_grouprl")]
+    levels, environment = [logger.level for logger in loggers], dict(os.environ)
+    alarm, threads = signal.getsignal(signal.SIGALRM), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        signal.signal(signal.SIGALRM, alarm)
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def fuzz(count: int, seed: int, first: int = 0) -> tuple[Counter[str], list[str]]:
@@ -304,13 +320,12 @@ def fuzz(count: int, seed: int, first: int = 0) -> tuple[Counter[str], list[str]
     Returns:
         Counts of the outcomes, and a line for each finding.
     """
-    torch.set_num_threads(1)
-    quiet()
     counts: Counter[str] = Counter()
     findings = []
     for number in range(first, first + count):
         case = draw(random.Random(f"{seed}/{number}"))
-        kind, said = outcome(case)
+        with quiet():
+            kind, said = outcome(case)
         counts[kind] += 1
         counts[f"{case.form}: {kind}"] += 1
         if kind == "finding":

@@ -1,6 +1,8 @@
 """A few cases of the option fuzzer; `python -m tests.attacks.fuzz_options` runs any number."""
 
 import importlib.util
+import logging
+import os
 import random
 import sys
 from pathlib import Path
@@ -22,7 +24,9 @@ def load():
 @pytest.mark.parametrize(("count", "seed"), [(40, 1), pytest.param(1000, 0, marks=pytest.mark.slow)])
 def test_option_sets_run_or_are_refused_by_name(count, seed, record_property):
     own = load()
+    before = [logging.getLogger(name).level for name in ("lightning.pytorch", "pl_grouprl")], dict(os.environ)
     counts, findings = own.fuzz(count, seed)
+    assert before == ([logging.getLogger(name).level for name in ("lightning.pytorch", "pl_grouprl")], dict(os.environ))
     record_property("figure", f"{count} option sets: {counts['run']} ran, {counts['refused']} refused by name")
     assert findings == []
     assert counts["run"] >= 5

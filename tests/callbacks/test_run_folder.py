@@ -158,10 +158,11 @@ def test_runs_that_start_at_once_share_no_folder(tmp_path, with_logger):
 
 def test_ranks_share_the_folder_of_rank_0_and_its_errors(tmp_path):
     (tmp_path / "mine.jsonl").write_text("mine")
-    subprocess.run(
+    ended = subprocess.run(
         [sys.executable, str(TWO_RANKS), str(tmp_path)],
-        check=True, timeout=120, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+        timeout=120, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
     )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}-0.txt").read_text() == str(tmp_path / "runs" / "version_0" / "checkpoints")
         assert (

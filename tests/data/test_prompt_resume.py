@@ -1,6 +1,5 @@
 """Under Lightning: order over epochs, resume at every step, batches handed over untouched."""
 
-import logging
 import warnings
 
 import pytest
@@ -57,7 +56,6 @@ def make_data(**options):
 
 
 def fit(data, *, checkpoint=None, callbacks=(), updates=UPDATES, **options):
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = Recorder(updates)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     with warnings.catch_warnings():
@@ -155,7 +153,6 @@ def test_overfit_batches_repeats_the_same_prompts():
 
 
 def test_validation_sees_every_prompt_once():
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = Recorder()
     trainer = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
     trainer.validate(module, datamodule=make_data(), verbose=False)

@@ -1,6 +1,5 @@
 """A length limit that changes within a run: no prompt twice in an epoch, batches as large as before."""
 
-import logging
 import warnings
 
 import pytest
@@ -149,7 +148,6 @@ class Save(Callback):
 
 
 def fit(limit, checkpoint=None, callbacks=(), updates=1, **options):
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = [{"prompt": "5" * (1 + number % 5) + f"{number}"} for number in range(10, 30)]  # 3 to 7 tokens
     data = PromptDataModule(rows, batch_size=2, max_prompt_length=limit)
     module = Recorder(updates)
