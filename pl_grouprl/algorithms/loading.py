@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
+from pl_grouprl.utilities.last_checkpoint import find_last
 from pl_grouprl.utilities.origin import compare_lineage, describe_misfit
 from pl_grouprl.utilities.verified_loading import load_verified, verify_loads
 
@@ -21,6 +22,17 @@ class LoadsCheckpoints(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self._checkpoint_lineage: list[str] | None = None
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer that the module is attached to, which finds `ckpt_path="last"` as the command line does."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if trainer is not None:
+            find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook
 
     def setup(self, stage: str) -> None:
         """Verify checkpoints before they are loaded, in every stage and under every strategy."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
@@ -50,6 +51,24 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
     note_verified(newest)
     rank_zero_info(f"ckpt_path 'last' is {newest}")
     return str(newest)
+
+
+def find_last(trainer: Trainer) -> None:
+    """Make `ckpt_path="last"` of a Trainer's methods the result of `last_checkpoint`. A second call changes nothing.
+
+    Lightning asks its checkpoint callbacks what they saved, which in a new process is nothing, and then starts anew.
+    """
+    connector: Any = trainer._checkpoint_connector
+    if "_parse_ckpt_path" in vars(connector):
+        return
+    parse = connector._parse_ckpt_path
+
+    def parse_ckpt_path(state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
+        if ckpt_path == "last":
+            ckpt_path = last_checkpoint(trainer, trainer.lightning_module if state_fn == TrainerFn.FITTING else None)
+        return parse(state_fn, ckpt_path, **options)
+
+    connector._parse_ckpt_path = parse_ckpt_path
 
 
 def runs_folder(trainer: Trainer) -> Path:

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
 from pl_grouprl.callbacks import SafeCheckpoint
@@ -107,6 +108,26 @@ def test_a_checkpoint_is_read_once_to_verify_it(saved, make_module, make_data, m
     callback = SafeCheckpoint(dirpath=path.parent, every_n_train_steps=100, save_top_k=0)
     make_trainer(max_steps=2, callbacks=[callback]).fit(make_module(), make_data(), ckpt_path="last")
     assert hashed == [path.resolve()]  # found by the search, verified for the load, by module and callback
+
+
+@pytest.mark.parametrize("callbacks", [(), (ModelCheckpoint,)], ids=["none", "Lightning's"])
+def test_last_is_found_or_refused_whatever_saves(make_module, make_data, make_trainer, tmp_path, callbacks):
+    """Lightning alone starts anew, with a warning."""
+
+    def train(steps, ckpt_path=None):
+        own = [callback(every_n_train_steps=1) for callback in callbacks]
+        trainer = make_trainer(max_steps=steps, callbacks=own)
+        trainer.fit(make_module(), make_data(), ckpt_path=ckpt_path)
+        return trainer
+
+    with pytest.raises(ValueError, match=rf"ckpt_path is 'last' and there is no checkpoint below {tmp_path}"):
+        train(2, "last")
+    saving = train(2)
+    if callbacks:
+        assert train(4, "last").ckpt_path == saving.checkpoint_callback.best_model_path
+    else:
+        saving.save_checkpoint(tmp_path / "checkpoints" / "own.ckpt")
+        assert train(4, "last").ckpt_path == str(tmp_path / "checkpoints" / "own.ckpt")
 
 
 @pytest.mark.parametrize(
