@@ -28,6 +28,9 @@ from pl_grouprl.utilities.rank_status import RankJudge, RankStatus
 LOST_RANK_EXIT_CODE = 70
 """Exit code of ranks that end because another one is lost."""
 
+_ENDING_LIMIT = 60.0
+"""Seconds within which a rank ends after a verdict."""
+
 _runs = count()
 """Numbers the watchdogs; all ranks start theirs in the same order."""
 
@@ -156,9 +159,9 @@ class _Watch(threading.Thread):
 
     def stop(self, state: str, error: str) -> None:
         """Publish how this rank ended, and stop watching. Called by the main thread."""
-        if self._own.verdict:
-            return  # the thread is about to end the process
         self._link.exchange_now(2.0)
+        if any(status.verdict for status in (self._own, *self._others())):
+            self.join(_ENDING_LIMIT)  # the thread ends the process; this error only follows from the end of another rank
         first = [other for other in self._others() if other.state == "failed" and state == "failed"]
         self._own = replace(self._own, state="stopped" if first else state, error=error)
         self._link.exchange_now(2.0)
@@ -211,13 +214,22 @@ class _Watch(threading.Thread):
         )
         if self._own.rank in lost:
             faulthandler.dump_traceback(2)
-        self._link.exchange_now(2 * self.interval)
-        time.sleep(2 * self.interval)  # all ranks read the verdict before any of them ends
+        self._wait_for_verdicts()
         for other in self._others():
             if other.rank in lost and kill_process(other.pid, other.identity):
                 _say(f"rank {other.rank} (pid {other.pid}) was killed.")
         _within(1.0, _flush)
         os._exit(LOST_RANK_EXIT_CODE)
+
+    def _wait_for_verdicts(self) -> None:
+        """Let the others read the verdict, the lost ones for two intervals: an error of theirs would hide it."""
+        begin = time.monotonic()
+        while (waited := time.monotonic() - begin) < min(10 * self.interval, _ENDING_LIMIT / 2):
+            self._link.exchange_now(self.interval)
+            time.sleep(self.interval / 2)
+            unaware = [other.rank for other in self._others() if other.state == "running" and not other.verdict]
+            if waited > 2 * self.interval and set(unaware) <= set(self._own.lost):
+                return
 
     def _others(self) -> list[RankStatus]:
         return [status for status in self._link.statuses if status.rank != self._own.rank]

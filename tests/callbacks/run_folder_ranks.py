@@ -41,6 +41,8 @@ def main(folder: Path) -> None:
         except OSError as error:
             told = str(error)
         (folder / f"rank{trainer.global_rank}-{number}.txt").write_text(told)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # gloo may abort a process that exits with an open group
 
 
 if __name__ == "__main__":
