@@ -161,7 +161,7 @@ class _Watch(threading.Thread):
         """Publish how this rank ended, and stop watching. Called by the main thread."""
         self._link.exchange_now(2.0)
         if any(status.verdict for status in (self._own, *self._others())):
-            self.join(_ENDING_LIMIT)  # the thread ends the process; this error only follows from the end of another rank
+            self.join(_ENDING_LIMIT)  # the thread ends the process; an error here follows from another rank's end
         first = [other for other in self._others() if other.state == "failed" and state == "failed"]
         self._own = replace(self._own, state="stopped" if first else state, error=error)
         self._link.exchange_now(2.0)
