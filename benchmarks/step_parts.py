@@ -18,9 +18,9 @@ from lightning.pytorch.trainer import call as hooks
 
 from benchmarks.measure import CLOCKS
 from pl_grouprl.algorithms import collecting, group_ppo, mini_batch, passes, ppo
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.step_clock import StepClock
-from pl_grouprl.algorithms.step_terms import StepTerms
+from pl_grouprl.training.loss_sums import LossAccumulator
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.step_timer import StepTimer
 
 MODEL_WORK = ("rollouts", "scoring", "values", "forward", "backward", "optimizer")
 
@@ -62,7 +62,7 @@ class StepParts(Callback):
                 torch.cuda.synchronize()
             return CLOCKS[clock]()
 
-        self._clock = StepClock(now)
+        self._clock = StepTimer(now)
         self._before: dict[str, float] = {}
         self._patches = ExitStack()
 
@@ -123,8 +123,8 @@ def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str |
         (module, "_finish_rewards", "rewards"),
         (passes, "lay_out", "packing"),
         (mini_batch, "lay_out", "packing"),
-        (passes.Passes, "__init__", "packing"),
-        (passes.Passes, "_mini_batch", "packing"),
+        (passes.MicroBatchSchedule, "__init__", "packing"),
+        (passes.MicroBatchSchedule, "_mini_batch", "packing"),
         (RolloutBuffer, "__init__", "packing"),
         (RolloutBuffer, "select", "packing"),
         (RolloutBuffer, "in_order", "packing"),
@@ -137,8 +137,8 @@ def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str |
         (collecting, "summarize", "metrics"),
         (collecting, "rollout_metrics", "metrics"),
         (collecting, "merge_reward_metrics", "metrics"),
-        (StepTerms, "add", "metrics"),
-        (StepTerms, "reduced", "metrics"),
+        (LossAccumulator, "add", "metrics"),
+        (LossAccumulator, "reduced", "metrics"),
         (module, "log", "logging"),
         (module, "log_dict", "logging"),
         (trainer._logger_connector, "log_metrics", "logging"),

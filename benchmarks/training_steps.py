@@ -20,13 +20,13 @@ from benchmarks.cases import Case
 from benchmarks.measure import CLOCKS
 from benchmarks.rollout_data import RolloutData, compression_of
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
-from pl_grouprl.algorithms.base import MiniBatch
-from pl_grouprl.algorithms.optimizer import build_optimizer
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.algorithms.base import MicroBatch
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models import Critic, PolicyCopyCritic
 from pl_grouprl.packing import pack
+from pl_grouprl.training.optimizer import build_optimizer
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 
 
 class Stopwatch:
@@ -264,8 +264,8 @@ def prepared(module: Measured) -> RolloutBuffer:
     return buffer
 
 
-def mini_batch(module: Measured, buffer: RolloutBuffer, index: int) -> MiniBatch:
+def mini_batch(module: Measured, buffer: RolloutBuffer, index: int) -> MicroBatch:
     """What a training step gets."""
     groups, tokens = buffer.mini_batch(index)
     on_device = {name: own.to(module.device) for name, own in tokens.items()}
-    return MiniBatch(pack(groups, module.sharing, device=module.device), on_device, groups)
+    return MicroBatch(pack(groups, module.sharing, device=module.device), on_device, groups)

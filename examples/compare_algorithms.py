@@ -36,7 +36,7 @@ if str(ROOT) not in sys.path:  # run as a script
 from benchmarks.measure import Conditions  # noqa: E402
 from examples.compare_report import PARTS, Run, write_report  # noqa: E402
 from pl_grouprl import GRPO, PPO, GroupPPO  # noqa: E402
-from pl_grouprl.algorithms import MiniBatch  # noqa: E402
+from pl_grouprl.algorithms import MicroBatch  # noqa: E402
 from pl_grouprl.callbacks import RunSummary  # noqa: E402
 from pl_grouprl.cli import RLCLI, find_config  # noqa: E402
 from pl_grouprl.data import PromptBatch  # noqa: E402
@@ -240,7 +240,7 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
     assert buffer is not None
     assert module.critic is not None
     groups, tokens = buffer.mini_batch(0)
-    batch = MiniBatch(
+    batch = MicroBatch(
         pack(groups, module.sharing, device=module.device),
         {name: own.to(module.device) for name, own in tokens.items()},
         groups,

@@ -15,6 +15,7 @@ LAYERS = [
     {"models"},
     {"rewards", "rollout", "data"},
     {"strategies"},
+    {"training"},
     {"algorithms"},
     {"callbacks"},
     {"cli"},

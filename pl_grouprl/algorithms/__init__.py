@@ -1,16 +1,19 @@
 """LightningModules: what to roll out, and what to learn from it."""
 
+import warnings
+from typing import Any
+
 from pl_grouprl.algorithms.base import RolloutModule
 from pl_grouprl.algorithms.group_ppo import GroupPPO
 from pl_grouprl.algorithms.grpo import GRPO
-from pl_grouprl.algorithms.mini_batch import MiniBatch
-from pl_grouprl.algorithms.optimizer import OptimizerConfig
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
 from pl_grouprl.algorithms.policy_module import PolicyModule
 from pl_grouprl.algorithms.ppo import PPO, CriticRows, Estimate
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import SamplingModule
-from pl_grouprl.algorithms.step_terms import LossTerms
+from pl_grouprl.training.loss_sums import LossSums
+from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.training.optimizer import OptimizerConfig
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 
 __all__ = [
     "GRPO",
@@ -18,8 +21,8 @@ __all__ = [
     "CriticRows",
     "Estimate",
     "GroupPPO",
-    "LossTerms",
-    "MiniBatch",
+    "LossSums",
+    "MicroBatch",
     "OptimizerConfig",
     "PolicyGradientModule",
     "PolicyModule",
@@ -27,3 +30,13 @@ __all__ = [
     "RolloutModule",
     "SamplingModule",
 ]
+
+_RENAMED = {"LossTerms": "LossSums", "MiniBatch": "MicroBatch"}
+
+
+def __getattr__(name: str) -> Any:
+    """Old names, for one version."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

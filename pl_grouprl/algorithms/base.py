@@ -16,15 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.algorithms.collecting import CollectingModule
-from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
-from pl_grouprl.algorithms.override_results import check_denominators, check_loss_terms
-from pl_grouprl.algorithms.passes import KeptRow, Passes, RowOptions
 from pl_grouprl.algorithms.policy_module import evaluating
-from pl_grouprl.algorithms.resume import compare_options, restore_rollouts
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import check_batch
-from pl_grouprl.algorithms.saved_state import Attributes, Check, OfEachRank, Stateful
-from pl_grouprl.algorithms.step_terms import LossTerms, StepTerms
 from pl_grouprl.attention.sequence_parallel import (
     check_sequence_parallel,
     check_sequence_parallel_size,
@@ -37,6 +30,13 @@ from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.training.loss_sums import LossAccumulator, LossSums
+from pl_grouprl.training.micro_batch import MicroBatch, dummy_tokens
+from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule, PackedRowCache, RowOptions
+from pl_grouprl.training.override_results import check_denominators, check_loss_terms
+from pl_grouprl.training.resume import compare_options, restore_rollouts
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, PerRankState, Stateful
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import num_ranks
@@ -57,7 +57,7 @@ class RolloutModule(CollectingModule, ABC):
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
-        num_iterations: Passes over each batch of rollouts.
+        num_iterations: MicroBatchSchedule over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
         max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
             packed into as many rows as that takes; a group that is larger is split by schedule: its prompt is encoded
@@ -102,7 +102,7 @@ class RolloutModule(CollectingModule, ABC):
         self._cycle_seconds = 0.0
         self._cycle_is_whole = False
         self._sequence_group: Any = None
-        self._kept_row = KeptRow()
+        self._kept_row = PackedRowCache()
 
     # What a subclass fills in.
 
@@ -114,7 +114,7 @@ class RolloutModule(CollectingModule, ABC):
         """Put into the buffer what the updates need, such as advantages and old log-probabilities."""
 
     @abstractmethod
-    def compute_loss(self, batch: MiniBatch) -> LossTerms:
+    def compute_loss(self, batch: MicroBatch) -> LossSums:
         """Compute the loss of one mini-batch, not yet divided by its denominator."""
 
     def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class RolloutModule(CollectingModule, ABC):
             rollouts: `rollout_index_N` and `num_rollouts`, as losses take them.
 
         Returns:
-            By the name of each part in `LossTerms.losses`, the sum of the denominators that `compute_loss` returns.
+            By the name of each part in `LossSums.losses`, the sum of the denominators that `compute_loss` returns.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not say what its losses are divided by, which an update of several passes has "
@@ -271,8 +271,8 @@ class RolloutModule(CollectingModule, ABC):
     ) -> list[tuple[tuple[int, ...], list[Tensor | None]]]:
         """What a function gives for each pass, with the rollouts that it is about. Fillers are run and left out."""
         found = []
-        for pass_ in Passes(buffer, range(len(buffer.groups)), self._row_options(1), self._kept_row):
-            if isinstance(pass_, MiniBatch):
+        for pass_ in MicroBatchSchedule(buffer, range(len(buffer.groups)), self._row_options(1), self._kept_row):
+            if isinstance(pass_, MicroBatch):
                 values = [None if value is None else value.cpu() for value in function(pass_.scoring)]
                 if pass_.rollout_numbers:
                     found.append((pass_.rollout_numbers, values))
@@ -296,10 +296,10 @@ class RolloutModule(CollectingModule, ABC):
         # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
         seed_torch(self._derive_seed("update", batch.rollout_number, batch.update_index), self.device)
         members = buffer.members(batch.update_index)
-        passes = Passes(buffer, members, self._row_options(self.sequence_parallel_size), self._kept_row)
+        passes = MicroBatchSchedule(buffer, members, self._row_options(self.sequence_parallel_size), self._kept_row)
         if passes.number > 1:
             self.total_denominators(self._denominators_of(buffer, members))
-        terms = StepTerms()
+        terms = LossAccumulator()
         with self._naming_memory():
             loss = self._run(passes, terms)
         if passes.number > 1:
@@ -327,7 +327,7 @@ class RolloutModule(CollectingModule, ABC):
         with self._naming_memory("the backward of "):
             super().backward(loss, *args, **kwargs)
 
-    def _run(self, passes: Passes, terms: StepTerms) -> Tensor:
+    def _run(self, passes: MicroBatchSchedule, terms: LossAccumulator) -> Tensor:
         """Run passes forward and, but for the last, backward; returns the loss of that one."""
         accumulates = self.trainer.fit_loop._should_accumulate()
         for number, pass_ in enumerate(passes, start=1):
@@ -336,14 +336,14 @@ class RolloutModule(CollectingModule, ABC):
                 loss = self._pass_loss(pass_, terms, single=passes.number == 1)
                 if last:
                     return loss  # which Lightning divides by the micro-batches that it accumulates
-                if isinstance(pass_, MiniBatch):  # a prefix hands on gradients that have been divided
+                if isinstance(pass_, MicroBatch):  # a prefix hands on gradients that have been divided
                     loss = loss / self.trainer.accumulate_grad_batches
                 with torch.autocast(self.device.type, enabled=False):
                     self.support.backward(loss)
                 del loss, pass_  # with all that they hold, before the next one
         raise AssertionError("unreachable: there is a pass always")
 
-    def _pass_loss(self, pass_: MiniBatch | PrefixPass, terms: StepTerms, *, single: bool) -> Tensor:
+    def _pass_loss(self, pass_: MicroBatch | PrefixPass, terms: LossAccumulator, *, single: bool) -> Tensor:
         if isinstance(pass_, PrefixPass):
             scaler = getattr(self.trainer.precision_plugin, "scaler", None)
             return pass_.loss(loss_scale=1.0 if scaler is None else scaler.get_scale())
@@ -360,7 +360,7 @@ class RolloutModule(CollectingModule, ABC):
     def _denominators_of(self, buffer: RolloutBuffer, members: Sequence[int]) -> dict[str, Tensor]:
         """What this rank's share of an update adds to the denominators."""
         if not members:
-            tokens, lengths = filler_tokens({name: values[0] for name, values in buffer.tokens.items()}), [1]
+            tokens, lengths = dummy_tokens({name: values[0] for name, values in buffer.tokens.items()}), [1]
         else:
             chosen = [(index, range(len(buffer.groups[index].rollouts))) for index in members]
             groups, tokens, _ = buffer.select(chosen)
@@ -369,7 +369,7 @@ class RolloutModule(CollectingModule, ABC):
         rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths)}
         return check_denominators(self.loss_denominators(tokens, rollouts), type(self).__name__)
 
-    def _check_denominators(self, terms: StepTerms, buffer: RolloutBuffer, members: Sequence[int]) -> None:
+    def _check_denominators(self, terms: LossAccumulator, buffer: RolloutBuffer, members: Sequence[int]) -> None:
         """Refuse a `compute_loss` that divides by something else than was said."""
         expected, found = self._denominators_of(buffer, members), terms.denominators()
         if self.sequence_parallel_size > 1:  # the rows of peers are among them
@@ -442,9 +442,9 @@ class RolloutModule(CollectingModule, ABC):
         """Add the counter of tokens, and the rollouts of every rank where some of their updates are still to come."""
         return super().saved_state() | {
             "tokens": Attributes(self, "num_tokens"),
-            "rollouts": OfEachRank(self, self._unfinished_rollouts, self._restore_rollouts),
-            "rollout_ahead": OfEachRank(self, self._ahead.state_dict, self._restore_ahead),
-            "options": Check(self.rollout_options, self._compare_options),
+            "rollouts": PerRankState(self, self._unfinished_rollouts, self._restore_rollouts),
+            "rollout_ahead": PerRankState(self, self._ahead.state_dict, self._restore_ahead),
+            "options": ConsistencyCheck(self.rollout_options, self._compare_options),
         }
 
     def _unfinished_rollouts(self) -> dict[str, Any] | None:

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from pl_grouprl.algorithms.distribution import deal, exchange_rewards
-from pl_grouprl.algorithms.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
-from pl_grouprl.algorithms.rollout_ahead import RolloutAhead, check_rollout_ahead
 from pl_grouprl.algorithms.sampling_module import SamplingModule
-from pl_grouprl.algorithms.saved_state import Attributes, Stateful
-from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, leave_untrained
-from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
@@ -25,6 +19,12 @@ from pl_grouprl.packing import ModelCost
 from pl_grouprl.rewards import PendingRewards, RewardFunction, Weighted, prepare_rewards
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
+from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.training.rollout_ahead import RolloutAhead, check_rollout_ahead
+from pl_grouprl.training.run_state import Attributes, Stateful
+from pl_grouprl.training.selection import has_spread, mask_truncated, without_rewards
+from pl_grouprl.training.step_timer import StepTimer
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
@@ -116,7 +116,7 @@ class CollectingModule(SamplingModule):
         self.unrewarded_batches = 0
         self._ahead = RolloutAhead()
         self._policy_lag = 0
-        self._clock = StepClock()
+        self._clock = StepTimer()
         self._cost: ModelCost | None = None
 
     @property
@@ -160,7 +160,7 @@ class CollectingModule(SamplingModule):
             self._finish_rewards(collected)
             self._replace_uniform_groups(batch, collected)
         if self.mask_truncated_completions:
-            leave_out_truncated(collected.groups)
+            mask_truncated(collected.groups)
         reports = all(rollout.logprobs is not None for group in collected.groups for rollout in group.rollouts)
         per_rank = gather_plain(reports, self.device)
         collected.sampler_reports = all(per_rank)
@@ -230,7 +230,7 @@ class CollectingModule(SamplingModule):
         if self._cost is None:
             self._cost = ModelCost.of(find_decoder(self.policy), self.policy.get_output_embeddings())
         with self._timed("exchange"):
-            share = deal(
+            assignment = distribute_groups(
                 collected.groups,
                 self._cost,
                 self.sharing,
@@ -238,10 +238,10 @@ class CollectingModule(SamplingModule):
                 seed=derive_seed("order", self.seed, rollout_number),
                 rank=self.global_rank,
                 device=self.device,
-                moves=self.moves_groups,
+                can_move=self.moves_groups,
             )
-        collected.groups, collected.mini_batches = share.groups, share.mini_batches
-        collected.metrics |= share.metrics
+        collected.groups, collected.mini_batches = assignment.groups, assignment.mini_batches
+        collected.metrics |= assignment.metrics
 
     def _sample(self, prompts: Sequence[Prompt], rollout_number: int, attempt: int = 0) -> list[RolloutGroup]:
         """Sample rollouts of prompts."""
@@ -298,7 +298,7 @@ class CollectingModule(SamplingModule):
         names = ("dynamic_sampling/kept_groups", "dynamic_sampling/generated_groups")
         collected.metrics |= dict(zip(names, counts, strict=True))
         collected.metrics["dynamic_sampling/generation_batches"] = float(attempt)
-        collected.groups = kept or [leave_untrained(generated[0])]
+        collected.groups = kept or [without_rewards(generated[0])]
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Charge what runs inside to a part of the step's time."""

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.algorithms.ppo import PPO, CriticRows, Estimate
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.saved_state import Stateful
 from pl_grouprl.functional.advantages import generalized_advantages, td_errors
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores
@@ -30,6 +28,8 @@ from pl_grouprl.functional.token_groups import (
 )
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 

@@ -13,9 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.override_results import checked_tensor
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule, describe, given, set_once
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.functional.advantages import (
     REWARD_AGGREGATIONS,
     ReinforcePlusPlusBaselineAdvantage,
@@ -28,6 +26,8 @@ from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted, prepare_rewards
+from pl_grouprl.training.override_results import checked_tensor
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy

@@ -16,10 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from pl_grouprl.algorithms.base import RolloutModule
-from pl_grouprl.algorithms.mini_batch import MiniBatch
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.saved_state import Stateful
-from pl_grouprl.algorithms.step_terms import LossTerms
 from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
 from pl_grouprl.functional.kl import check_kl_kind, kl_estimate
@@ -31,6 +27,10 @@ from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.router import RouterLogits, check_balanced, record_router_logits, router_balancing_loss
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.training.loss_sums import LossSums
+from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
@@ -62,7 +62,7 @@ class PolicyGradientModule(RolloutModule):
         entropy_coef: Weight of the entropy bonus.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a pass
             (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per rollout that holds
-            it. Passes and ranks are averaged by their share of the loss denominator.
+            it. MicroBatchSchedule and ranks are averaged by their share of the loss denominator.
         importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
             `pl_grouprl.functional.importance`.
         importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is none.
@@ -272,7 +272,7 @@ class PolicyGradientModule(RolloutModule):
 
     # Updates.
 
-    def compute_loss(self, batch: MiniBatch) -> LossTerms:
+    def compute_loss(self, batch: MicroBatch) -> LossSums:
         """Policy loss, KL penalty and entropy bonus, added per token, and the routers' loss."""
         with self.recorded_routers() as routers:
             scores = self.score(self.policy, batch.scoring, entropy=True, entropy_grad=self.entropy_coef > 0)
@@ -286,7 +286,7 @@ class PolicyGradientModule(RolloutModule):
         """Record the policy's router logits where they have a loss."""
         return record_router_logits(self.policy) if self.router_aux_loss_coef > 0 else nullcontext()
 
-    def policy_terms(self, batch: MiniBatch, scores: TokenScores, routers: RouterLogits | None = None) -> LossTerms:
+    def policy_terms(self, batch: MicroBatch, scores: TokenScores, routers: RouterLogits | None = None) -> LossSums:
         """Compute the policy's loss from its scores of a mini-batch, and from what `recorded_routers` recorded."""
         mask_N, rollouts = batch.mask_N, batch.rollouts
         policy_logprobs_N = scores.logprobs_N
@@ -325,9 +325,9 @@ class PolicyGradientModule(RolloutModule):
             balance = router_balancing_loss(self.policy, batch.scoring, routers or []) * denominator
             numerator = numerator + self.router_aux_loss_coef * balance
             metrics["policy/router_aux_loss"] = (balance.detach(), denominator)
-        return LossTerms({"policy": (numerator, denominator)}, metrics, extremes)
+        return LossSums({"policy": (numerator, denominator)}, metrics, extremes)
 
-    def _correct_sampling(self, batch: MiniBatch, old_logprobs_N: Tensor) -> ImportanceWeights:
+    def _correct_sampling(self, batch: MicroBatch, old_logprobs_N: Tensor) -> ImportanceWeights:
         rollout_logprobs_N = batch.tokens["rollout_logprobs"]
         options = self.importance_sampling
         return importance_weights(old_logprobs_N, rollout_logprobs_N, mask_N=batch.mask_N, **options, **batch.rollouts)

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
-from pl_grouprl.algorithms.finite_weights import check_weights
-from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
-from pl_grouprl.algorithms.resume import compare_adapters, compare_optimizers
-from pl_grouprl.algorithms.saved_state import Attributes, Check, SavedStateModule, Stateful
-from pl_grouprl.algorithms.trainer_options import check_trainer
+from pl_grouprl.algorithms.saved_state import SavedStateModule
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
 from pl_grouprl.models.adapters import adapter_options
@@ -25,6 +21,11 @@ from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.packing import Sharing
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.training.finite_weights import check_weights
+from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
+from pl_grouprl.training.resume import compare_adapters, compare_optimizers
+from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, Stateful
+from pl_grouprl.training.trainer_options import check_trainer
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.loggers import prepare_loggers
@@ -254,7 +255,7 @@ class PolicyModule(SavedStateModule):
         the first one's is used; `on_before_optimizer_step` corrects the gradient of the part.
 
         Args:
-            losses: As in `LossTerms`.
+            losses: As in `LossSums`.
             weight: This rank's share, where several compute the same.
 
         Returns:
@@ -336,9 +337,9 @@ class PolicyModule(SavedStateModule):
     def saved_state(self) -> dict[str, Stateful]:
         """Add the count of skipped steps, and what must be as it was: the base, the adapters, the optimizer."""
         return super().saved_state() | {
-            "reference_fingerprint": Check(lambda: self._reference_fingerprint, self._compare_reference),
-            "adapters": Check(self._adapter_options, compare_adapters),
-            "optimizer": Check(self._optimizer_options, self._compare_optimizer),
+            "reference_fingerprint": ConsistencyCheck(lambda: self._reference_fingerprint, self._compare_reference),
+            "adapters": ConsistencyCheck(self._adapter_options, compare_adapters),
+            "optimizer": ConsistencyCheck(self._optimizer_options, self._compare_optimizer),
             "steps": Attributes(self, "nonfinite_steps"),
         }
 

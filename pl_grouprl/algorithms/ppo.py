@@ -14,12 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from pl_grouprl.algorithms.mini_batch import MiniBatch
-from pl_grouprl.algorithms.optimizer import OptimizerConfig
-from pl_grouprl.algorithms.override_results import checked_tensor
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.step_terms import LossTerms
 from pl_grouprl.attention import ParityReport
 from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
 from pl_grouprl.functional.logprobs import TokenScores
@@ -32,6 +27,11 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, shorten
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.training.loss_sums import LossSums
+from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.training.optimizer import OptimizerConfig
+from pl_grouprl.training.override_results import checked_tensor
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.annotations import describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
@@ -316,7 +316,7 @@ class PPO(PolicyGradientModule):
         """Whether the critic alone is trained at this step."""
         return self.global_step < self.critic_warmup_steps
 
-    def compute_loss(self, batch: MiniBatch) -> LossTerms:
+    def compute_loss(self, batch: MicroBatch) -> LossSums:
         """Policy loss and value loss, each of its own part of the optimizer."""
         critic = self._critic
         with self.recorded_routers() as routers:
@@ -327,7 +327,7 @@ class PPO(PolicyGradientModule):
         if self.warming_up:
             # Every rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
             untouched = self.support.touch(self.policy.parameters())
-            terms = LossTerms({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
+            terms = LossSums({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
         else:
             terms = self.policy_terms(batch, scores, routers)
         terms.losses["critic"], metrics = self._value_loss(batch, states)
@@ -342,7 +342,7 @@ class PPO(PolicyGradientModule):
         return policy | {"critic": (tokens["value_mask"] & tokens["loss_mask"]).sum()}
 
     def _value_loss(
-        self, batch: MiniBatch, states: Tensor | None
+        self, batch: MicroBatch, states: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Clipped value loss at the K tokens of `value_mask`; the head runs on those alone."""
         # A rank without groups of its own in this update holds a filler, whose loss mask is empty.
@@ -360,7 +360,7 @@ class PPO(PolicyGradientModule):
         metrics["value/loss"] = (numerator.detach(), count)
         return (self.vf_coef * numerator, count), metrics
 
-    def _values_at(self, batch: MiniBatch, chosen_N: Tensor, states: Tensor | None) -> Tensor:
+    def _values_at(self, batch: MicroBatch, chosen_N: Tensor, states: Tensor | None) -> Tensor:
         """Values where the critic is trained. Its own trunk does not run on tokens behind the last of them."""
         critic = self._critic
         if states is not None:

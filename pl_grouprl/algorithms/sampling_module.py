@@ -10,10 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from pl_grouprl.algorithms.evaluation import evaluation_metrics
-from pl_grouprl.algorithms.metrics import Record, summarize
 from pl_grouprl.algorithms.policy_module import PolicyModule, evaluating
-from pl_grouprl.algorithms.prompt_checks import check_prompts, limits_of_source
 from pl_grouprl.algorithms.sampler_check import SamplerCheck
 from pl_grouprl.algorithms.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.data.loaders import PromptBatch
@@ -32,6 +29,9 @@ from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.training.evaluation import evaluation_metrics
+from pl_grouprl.training.metrics import Record, summarize
+from pl_grouprl.training.prompt_checks import check_prompts, limits_of_source
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments

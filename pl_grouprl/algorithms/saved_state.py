@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
-
-import lightning.pytorch as pl
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from pl_grouprl.algorithms.loading import LoadsCheckpoints
-from pl_grouprl.algorithms.resume import set_right_progress, settle_changes
 from pl_grouprl.algorithms.run_options import RecordsOptions
+from pl_grouprl.training.resume import check_changed_options, fix_loop_counters
+from pl_grouprl.training.run_state import ConsistencyCheck, PerRankState, Stateful
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.random_state import random_state, set_random_state
@@ -17,80 +16,6 @@ from pl_grouprl.utilities.run_options import Changes, changes_since, check_allow
 
 KEY = "pl_grouprl"
 """Where it is in a checkpoint."""
-
-
-class Stateful(Protocol):
-    """A part that knows its state: plain containers, numbers, strings and tensors."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from a state, or refuse it."""
-
-
-class Attributes:
-    """Some attributes of an object, as a part."""
-
-    def __init__(self, owner: Any, *names: str) -> None:
-        self.owner = owner
-        self.names = names
-
-    def state_dict(self) -> dict[str, Any]:
-        """Their values by name."""
-        return {name: getattr(self.owner, name) for name in self.names}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set those that the state has."""
-        for name in self.names:
-            if name in state:
-                setattr(self.owner, name, state[name])
-
-
-class Check:
-    """A fact that a checkpoint notes and that must hold when it is loaded, as a part.
-
-    Args:
-        note: Returns the fact.
-        compare: Takes what was noted and what holds now; raises, or warns, if they do not go together. None: the fact
-            is noted for others to compare.
-    """
-
-    def __init__(self, note: Callable[[], Any], compare: Callable[[Any, Any], None] | None = None) -> None:
-        self.note = note
-        self.compare = compare
-
-    def state_dict(self) -> Any:
-        """Note it."""
-        return self.note()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Compare it."""
-        if self.compare is not None:
-            self.compare(state, self.note())
-
-
-class OfEachRank:
-    """What differs from rank to rank, as a part whose state is a list by rank.
-
-    Args:
-        module: Whose ranks.
-        save: Gives this rank's.
-        load: Takes all ranks', however many there were.
-    """
-
-    def __init__(self, module: pl.LightningModule, save: Callable[[], Any], load: Callable[[list[Any]], None]) -> None:
-        self.module = module
-        self.save = save
-        self.load = load
-
-    def state_dict(self) -> list[Any]:
-        """Gather them; all ranks call it."""
-        return gather_plain(self.save(), self.module.device)
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        """Hand them over."""
-        self.load(state)
 
 
 class SavedStateModule(RecordsOptions, LoadsCheckpoints):
@@ -119,9 +44,9 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
         A part that an older checkpoint does not have is left as it is.
         """
         return {
-            "module": Check(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
-            "random_numbers": OfEachRank(self, self._random_state, self._keep_random_states),
-            "run_options": Check(self.run_options),  # compared by `settle_changes`, last
+            "module": ConsistencyCheck(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
+            "random_numbers": PerRankState(self, self._random_state, self._keep_random_states),
+            "run_options": ConsistencyCheck(self.run_options),  # compared by `check_changed_options`, last
         }
 
     def setup(self, stage: str) -> None:
@@ -146,13 +71,13 @@ class SavedStateModule(RecordsOptions, LoadsCheckpoints):
             ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that may not.
         """
         datamodule = getattr(self._trainer, "datamodule", None) if self.is_resumed else None
-        self._begins_epoch = set_right_progress(checkpoint, getattr(datamodule, "num_train_batches", None))
+        self._begins_epoch = fix_loop_counters(checkpoint, getattr(datamodule, "num_train_batches", None))
         state = checkpoint.get(KEY, {})
         changes = self._changes_since(state) if self.is_resumed else {}
         for name, part in self.saved_state().items():
             if name in state and self.starts_over.get(name) not in changes:
                 part.load_state_dict(state[name])
-        settle_changes(changes, self.allow_changed)
+        check_changed_options(changes, self.allow_changed)
 
     def _changes_since(self, state: dict[str, Any]) -> Changes:
         """Options that differ on any rank: each rank reads its files itself."""

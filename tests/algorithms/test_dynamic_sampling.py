@@ -15,10 +15,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.algorithms.selection import has_spread, leave_untrained
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.data.loaders import TrainPromptLoader
 from pl_grouprl.functional.advantages import group_relative_advantages
+from pl_grouprl.training.selection import has_spread, without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 
 PLAIN = OptimizerConfig(learning_rate=1.0, eps=1.0)
@@ -256,7 +256,7 @@ def test_spread(rewards, expected):
 
 def test_a_group_left_untrained_is_a_copy_without_rewards():
     group = RolloutGroup([1], [Rollout([5, 6], reward=2.0), Rollout([7], reward=2.0)])
-    untrained = leave_untrained(group)
+    untrained = without_rewards(group)
     assert [rollout.reward for rollout in untrained.rollouts] == [None, None]
     assert [rollout.token_ids for rollout in untrained.rollouts] == [[5, 6], [7]]
     assert [rollout.reward for rollout in group.rollouts] == [2.0, 2.0]

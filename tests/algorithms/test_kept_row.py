@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pl_grouprl.algorithms.passes import KeptRow, RowOptions
 from pl_grouprl.packing import pack
+from pl_grouprl.training.micro_batch_schedule import PackedRowCache, RowOptions
 from pl_grouprl.types import Rollout, RolloutGroup
 
 OPTIONS = RowOptions("shared", None, torch.device("cpu"))
@@ -16,7 +16,7 @@ def groups():
 
 
 def test_the_same_rollouts_share_a_row(groups):
-    kept = KeptRow()
+    kept = PackedRowCache()
     first = kept.get(groups, OPTIONS, lambda: pack(groups))
     assert kept.get(groups, OPTIONS, lambda: pack(groups)) is first
     kept.clear()
@@ -41,7 +41,7 @@ def prompt(groups):
 
 @pytest.mark.parametrize("edit", [cut, swap, mask, prompt])
 def test_edited_rollouts_are_laid_out_anew(groups, edit):
-    kept = KeptRow()
+    kept = PackedRowCache()
     kept.get(groups, OPTIONS, lambda: pack(groups))
     edit(groups)
     found, expected = kept.get(groups, OPTIONS, lambda: pack(groups)), pack(groups)

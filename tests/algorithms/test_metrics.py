@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from pl_grouprl.algorithms.evaluation import evaluation_metrics
-from pl_grouprl.algorithms.metrics import count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.training.evaluation import evaluation_metrics
+from pl_grouprl.training.metrics import count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from torch import nn
 
-from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
+from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
 
 
 def test_schedules_by_hand():

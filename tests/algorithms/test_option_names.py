@@ -32,7 +32,7 @@ PARTS = (
     "functional.advantages",
 )
 NO_OPTIONS = {  # built by the package, or by a user who passes models and rollouts
-    *("Estimate", "CriticRows", "LossTerms", "MiniBatch", "RolloutBuffer", "PolicyLoss"),
+    *("Estimate", "CriticRows", "LossSums", "MicroBatch", "RolloutBuffer", "PolicyLoss"),
     *("Critic", "ValueHead", "PrefixPass", "PendingRewards", "RewardWorkers", "RewardConfigurationError"),
     *("EvalPromptLoader", "TrainPromptLoader", "PromptBatch", "StoppedBySignal"),
     *("CompressionRatio", "TokenGroupStatistics", "ConfiguredLoss", "RewardBatch"),

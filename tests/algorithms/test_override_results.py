@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from pl_grouprl.algorithms import GRPO, PPO, Estimate, LossTerms
+from pl_grouprl.algorithms import GRPO, PPO, Estimate, LossSums
 
 
 def grpo(**methods):
@@ -44,18 +44,18 @@ RESULTS = {
     "none": (advantages(lambda n: None), "Mine.compute_advantages returned a NoneType; expected"),
     "a tensor for terms": (
         loss(lambda own: own.losses["policy"][0]),
-        "Mine.compute_loss returned a Tensor; expected LossTerms",
+        "Mine.compute_loss returned a Tensor; expected LossSums",
     ),
     "no pair": (
-        loss(lambda own: LossTerms({"policy": own.losses["policy"][0]}, {})),
+        loss(lambda own: LossSums({"policy": own.losses["policy"][0]}, {})),
         "Mine.compute_loss: losses['policy'] is a Tensor; expected a sum and its count",
     ),
     "no scalar": (
-        loss(lambda own: LossTerms({"policy": (own.losses["policy"][0] * torch.ones(3), torch.ones(()))}, {})),
+        loss(lambda own: LossSums({"policy": (own.losses["policy"][0] * torch.ones(3), torch.ones(()))}, {})),
         "Mine.compute_loss: the sum of losses['policy'] has shape [3]; expected a scalar tensor, shape []",
     ),
     "a number as count": (
-        loss(lambda own: LossTerms({"policy": (own.losses["policy"][0], 3.0)}, {})),
+        loss(lambda own: LossSums({"policy": (own.losses["policy"][0], 3.0)}, {})),
         "Mine.compute_loss: the count of losses['policy'] is a float; expected a scalar tensor",
     ),
     "no estimate": (estimate(lambda own: own.advantages), "Mine.estimate returned a Tensor; expected an Estimate"),

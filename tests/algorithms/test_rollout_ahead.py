@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO
-from pl_grouprl.algorithms.rollout_ahead import RolloutAhead
 from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.training.rollout_ahead import RolloutAhead
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
 

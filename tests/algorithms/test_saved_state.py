@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
-from pl_grouprl.algorithms.resume import deal_again
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.saved_state import Attributes
+from pl_grouprl.training.resume import redistribute
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run_state import Attributes
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.random_state import random_state, set_random_state
 
@@ -160,7 +160,7 @@ def ranks_of(numbers_per_rank):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_rollouts_are_dealt_to_another_number_of_ranks_within_their_mini_batches(num_ranks):
     per_rank = ranks_of([[0, 3, 4], [1, 2]])
-    buffers = [RolloutBuffer.from_state_dict(deal_again(per_rank, rank, num_ranks)) for rank in range(num_ranks)]
+    buffers = [RolloutBuffer.from_state_dict(redistribute(per_rank, rank, num_ranks)) for rank in range(num_ranks)]
     found = sorted(group.group_id for buffer in buffers for group in buffer.groups)
     assert found == [0, 1, 2, 3, 4]
     for buffer in buffers:
@@ -171,6 +171,6 @@ def test_rollouts_are_dealt_to_another_number_of_ranks_within_their_mini_batches
 
 def test_a_rank_for_which_no_rollouts_are_left_trains_nothing():
     per_rank = ranks_of([[0], [1]])
-    buffer = RolloutBuffer.from_state_dict(deal_again(per_rank, 2, 3))
+    buffer = RolloutBuffer.from_state_dict(redistribute(per_rank, 2, 3))
     assert buffer.mini_batches == [-1]
     assert not buffer.joined("loss_mask").any()

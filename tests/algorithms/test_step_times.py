@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from pl_grouprl.algorithms import PPO, base, step_clock
-from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.callbacks import RunSummary
+from pl_grouprl.training.step_timer import StepTimer
 
 
 class Clock:
@@ -65,7 +65,7 @@ def times_of(monkeypatch):
 
 
 def test_the_innermost_part_is_charged_and_the_rest_is_other(clock):
-    step = StepClock()
+    step = StepTimer()
     clock.now += 1  # other
     with step.part("rollout"):
         clock.now += 2
@@ -84,7 +84,7 @@ def test_the_innermost_part_is_charged_and_the_rest_is_other(clock):
 
 
 def test_a_new_step_knows_the_parts_of_those_before(clock):
-    step = StepClock()
+    step = StepTimer()
     step.enter("rollout")
     clock.now += 1
     step.mark()

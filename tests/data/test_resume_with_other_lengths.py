@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
-from pl_grouprl.algorithms.saved_state import SavedStateModule
 from pl_grouprl.data import MostFrequentDigit, PromptDataModule, TrainPromptLoader
+from pl_grouprl.training.run_state import SavedStateModule
 from pl_grouprl.types import Prompt
 
 PROMPTS = [Prompt([number + 1], prompt=str(number)) for number in range(20)]

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from tiny_models import VOCAB, tiny_model
 
-from pl_grouprl.algorithms.optimizer import OptimizerConfig, build_optimizer
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.models.reference import frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.strategies import support_of
+from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
 
 
 def make_strategy(name: str) -> Any:

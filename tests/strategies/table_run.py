@@ -23,8 +23,8 @@ from conftest import TinyPolicy, share_of_letters  # noqa: E402
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
 from pl_grouprl.algorithms import OptimizerConfig  # noqa: E402
-from pl_grouprl.algorithms.passes import Passes  # noqa: E402
 from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint  # noqa: E402
+from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule  # noqa: E402
 
 FRAGMENTS = TESTS.parent / "configs" / "strategy"
 STEPS, SAVED_STEP = 10, 5
@@ -89,7 +89,7 @@ class Recorder(Callback):
         buffer = module.last_rollouts
         self.rollouts.add(buffer.rollout_number)
         members = buffer.members(buffer.updates_done - 1)
-        passes = Passes(buffer, members, module._row_options(module.sequence_parallel_size))
+        passes = MicroBatchSchedule(buffer, members, module._row_options(module.sequence_parallel_size))
         self.passes.append(passes.number)
         self.splits.append(len(passes._shape) - 1)
 

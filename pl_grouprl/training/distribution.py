@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.algorithms.selection import leave_untrained
 from pl_grouprl.packing import ModelCost, Sharing, balance, imbalance
+from pl_grouprl.training.selection import without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 
 
 @dataclass(frozen=True)
-class Share:
+class RankAssignment:
     """What a rank trains.
 
     Attributes:
@@ -41,7 +41,7 @@ def cut_into_mini_batches(num_groups: int, num_mini_batches: int, seed: int) -> 
     return numbers.tolist()
 
 
-def deal(
+def distribute_groups(
     groups: Sequence[RolloutGroup],
     cost: ModelCost,
     sharing: Sharing,
@@ -50,8 +50,8 @@ def deal(
     seed: int,
     rank: int,
     device: torch.device,
-    moves: bool = True,
-) -> Share:
+    can_move: bool = True,
+) -> RankAssignment:
     """Exchange groups so that ranks have about the same work in each mini-batch. All ranks call it.
 
     Args:
@@ -62,7 +62,7 @@ def deal(
         seed: Decides which groups are trained together; the same on all ranks.
         rank: This rank.
         device: Where ranks communicate.
-        moves: Whether groups may leave the rank that sampled them; otherwise only mini-batches are dealt.
+        can_move: Whether groups may leave the rank that sampled them; otherwise only mini-batches are dealt.
     """
     per_rank = gather_plain([to_state(group) | {"columns": _plain_columns(group)} for group in groups], device)
     found = [(owner, state) for owner, states in enumerate(per_rank) for state in states]
@@ -77,7 +77,7 @@ def deal(
     for number in range(num_mini_batches):
         members = [index for index, of in enumerate(numbers) if of == number]
         part = [costs[index] for index in members]
-        ranks = balance(part, len(per_rank)) if moves else [owners[index] for index in members]
+        ranks = balance(part, len(per_rank)) if can_move else [owners[index] for index in members]
         own += [index for index, of in zip(members, ranks, strict=True) if of == rank]
         balanced.append(imbalance(part, ranks, len(per_rank)))
         unbalanced.append(imbalance(part, [owners[index] for index in members], len(per_rank)))
@@ -90,8 +90,8 @@ def deal(
     for index in own:  # a group that stays keeps all columns of the data set
         everything[index].columns = columns.get(everything[index].group_id, everything[index].columns)
     if not own:  # fewer groups than ranks: this one takes part in what all ranks do, with nothing to train
-        return Share([replace(leave_untrained(everything[0]), group_id=-1)], [-1], metrics)
-    return Share([everything[index] for index in own], [numbers[index] for index in own], metrics)
+        return RankAssignment([replace(without_rewards(everything[0]), group_id=-1)], [-1], metrics)
+    return RankAssignment([everything[index] for index in own], [numbers[index] for index in own], metrics)
 
 
 def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup], device: torch.device) -> None:

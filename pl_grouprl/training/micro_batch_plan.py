@@ -17,7 +17,7 @@ Part = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MicroBatchPlan:
     """The passes of one step on this rank.
 
     Attributes:
@@ -34,9 +34,9 @@ class Schedule:
         return [len(self.rows), *(len(split.slices) for split in self.splits)]
 
 
-def plan_schedule(
+def plan_micro_batches(
     groups: Sequence[RolloutGroup], indices: Sequence[int], sharing: Sharing, max_tokens: int | None
-) -> Schedule:
+) -> MicroBatchPlan:
     """Cut some groups into passes of at most `max_tokens` tokens.
 
     Args:
@@ -49,23 +49,23 @@ def plan_schedule(
         ValueError: If a rollout, or a prompt, is too long for that by itself.
     """
     if not indices:
-        return Schedule(())
+        return MicroBatchPlan(())
     sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
     everything = tuple((i, tuple(range(len(groups[i].rollouts)))) for i in indices)
     if max_tokens is None:
-        return Schedule((everything,))
+        return MicroBatchPlan((everything,))
     if sharing == "repeated":
         rows = plan_repeated_rows(sizes, max_tokens)
-        return Schedule(tuple(tuple((indices[group], tuple(own)) for group, own in row) for row in rows))
+        return MicroBatchPlan(tuple(tuple((indices[group], tuple(own)) for group, own in row) for row in rows))
     plan = plan_rows(sizes, max_tokens)
     splits = [SplitGroup(indices[split.group], split.slices) for split in plan.splits]
-    return Schedule(
+    return MicroBatchPlan(
         tuple(tuple(everything[group] for group in row) for row in plan.rows),
         tuple(sorted(splits, key=lambda split: -len(split.slices))),
     )
 
 
-def agree(shapes: Sequence[Sequence[int]]) -> list[int]:
+def elementwise_max(shapes: Sequence[Sequence[int]]) -> list[int]:
     """The shape that holds those of all ranks. There is a row at the end always: it reaches every parameter."""
     width = max(len(shape) for shape in shapes)
     filled = [[*shape, *[0] * (width - len(shape))] for shape in shapes]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pl_grouprl.algorithms.metrics import Record, rewards_by_function
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k
+from pl_grouprl.training.metrics import Record, rewards_by_function
 
 
 def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, float]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.run_options import Changes, changed_options, refused_changes, remedy
 
 
-def set_right_progress(checkpoint: dict[str, Any], num_batches: int | None = None) -> bool:
+def fix_loop_counters(checkpoint: dict[str, Any], num_batches: int | None = None) -> bool:
     """Let the counters of a checkpoint say where the run stood, at whatever moment of its loops it was saved.
 
     Lightning counts an epoch as done before it saves the last checkpoint of a run, also where the run only stopped in
@@ -64,7 +64,7 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
     """
     if per_rank[0] is None:
         return None
-    state = per_rank[rank] if len(per_rank) == num_ranks() else deal_again(per_rank, rank, num_ranks())
+    state = per_rank[rank] if len(per_rank) == num_ranks() else redistribute(per_rank, rank, num_ranks())
     buffer = RolloutBuffer.from_state_dict(state)
     if buffer.num_mini_batches != num_mini_batches:
         raise ValueError(
@@ -74,7 +74,7 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
     return buffer
 
 
-def deal_again(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
+def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
     """Deal the rollouts of all ranks to another number of ranks; each group stays in its mini-batch.
 
     Nothing is sampled or estimated again, so what moves once per batch of rollouts (the KL coefficient, the threshold
@@ -145,7 +145,7 @@ def compare_options(then: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-def settle_changes(changes: Changes, allowed: Sequence[str]) -> None:
+def check_changed_options(changes: Changes, allowed: Sequence[str]) -> None:
     """Refuse options that differ from the checkpoint's, and report those that may.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class LossTerms(NamedTuple):
+class LossSums(NamedTuple):
     """A loss before it is divided, so that ranks and micro-batches add up to one loss of the step.
 
     Attributes:
@@ -29,7 +29,7 @@ class LossTerms(NamedTuple):
     extremes: dict[str, Tensor] = {}  # noqa: RUF012 (a NamedTuple's default is never mutated)
 
 
-class StepTerms:
+class LossAccumulator:
     """Adds up the terms of a step's passes on this rank."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StepTerms:
         self._metrics: dict[str, list[Tensor]] = {}
         self._extremes: dict[str, Tensor] = {}
 
-    def add(self, terms: LossTerms, weight: float = 1.0) -> None:
+    def add(self, terms: LossSums, weight: float = 1.0) -> None:
         """Add the terms of a pass.
 
         Args:

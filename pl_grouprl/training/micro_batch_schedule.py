@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.distribution import from_state, to_state
-from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_group, filler_tokens, lay_out
-from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
-from pl_grouprl.algorithms.schedule import agree, plan_schedule
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.packing import ScoringBatch, Sharing
 from pl_grouprl.packing.transfer import move_together
+from pl_grouprl.training.distribution import from_state, to_state
+from pl_grouprl.training.micro_batch import MicroBatch, dummy_group, dummy_tokens, lay_out
+from pl_grouprl.training.micro_batch_plan import elementwise_max, plan_micro_batches
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.progress import tick
@@ -44,7 +44,7 @@ class RowOptions:
     sequence_ranks: int = 1
 
 
-class KeptRow:
+class PackedRowCache:
     """The row that was laid out last: scoring and update of the same rollouts share it, with its attention's plan."""
 
     def __init__(self) -> None:
@@ -70,28 +70,28 @@ def _contents(group: RolloutGroup) -> tuple[Any, ...]:
     return tuple(group.prompt_ids), group.group_id, rollouts
 
 
-class Passes:
+class MicroBatchSchedule:
     """The passes over some groups of a buffer, as many and of the same kinds on every rank.
 
     Args:
         buffer: This rank's rollouts.
         indices: Which of its groups take part.
         options: How they are laid out.
-        kept: Where the last row is kept for further passes.
+        cache: Where the last row is cache for further passes.
 
     Raises:
         ValueError: If a rollout, or a prompt, is too long for the budget.
     """
 
     def __init__(
-        self, buffer: RolloutBuffer, indices: Sequence[int], options: RowOptions, kept: KeptRow | None = None
+        self, buffer: RolloutBuffer, indices: Sequence[int], options: RowOptions, cache: PackedRowCache | None = None
     ) -> None:
         self._buffer, self._options = buffer, options
-        self._kept = KeptRow() if kept is None else kept
+        self._cache = PackedRowCache() if cache is None else cache
         ranks = options.sequence_ranks
         limit = None if options.max_tokens is None else options.max_tokens * ranks
-        self._schedule = plan_schedule(buffer.groups, indices, options.sharing, limit)
-        self._shape = agree(gather_plain(self._schedule.shape, options.device))
+        self._plan = plan_micro_batches(buffer.groups, indices, options.sharing, limit)
+        self._shape = elementwise_max(gather_plain(self._plan.shape, options.device))
 
     @property
     def number(self) -> int:
@@ -99,7 +99,7 @@ class Passes:
         rows, *slices = self._shape
         return self._options.sequence_ranks * (rows + sum(count + 1 for count in slices))
 
-    def __iter__(self) -> Iterator[MiniBatch | PrefixPass]:
+    def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
         """Slices of a large group come first, then the pass through its prefix, which goes backward only."""
         rows, *slices = self._shape
         for number, count in enumerate(slices):
@@ -108,20 +108,20 @@ class Passes:
                 prefix = PrefixPass(group, self._options.device, self._options.sequence_group)
                 yield from (self._mini_batch(part, prefix) for part in chosen)
                 yield prefix
-        for parts in [()] * (rows - len(self._schedule.rows)) + [*self._schedule.rows]:  # real rows are last
+        for parts in [()] * (rows - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
             row = self._buffer.select(parts) if parts else self._filler()
             for (peers_row,) in self._of_peers([row]):
                 yield self._mini_batch(peers_row)
 
     def _slices(self, number: int, count: int) -> list[Chosen]:
         """The slices of a split group, with fillers in front."""
-        splits = self._schedule.splits
+        splits = self._plan.splits
         parts = [(splits[number].group, own) for own in splits[number].slices] if number < len(splits) else []
         return [self._filler()] * (count - len(parts)) + [self._buffer.select([part]) for part in parts]
 
     def _filler(self) -> Chosen:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}
-        return [filler_group(self._buffer.groups[0])], filler_tokens(like), ()
+        return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
 
     def _of_peers(self, own: list[Chosen]) -> Iterator[list[Chosen]]:
         """What this rank is to run: its own, or what the ranks of its sequence group have, one after another."""
@@ -133,13 +133,13 @@ class Passes:
         for peer in gather_plain(states, self._options.device, group):
             yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
 
-    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MiniBatch:
-        """Lay a pass out. A row of text that no peer has a share in is kept."""
+    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MicroBatch:
+        """Lay a pass out. A row of text that no peer has a share in is cache."""
         tick()
         groups, tokens, numbers = chosen
         options = self._options
         lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)
         keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
         keeps = keeps and not torch.is_inference_mode_enabled()  # such tensors cannot be trained on
-        scoring = self._kept.get(groups, options, lay) if keeps else lay()
-        return MiniBatch(scoring, move_together(tokens, options.device), groups, numbers, 1 / options.sequence_ranks)
+        scoring = self._cache.get(groups, options, lay) if keeps else lay()
+        return MicroBatch(scoring, move_together(tokens, options.device), groups, numbers, 1 / options.sequence_ranks)

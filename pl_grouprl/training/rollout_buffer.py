@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.distribution import cut_into_mini_batches, from_state, to_state
 from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.training.distribution import cut_into_mini_batches, from_state, to_state
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pl_grouprl.utilities.progress import PROGRESS
 
 
-class StepClock:
+class StepTimer:
     """Charges every moment of a step to one part: the innermost that is running, or `other` where none is.
 
     A part that is entered inside another stops the outer one meanwhile, so no time counts twice, and the parts add up

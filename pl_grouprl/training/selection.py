@@ -15,14 +15,14 @@ def has_spread(group: RolloutGroup) -> bool:
     return bool(rewards) and max(rewards) > min(rewards)
 
 
-def leave_out_truncated(groups: Sequence[RolloutGroup]) -> None:
+def mask_truncated(groups: Sequence[RolloutGroup]) -> None:
     """Empty the loss mask of rollouts that were cut at the limit, in place."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         if rollout.finish_reason == "length":
             rollout.loss_mask = [0] * len(rollout.token_ids)
 
 
-def leave_untrained(group: RolloutGroup) -> RolloutGroup:
+def without_rewards(group: RolloutGroup) -> RolloutGroup:
     """Copy a group without its rewards, so that it is not trained and in no statistic of all ranks.
 
     A rank without groups of its own still has to take part in the updates.

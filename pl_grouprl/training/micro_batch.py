@@ -19,7 +19,7 @@ from pl_grouprl.types import Rollout, RolloutGroup
 
 
 @dataclass(frozen=True)
-class MiniBatch:
+class MicroBatch:
     """Whole groups, or a slice of one, laid out for one decoder call, with their per-token quantities on the axis N.
 
     Attributes:
@@ -75,13 +75,13 @@ def lay_out(
     return replace(pack(groups, sharing, device=device), sequence_group=sequence_group)
 
 
-def filler_group(like: RolloutGroup) -> RolloutGroup:
+def dummy_group(like: RolloutGroup) -> RolloutGroup:
     """A group of a token or two that stands for nothing; with the images of a prompt where it has any."""
     prompt = like.prompt_ids if like.media else like.prompt_ids[:1]
     return replace(like, prompt_ids=prompt, rollouts=[Rollout(like.prompt_ids[-1:], logprobs=[0.0])])
 
 
-def filler_tokens(like: dict[str, Tensor]) -> dict[str, Tensor]:
+def dummy_tokens(like: dict[str, Tensor]) -> dict[str, Tensor]:
     """Quantities of its one token: nothing is trained, nothing is rewarded.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.step_terms import LossTerms
+from pl_grouprl.training.loss_sums import LossSums
 
 
 def checked_tensor(value: Any, where: str, shape: Sequence[int], meaning: str, *, boolean: bool = False) -> Tensor:
@@ -44,16 +44,16 @@ def _finite(value: Tensor, where: str) -> Tensor:
     return value
 
 
-def check_loss_terms(terms: Any, owner: str) -> LossTerms:
+def check_loss_terms(terms: Any, owner: str) -> LossSums:
     """Check what `compute_loss` returned.
 
     Raises:
-        TypeError: If it is not `LossTerms` made of pairs of tensors.
+        TypeError: If it is not `LossSums` made of pairs of tensors.
         ValueError: If a loss or a count is not a scalar.
     """
     where = f"{owner}.compute_loss"
-    if not isinstance(terms, LossTerms):
-        raise TypeError(f"{where} returned a {type(terms).__name__}; expected LossTerms(losses, metrics).")
+    if not isinstance(terms, LossSums):
+        raise TypeError(f"{where} returned a {type(terms).__name__}; expected LossSums(losses, metrics).")
     for kind, pairs in (("losses", terms.losses), ("metrics", terms.metrics)):
         for name, pair in pairs.items():
             if not isinstance(pair, tuple) or len(pair) != 2:

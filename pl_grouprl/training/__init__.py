@@ -1,0 +1,1 @@
+"""The parts of a run: plain objects, none a LightningModule or nn.Module."""
