@@ -17,7 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call as hooks
 
 from benchmarks.measure import CLOCKS
-from pl_grouprl.algorithms import collecting, group_ppo, mini_batch, passes, ppo
+from pl_grouprl.algorithms import group_ppo, ppo
+from pl_grouprl.training import collector, micro_batch, micro_batch_schedule
 from pl_grouprl.training.loss_sums import LossAccumulator
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.step_timer import StepTimer
@@ -119,24 +120,24 @@ def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str |
         (module.engine, "generate", "rollouts"),
         (module, "score", ("forward", "scoring")),
         (torch.Tensor, "backward", "backward"),
-        (module, "start_rewards", "rewards"),
-        (module, "_finish_rewards", "rewards"),
-        (passes, "lay_out", "packing"),
-        (mini_batch, "lay_out", "packing"),
-        (passes.MicroBatchSchedule, "__init__", "packing"),
-        (passes.MicroBatchSchedule, "_mini_batch", "packing"),
+        (module.rewarder, "start", "rewards"),
+        (module.collector, "_wait", "rewards"),
+        (micro_batch_schedule, "lay_out", "packing"),
+        (micro_batch, "lay_out", "packing"),
+        (micro_batch_schedule.MicroBatchSchedule, "__init__", "packing"),
+        (micro_batch_schedule.MicroBatchSchedule, "_micro_batch", "packing"),
         (RolloutBuffer, "__init__", "packing"),
         (RolloutBuffer, "select", "packing"),
         (RolloutBuffer, "in_order", "packing"),
         (RolloutBuffer, "put", "packing"),
-        (module, "prepare", "advantages"),
-        (module, "policy_terms", "loss"),
-        (module, "divide", "loss"),
+        (module, "prepare_updates", "advantages"),
+        (module.objective, "loss", "loss"),
+        (module.optimization, "divide", "loss"),
         (module, "on_before_optimizer_step", "gradient norm"),
         (module, "configure_gradient_clipping", "gradient norm"),
-        (collecting, "summarize", "metrics"),
-        (collecting, "rollout_metrics", "metrics"),
-        (collecting, "merge_reward_metrics", "metrics"),
+        (collector, "summarize", "metrics"),
+        (collector, "rollout_metrics", "metrics"),
+        (collector, "merge_reward_metrics", "metrics"),
         (LossAccumulator, "add", "metrics"),
         (LossAccumulator, "reduced", "metrics"),
         (module, "log", "logging"),

@@ -20,11 +20,11 @@ from benchmarks.cases import Case
 from benchmarks.measure import CLOCKS
 from benchmarks.rollout_data import RolloutData, compression_of
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
-from pl_grouprl.algorithms.base import MicroBatch
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models import Critic, PolicyCopyCritic
 from pl_grouprl.packing import pack
+from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import build_optimizer
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 
@@ -81,10 +81,10 @@ class Measured(PPO):
                 super().value_rollouts(buffer)
         return self.data.flat(self.data.values), torch.zeros(len(self.data.mask))
 
-    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+    def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Time what is left without the values: token groups, advantages, whitening."""
         with contextlib.nullcontext() if self.watch is None else self.watch.part("groups, advantages"):
-            super().estimate_advantages(buffer, scores)
+            super().compute_targets(buffer, scores)
 
 
 class MeasuredPPO(Measured):
@@ -238,7 +238,7 @@ class WholeStep:
                 with watch.part("policy update"):
                     batch = mini_batch(module, buffer, index)
                     scores = module.score(module.policy, batch.scoring, entropy=True)
-                    self.models.descend("policy", module.policy_terms(batch, scores).losses["policy"])
+                    self.models.descend("policy", module.objective.loss(batch, scores).losses["policy"])
                 del scores
                 with watch.part("critic update"):
                     self.models.descend("critic", module._value_loss(batch, None)[0])
@@ -251,16 +251,16 @@ class WholeStep:
 def sharing(module: Measured) -> Iterator[None]:
     """Share prefixes in all models of a module, where it does."""
     with contextlib.ExitStack() as stack:
-        for model in module.scored_models() if module.sharing == "shared" else ():
-            stack.enter_context(shared_prefix(model, module.attention_backend))
+        for model in module.scored_models() if module.prefix_sharing.sharing == "shared" else ():
+            stack.enter_context(shared_prefix(model, module.prefix_sharing.backend))
         yield
 
 
 def prepared(module: Measured) -> RolloutBuffer:
     """The module's rollouts with all that its updates need."""
     buffer = RolloutBuffer(module.data.groups, 0, module.num_mini_batches, module.seed)
-    module.prepare_scores(buffer)
-    module.prepare(buffer)
+    scores = module.score_rollouts_before_update(buffer)
+    module.prepare_updates(buffer, scores)
     return buffer
 
 
@@ -268,4 +268,4 @@ def mini_batch(module: Measured, buffer: RolloutBuffer, index: int) -> MicroBatc
     """What a training step gets."""
     groups, tokens = buffer.mini_batch(index)
     on_device = {name: own.to(module.device) for name, own in tokens.items()}
-    return MicroBatch(pack(groups, module.sharing, device=module.device), on_device, groups)
+    return MicroBatch(pack(groups, module.prefix_sharing.sharing, device=module.device), on_device, groups)

@@ -3,13 +3,10 @@
 import warnings
 from typing import Any
 
-from pl_grouprl.algorithms.base import RolloutModule
 from pl_grouprl.algorithms.group_ppo import GroupPPO
 from pl_grouprl.algorithms.grpo import GRPO
-from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
-from pl_grouprl.algorithms.policy_module import PolicyModule
+from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.algorithms.ppo import PPO, CriticRows, Estimate
-from pl_grouprl.algorithms.sampling_module import SamplingModule
 from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import OptimizerConfig
@@ -24,14 +21,15 @@ __all__ = [
     "LossSums",
     "MicroBatch",
     "OptimizerConfig",
-    "PolicyGradientModule",
-    "PolicyModule",
+    "RLModule",
     "RolloutBuffer",
-    "RolloutModule",
-    "SamplingModule",
 ]
 
-_RENAMED = {"LossTerms": "LossSums", "MiniBatch": "MicroBatch"}
+_RENAMED = {
+    "LossTerms": "LossSums",
+    "MiniBatch": "MicroBatch",
+    **dict.fromkeys(("PolicyGradientModule", "PolicyModule", "RolloutModule", "SamplingModule"), "RLModule"),
+}
 
 
 def __getattr__(name: str) -> Any:

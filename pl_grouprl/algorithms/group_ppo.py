@@ -31,6 +31,7 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.distributed import reduce_over_ranks, sum_over_ranks
 from pl_grouprl.utilities.options import check_options
 
 ScoreNorm = Literal["logit", "sketch", "log_ratio"]
@@ -71,7 +72,7 @@ class GroupPPO(PPO):
             biased, for comparison), or each its own (`variable_lambda`).
         critic_positions: Where the critic is trained: at the first tokens of groups (`starts`), or at `all`.
         boundary_at_turn_ends: End a group where a gap of the loss mask follows (tool output).
-        **kwargs: Options of `PPO`, `PolicyGradientModule`, `RolloutModule`, `SamplingModule` and `PolicyModule`.
+        **kwargs: Options of `PPO` and `RLModule`.
 
     Raises:
         ValueError: If an option is out of range, unknown, or has no meaning together with another.
@@ -150,7 +151,7 @@ class GroupPPO(PPO):
         """Cut each response into token groups, and estimate one advantage for each."""
         assert scores is not None
         signal_BT, norms = self._signal(rows), self._score_norms(buffer, scores)
-        total, count = self.reduce_sums(signal_sums(signal_BT, norms, rows.mask)).tolist()
+        total, count = reduce_over_ranks(signal_sums(signal_BT, norms, rows.mask), self.device).tolist()
         threshold = self.threshold_controller.threshold
         groups = find_token_groups(
             signal_BT,
@@ -175,7 +176,7 @@ class GroupPPO(PPO):
             mode=self.advantage_mode,
         )
         counts = token_group_counts(groups)
-        tokens, positions = self.sum_over_ranks([counts["tokens"], counts["positions"]])
+        tokens, positions = sum_over_ranks([counts["tokens"], counts["positions"]], self.device)
         self.threshold_controller.update(1 - positions / tokens if tokens else float("nan"))
         value_mask = groups.starts if self.critic_positions == "starts" else rows.mask
         return Estimate(advantages, returns, value_mask, groups.ends if self.advantage_mode == "endpoint" else None)
@@ -207,7 +208,7 @@ class GroupPPO(PPO):
         # What two ways of adding up the same numbers differ by is no change of the policy.
         policy = torch.where((policy - sampler).abs() < _ROUNDING, sampler, policy)
         differs = (policy != sampler) & mask
-        (anywhere,) = self.sum_over_ranks([differs.sum()])
+        (anywhere,) = sum_over_ranks([differs.sum()], self.device)
         if (
             anywhere and not differs.any()
         ):  # this rank alone has no evidence; an error here would leave the others waiting

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule, describe, given, set_once
+from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.functional.advantages import (
     REWARD_AGGREGATIONS,
     ReinforcePlusPlusBaselineAdvantage,
@@ -25,13 +25,14 @@ from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
-from pl_grouprl.rewards import RewardFunction, Weighted, prepare_rewards
+from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.training.objective import describe, drop_none, join_options
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
-from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
 EstimatorName = Literal[
@@ -40,7 +41,7 @@ EstimatorName = Literal[
 
 
 @checked_arguments
-class GRPO(PolicyGradientModule):
+class GRPO(RLModule):
     """Group relative policy optimization (arXiv:2402.03300), with the variants that differ in advantage and loss only.
 
     Research code overrides `compute_advantages` or `compute_loss`.
@@ -50,8 +51,8 @@ class GRPO(PolicyGradientModule):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         loss_type: TRL's name for a choice of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each of them can be
             set on its own.
-        policy_loss: Name of the policy's loss; see `PolicyGradientModule`.
-        loss_agg_mode: How tokens become one loss; see `PolicyGradientModule`.
+        policy_loss: Name of the policy's loss; see `RLModule`.
+        loss_agg_mode: How tokens become one loss; see `RLModule`.
         scale_rewards: What centred rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
         advantage_estimator: Its name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
@@ -61,7 +62,7 @@ class GRPO(PolicyGradientModule):
         advantage_options: Further options of the estimator, by the names of its class, such as `gamma`.
         multi_objective_aggregation: Whether several rewards are added up before they are compared with the group
             (`sum_then_normalize`) or after (`normalize_then_sum`).
-        **kwargs: Options of `PolicyGradientModule`, `RolloutModule`, `SamplingModule` and `PolicyModule`.
+        **kwargs: Options of `RLModule`.
 
     Raises:
         ValueError: If an option is out of range, unknown, or has no meaning together with another.
@@ -91,12 +92,14 @@ class GRPO(PolicyGradientModule):
             loss_agg_mode=loss_agg_mode or preset.aggregation,
             **kwargs,
         )
-        options = set_once(given(scale=scale_rewards), advantage_options, "advantage_options")
+        options = join_options(drop_none(scale=scale_rewards), advantage_options, "advantage_options")
         if advantage_estimator == "grpo":
             options.setdefault("scale", preset.scale)
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         self._check_estimator(advantage_estimator)
+        # A greedy rollout is sampled where the rewards' columns are.
+        self.collector.can_move = not self.advantage_estimator.needs_greedy
 
     def _check_estimator(self, name: str) -> None:
         if self.num_generations < 2 and name not in ("remax", "reinforce_plus_plus"):
@@ -112,16 +115,11 @@ class GRPO(PolicyGradientModule):
         if self.multi_objective_aggregation == "normalize_then_sum":
             if self.advantage_estimator.per_token:
                 raise ValueError(f"advantage_estimator={name!r} takes one reward; use 'sum_then_normalize'.")
-            if self.kl_in == "reward" and self.uses_reference:
+            if self.kl_penalty.in_reward:
                 raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
 
-    @property
-    def moves_groups(self) -> bool:
-        """A greedy rollout is sampled beside the others where the rewards' columns are."""
-        return not self.advantage_estimator.needs_greedy
-
-    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Compare rollouts, or tokens, with what their group and the batch did."""
+    def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Compare rollouts, or tokens, with their group and the batch."""
         if self.advantage_estimator.per_token:
             buffer.put("advantages", self._per_token_advantages(buffer))
             return
@@ -135,7 +133,7 @@ class GRPO(PolicyGradientModule):
 
         The groups are copies; changing them does not affect training.
         """
-        weights = [reward.weight for reward in prepare_rewards(self.rewards)]
+        weights = [reward.weight for reward in self.rewarder.functions]
         own = {
             "rewards": [self._reward_columns(group) for group in groups],
             "lengths": [[len(rollout.token_ids) for rollout in group.rollouts] for group in groups],
@@ -162,7 +160,7 @@ class GRPO(PolicyGradientModule):
         """The combined reward of each rollout, or that of each function where they are normalized first."""
         if self.multi_objective_aggregation == "sum_then_normalize":
             return [[_number(rollout.reward)] for rollout in group.rollouts]
-        names = [reward.name for reward in prepare_rewards(self.rewards)]
+        names = [reward.name for reward in self.rewarder.functions]
         return [
             [_number(rollout.rewards.get(name)) if rollout.reward is not None else math.nan for name in names]
             for rollout in group.rollouts
@@ -171,10 +169,10 @@ class GRPO(PolicyGradientModule):
     def _greedy(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
         """Reward columns of one greedy rollout of each prompt."""
         prompts = [Prompt(g.prompt_ids, g.prompt, g.columns, g.data_source, g.media) for g in groups]
-        with self._timed("rollout"):
+        with self.timer.part("rollout"):
             greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=("greedy",))
-        with self._timed("reward"):
-            self.start_rewards(greedy).wait()
+        with self.timer.part("reward"):
+            self.rewarder.start(greedy).wait()
         return [self._reward_columns(group) for group in greedy]
 
     def _per_token_advantages(self, buffer: RolloutBuffer) -> Tensor:
@@ -186,16 +184,19 @@ class GRPO(PolicyGradientModule):
             # The rewards of tokens do not tell a rollout without a trained token from one with a reward of 0.
             rewards_B = torch.tensor([_number(r.reward) for group in self._penalized(buffer) for r in group.rollouts])
             advantages_BT = reinforce_plus_plus_baseline_advantages(
-                rewards_B.float(), ids_B, mask_BT, reduce=self.reduce_sums
+                rewards_B.float(), ids_B, mask_BT, reduce=self._reduce
             )
         else:
             rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
-            advantages_BT = self.advantage_estimator(rewards_BT, mask_BT, ids_B, reduce=self.reduce_sums)
+            advantages_BT = self.advantage_estimator(rewards_BT, mask_BT, ids_B, reduce=self._reduce)
         return from_rows(advantages_BT, lengths_B)
+
+    def _reduce(self, sums: Tensor) -> Tensor:
+        return reduce_over_ranks(sums, self.device)
 
     def _penalized(self, buffer: RolloutBuffer) -> list[RolloutGroup]:
         """The groups, with rewards less the KL penalty where that is part of the reward."""
-        return _with_penalties(buffer) if self.kl_in == "reward" and self.uses_reference else buffer.groups
+        return _with_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides the advantages."""

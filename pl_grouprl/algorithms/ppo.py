@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
+from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.attention import ParityReport
 from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
 from pl_grouprl.functional.logprobs import TokenScores
@@ -34,6 +34,7 @@ from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.annotations import describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.distributed import reduce_over_ranks
 from pl_grouprl.utilities.options import check_options
 
 
@@ -73,7 +74,7 @@ class Estimate(NamedTuple):
 
 
 @checked_arguments
-class PPO(PolicyGradientModule):
+class PPO(RLModule):
     """Proximal policy optimization (arXiv:1707.06347) with generalized advantage estimation (arXiv:1506.02438).
 
     Research code overrides `estimate`. Groups may have any size, one rollout included.
@@ -97,7 +98,7 @@ class PPO(PolicyGradientModule):
             the policy's learning rate runs on meanwhile.
         bootstrap_truncated: Take the critic's value after the last token as the rest of a rollout that was cut at
             `max_new_tokens`, instead of 0.
-        **kwargs: Options of `PolicyGradientModule`, `RolloutModule`, `SamplingModule` and `PolicyModule`.
+        **kwargs: Options of `RLModule`.
 
     Attributes:
         critic: The critic, once `configure_model` has run.
@@ -164,7 +165,7 @@ class PPO(PolicyGradientModule):
         self.critic_warmup_steps = critic_warmup_steps
         self.bootstrap_truncated = bootstrap_truncated
         self.critic: Critic | None = None
-        self._bootstrap_B: Tensor | None = None  # between prepare_scores and prepare
+        self._bootstrap_B: Tensor | None = None  # between scoring and targets
 
     # Models and optimizer.
 
@@ -180,7 +181,7 @@ class PPO(PolicyGradientModule):
 
     def parity_reports(self) -> list[ParityReport]:
         """Add the critic, where its trunk is not the policy's."""
-        reports, critic, backend = super().parity_reports(), self._critic, self.attention_backend
+        reports, critic, backend = super().parity_reports(), self._critic, self.prefix_sharing.backend
         if critic.shares_trunk:
             return reports
         with self.support.whole_weights(critic):
@@ -221,7 +222,7 @@ class PPO(PolicyGradientModule):
         Args:
             rows: Rewards and values.
             buffer: The rollouts that they belong to.
-            scores: The policy's scores, shape [N], where `needs_old_scores` asked for them.
+            scores: The policy's scores, shape [N], if `needs_old_scores`.
         """
         advantages, returns = generalized_advantages(
             rows.rewards,
@@ -239,14 +240,15 @@ class PPO(PolicyGradientModule):
         """Lambda of the critic's targets."""
         return self.lam if self.critic_lam is None else self.critic_lam
 
-    def prepare_scores(self, buffer: RolloutBuffer) -> None:
+    def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Add the critic's values."""
-        super().prepare_scores(buffer)
-        with self._timed("values"):
+        scores = super().score_rollouts_before_update(buffer)
+        with self.timer.part("values"):
             values_N, self._bootstrap_B = self.value_rollouts(buffer)
         buffer.put("values", values_N)
+        return scores
 
-    def estimate_advantages(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+    def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Put advantages, returns, and where the critic is trained into the buffer."""
         lengths_B = buffer.rollout_lengths
         values_N, bootstrap_B = buffer.joined("values"), self._bootstrap_B
@@ -257,15 +259,19 @@ class PPO(PolicyGradientModule):
         rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
         rows = CriticRows(rewards_BT, to_rows(values_N, lengths_B), mask_BT, bootstrap_B, lam)
         estimate = self._checked(self.estimate(rows, buffer, scores), tuple(mask_BT.shape))
+        reduce = partial(reduce_over_ranks, device=self.device)
         buffer.put("returns", from_rows(estimate.returns, lengths_B))
         buffer.put("value_mask", from_rows(estimate.value_mask, lengths_B))
         advantages_BT = estimate.advantages
         if self.whiten_advantages:
             whitened_BT = mask_BT if estimate.advantage_mask is None else estimate.advantage_mask
-            advantages_BT = masked_whiten(advantages_BT, whitened_BT, reduce=self.reduce_sums)
+            advantages_BT = masked_whiten(advantages_BT, whitened_BT, reduce=reduce)
         buffer.put("advantages", from_rows(advantages_BT, lengths_B))
         explained = explained_variance(
-            values_N, buffer.joined("returns"), mask_N=buffer.joined("value_mask"), reduce=self.reduce_sums
+            values_N,
+            buffer.joined("returns"),
+            mask_N=buffer.joined("value_mask"),
+            reduce=reduce,
         )
         buffer.metrics["value/explained_variance"] = float(explained)
 
@@ -299,7 +305,7 @@ class PPO(PolicyGradientModule):
             return critic.values(batch, states=states), critic.values(batch, batch.final_index_B, states=states)
 
         model = self.policy if critic.shares_trunk else critic
-        values_N, last_B = self.map_rollouts(model, buffer, values, per_rollout=(1,))
+        values_N, last_B = self.scorer.map(model, buffer, values, per_rollout=(1,))
         cut = [rollout.finish_reason == "length" for group in buffer.groups for rollout in group.rollouts]
         bootstrapped_B = torch.tensor(cut) if self.bootstrap_truncated else torch.zeros(len(cut), dtype=torch.bool)
         return values_N, last_B.masked_fill(~bootstrapped_B, 0)
@@ -319,20 +325,19 @@ class PPO(PolicyGradientModule):
     def compute_loss(self, batch: MicroBatch) -> LossSums:
         """Policy loss and value loss, each of its own part of the optimizer."""
         critic = self._critic
-        with self.recorded_routers() as routers:
+        with self.objective.recorded_routers(self.policy) as routers:
             states = hidden_states(self.policy, batch.scoring) if critic.shares_trunk else None
             if not self.warming_up:
-                options = {"entropy": True, "entropy_grad": self.entropy_coef > 0, "states": states}
-                scores = self.score(self.policy, batch.scoring, **options)
+                scores = self.score(self.policy, batch.scoring, states=states, **self.objective.score_options)
         if self.warming_up:
             # Every rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
             untouched = self.support.touch(self.policy.parameters())
-            terms = LossSums({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
+            sums = LossSums({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
         else:
-            terms = self.policy_terms(batch, scores, routers)
-        terms.losses["critic"], metrics = self._value_loss(batch, states)
-        terms.metrics.update(metrics)
-        return terms
+            sums = self.objective.loss(batch, scores, self.policy, routers)
+        sums.losses["critic"], metrics = self._value_loss(batch, states)
+        sums.metrics.update(metrics)
+        return sums
 
     def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
         """Those of the policy, nothing while the critic warms up, and the tokens at which the critic is trained."""

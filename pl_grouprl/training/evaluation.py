@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k
-from pl_grouprl.training.metrics import Record, rewards_by_function
+from pl_grouprl.training.metrics import Record, rewards_by_function, summarize
+from pl_grouprl.types import RolloutGroup
+from pl_grouprl.utilities.distributed import gather_plain
 
 
 def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, float]:
@@ -34,6 +38,28 @@ def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, floa
             metrics[f"{prefix}/{source}/best@{k}"] = best_at_k(rewards)
             metrics[f"{prefix}/{source}/maj@{k}"] = majority_at_k(rewards, [record["texts"] for record in own])
     return metrics
+
+
+class Evaluator:
+    """Collects the rollouts of a validation or test run.
+
+    Attributes:
+        groups: Rollouts of the current batch.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[RolloutGroup] = []
+        self._records: list[Record] = []
+
+    def record(self) -> None:
+        """Add the current batch, with its rewards."""
+        self._records += summarize(self.groups)
+
+    def metrics(self, prefix: str, device: torch.device) -> dict[str, float]:
+        """Compute the metrics of all ranks, and start over. All ranks call it."""
+        records = [record for own in gather_plain(self._records, device) for record in own]
+        self._records = []
+        return evaluation_metrics(records, prefix)
 
 
 def _with_reward(record: Record) -> Record:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms.policy_module import PolicyModule
+    from pl_grouprl.algorithms.module import RLModule
 
 
-def check_weights(module: PolicyModule) -> None:
+def check_weights(module: RLModule) -> None:
     """Check every trained weight after an optimizer step. All ranks must call it; they fail together.
 
     Norms are cheap but may overflow, so each weight is inspected only if one of them is not finite.
@@ -23,7 +24,7 @@ def check_weights(module: PolicyModule) -> None:
     weights = module.support.weights([parameter for parameter in module.parameters() if parameter.requires_grad])
     norms = torch._foreach_norm([weight for weight in weights if weight.numel()] or [torch.zeros(1)])
     largest = torch.stack([norm.to(module.device, torch.float32) for norm in norms]).max()
-    (suspicious,) = module.sum_over_ranks([~largest.isfinite()])
+    (suspicious,) = sum_over_ranks([~largest.isfinite()], module.device)
     if not suspicious:
         return
     trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
@@ -35,8 +36,8 @@ def check_weights(module: PolicyModule) -> None:
         )
 
 
-def _cause(module: PolicyModule, broken: list[str]) -> str:
-    if module.nonfinite_steps:
+def _cause(module: RLModule, broken: list[str]) -> str:
+    if module.optimization.nonfinite_steps:
         return "The step was skipped, so they were there before: check the model or checkpoint that the run began with."
     parts = module.optimized_parts()
     configs = {part: config for part, (_, config) in parts.items()}

@@ -1,4 +1,4 @@
-"""The passes of an optimizer step, made one after another: forward here, backward by whoever asks for the next one."""
+"""The micro-batches of an update, one at a time: the caller runs forward and backward before it asks for the next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowOptions:
 
     Attributes:
         sharing: `shared` or `repeated`.
-        max_tokens: Most tokens of a pass on one rank; None is no limit.
+        max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
         device: Where the tensors are put.
         sequence_group: The ranks that share the tokens of each row; None if every rank runs its own.
         sequence_ranks: Their number.
@@ -45,14 +45,14 @@ class RowOptions:
 
 
 class PackedRowCache:
-    """The row that was laid out last: scoring and update of the same rollouts share it, with its attention's plan."""
+    """The row that was packed last: scoring and update of the same rollouts share it, with its attention plan."""
 
     def __init__(self) -> None:
         self._of: Any = None
         self._scoring: ScoringBatch | None = None
 
     def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
-        """The row of these groups, laid out anew if the last one was another, or if a token of it has changed."""
+        """The row of these groups; packed again if the last one was another, or if a token of it has changed."""
         of = (options, [_contents(group) for group in groups])
         if self._scoring is None or self._of != of:
             self.clear()  # before there are two
@@ -60,24 +60,24 @@ class PackedRowCache:
         return self._scoring
 
     def clear(self) -> None:
-        """Let go of it."""
+        """Forget it."""
         self._of = self._scoring = None
 
 
 def _contents(group: RolloutGroup) -> tuple[Any, ...]:
-    """What a row of text is made of: copies, since lists may be changed in place."""
+    """What a row of text is made of; copies, because lists may be changed in place."""
     rollouts = [(tuple(own.token_ids), own.loss_mask and tuple(own.loss_mask)) for own in group.rollouts]
     return tuple(group.prompt_ids), group.group_id, rollouts
 
 
 class MicroBatchSchedule:
-    """The passes over some groups of a buffer, as many and of the same kinds on every rank.
+    """The micro-batches of some groups of a buffer, as many and of the same kinds on every rank.
 
     Args:
         buffer: This rank's rollouts.
         indices: Which of its groups take part.
         options: How they are laid out.
-        cache: Where the last row is cache for further passes.
+        cache: Keeps the last row for further micro-batches.
 
     Raises:
         ValueError: If a rollout, or a prompt, is too long for the budget.
@@ -95,26 +95,26 @@ class MicroBatchSchedule:
 
     @property
     def number(self) -> int:
-        """How many backward passes there will be."""
+        """Number of micro-batches, prefixes of split groups included."""
         rows, *slices = self._shape
         return self._options.sequence_ranks * (rows + sum(count + 1 for count in slices))
 
     def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
-        """Slices of a large group come first, then the pass through its prefix, which goes backward only."""
+        """Slices of a large group come first, then the pass through its prefix, which runs backward only."""
         rows, *slices = self._shape
         for number, count in enumerate(slices):
             for chosen in self._of_peers(self._slices(number, count)):
                 group = chosen[-1][0][0]
                 prefix = PrefixPass(group, self._options.device, self._options.sequence_group)
-                yield from (self._mini_batch(part, prefix) for part in chosen)
+                yield from (self._micro_batch(part, prefix) for part in chosen)
                 yield prefix
         for parts in [()] * (rows - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
             row = self._buffer.select(parts) if parts else self._filler()
             for (peers_row,) in self._of_peers([row]):
-                yield self._mini_batch(peers_row)
+                yield self._micro_batch(peers_row)
 
     def _slices(self, number: int, count: int) -> list[Chosen]:
-        """The slices of a split group, with fillers in front."""
+        """The slices of a split group, after dummies."""
         splits = self._plan.splits
         parts = [(splits[number].group, own) for own in splits[number].slices] if number < len(splits) else []
         return [self._filler()] * (count - len(parts)) + [self._buffer.select([part]) for part in parts]
@@ -124,7 +124,7 @@ class MicroBatchSchedule:
         return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
 
     def _of_peers(self, own: list[Chosen]) -> Iterator[list[Chosen]]:
-        """What this rank is to run: its own, or what the ranks of its sequence group have, one after another."""
+        """What this rank runs: its own, or in turn what each rank of its sequence group has."""
         group = self._options.sequence_group
         if group is None:
             yield own
@@ -133,8 +133,8 @@ class MicroBatchSchedule:
         for peer in gather_plain(states, self._options.device, group):
             yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
 
-    def _mini_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MicroBatch:
-        """Lay a pass out. A row of text that no peer has a share in is cache."""
+    def _micro_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MicroBatch:
+        """Lay out a micro-batch. A row of text that no peer shares is cached."""
         tick()
         groups, tokens, numbers = chosen
         options = self._options

@@ -127,3 +127,12 @@ def _by_decay(module: nn.Module, config: OptimizerConfig) -> list[tuple[str, lis
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
     return len(getattr(parameter, "whole_shape", parameter.shape)) >= 2  # FSDP1's shards are flat
+
+
+def saved_options(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, Any]:
+    """Options that an optimizer's state brings along, by part."""
+    return {
+        f"{part}.{name}": list(value) if isinstance(value := getattr(config, name), tuple) else value
+        for part, (_, config) in parts.items()
+        for name in ("learning_rate", "weight_decay", "betas", "eps")
+    }

@@ -44,7 +44,7 @@ def _finite(value: Tensor, where: str) -> Tensor:
     return value
 
 
-def check_loss_terms(terms: Any, owner: str) -> LossSums:
+def check_loss_sums(terms: Any, owner: str) -> LossSums:
     """Check what `compute_loss` returned.
 
     Raises:

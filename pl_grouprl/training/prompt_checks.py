@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.types import Prompt, SamplingConfig
+
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
 def limits_of_source(source: PolicySource) -> dict[str, int]:
@@ -78,3 +81,23 @@ def _engine_limit(engine: Any) -> dict[str, int]:
     """The longest sequence that the engine is configured to serve."""
     limit = getattr(engine, "max_model_len", None)
     return {} if limit is None else {"max_model_len": limit}
+
+
+def prompts_of_stage(trainer: Any, stage: str) -> dict[str, Sequence[Prompt]]:
+    """The prompts that a stage uses, by split, if the data module has them."""
+    prompts = getattr(getattr(trainer, "datamodule", None), "prompts", {})
+    return {split: prompts[split] for split in _SPLITS_OF_STAGE.get(stage, ()) if split in prompts}
+
+
+def check_batch(batch: Any) -> None:
+    """Refuse batches of a loader that is not about rollouts.
+
+    Raises:
+        TypeError: If it is no `PromptBatch`.
+    """
+    if not isinstance(batch, PromptBatch):
+        raise TypeError(
+            f"the loader yields {type(batch).__name__}, but rollouts need a pl_grouprl.data.PromptBatch: prompts, and "
+            "which update of their rollouts it is. Put the prompts into a PromptDataModule and pass it as datamodule; "
+            "a loader of your own must yield PromptBatch objects, each module.updates_per_rollout times in a row."
+        )

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.utilities.distributed import num_ranks
+from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 from pl_grouprl.utilities.run_options import Changes, changed_options, refused_changes, remedy
 
 
@@ -181,3 +181,68 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
             f"the optimizer has other options than in the checkpoint, whose state brings its own: "
             f"{'; '.join(differences)}. Restore them, or start a new run from the exported policy."
         )
+
+
+def compare_reference(then: float | None, now: float | None, source: Any) -> None:
+    """Refuse another base model than the checkpoint's.
+
+    Args:
+        then: Fingerprint in the checkpoint.
+        now: Fingerprint of this run's.
+        source: Where it came from, for the error.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
+        raise ValueError(
+            f"policy={source!r} gives another model (sum of absolute weights {now}) than the checkpoint was trained "
+            f"with ({then}), so the reference, or the base of its adapter, would differ; restore it or start a new run."
+        )
+
+
+class UnfinishedRollouts:
+    """The rollouts of every rank, as part of a checkpoint, if some of their updates are still to come.
+
+    Args:
+        module: Has `last_rollouts` and `updates_per_rollout`.
+        num_mini_batches: Mini-batches of one pass over the rollouts.
+
+    Attributes:
+        restored: Whether rollouts were loaded.
+    """
+
+    def __init__(self, module: Any, num_mini_batches: int) -> None:
+        self._module = module
+        self._num_mini_batches = num_mini_batches
+        self.restored = False
+
+    def state_dict(self) -> list[dict[str, Any] | None]:
+        """Gather them; all ranks call it."""
+        buffer = self._module.last_rollouts
+        finished = buffer is None or buffer.updates_done >= self._module.updates_per_rollout
+        return gather_plain(None if finished else buffer.state_dict(), self._module.device)
+
+    def load_state_dict(self, state: list[dict[str, Any] | None]) -> None:
+        """Restore this rank's."""
+        rollouts = restore_rollouts(state, self._module.global_rank, self._num_mini_batches)
+        self._module.last_rollouts = rollouts or self._module.last_rollouts
+        self.restored = rollouts is not None
+
+
+def restore_loaders(trainer: Any, *, begins_epoch: bool) -> None:
+    """Restore the position in the data, which Lightning loses in two cases; call before the first batch is read.
+
+    They are: the epoch was complete, or a schedule asked for the number of steps, which sets up the loader before its
+    state is known.
+
+    Args:
+        trainer: The Trainer.
+        begins_epoch: What `fix_loop_counters` returned.
+    """
+    loop = trainer.fit_loop
+    states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+    if states and loop._combined_loader is not None:
+        loop._combined_loader._load_state_dicts(states)
+    if begins_epoch:
+        loop.epoch_loop.restarting = False

@@ -1,11 +1,9 @@
-"""What a checkpoint holds of a run besides weights, optimizer and position in the data, as parts that save and restore."""
+"""What a checkpoint holds besides weights, optimizer and position in the data, as parts that save and restore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
-
-import lightning.pytorch as pl
 
 from pl_grouprl.utilities.distributed import gather_plain
 
@@ -64,20 +62,38 @@ class PerRankState:
     """State that differs between ranks; a checkpoint holds a list of all ranks' states.
 
     Args:
-        module: Its device is where ranks communicate.
+        run: Its device is where ranks communicate.
         save: Returns this rank's state.
         load: Takes the states of all saved ranks, however many there were.
     """
 
-    def __init__(self, module: pl.LightningModule, save: Callable[[], Any], load: Callable[[list[Any]], None]) -> None:
-        self.module = module
+    def __init__(self, run: Any, save: Callable[[], Any], load: Callable[[list[Any]], None]) -> None:
+        self.run = run
         self.save = save
         self.load = load
 
     def state_dict(self) -> list[Any]:
         """Gather all ranks' states; every rank must call it."""
-        return gather_plain(self.save(), self.module.device)
+        return gather_plain(self.save(), self.run.device)
 
     def load_state_dict(self, state: list[Any]) -> None:
         """Restore this rank's state."""
         self.load(state)
+
+
+def save_parts(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Save parts by name; all ranks call it."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def load_parts(parts: Mapping[str, Stateful], state: Mapping[str, Any], leave_out: Container[str]) -> None:
+    """Load parts in their order.
+
+    Args:
+        parts: Parts by name. One that an older checkpoint lacks is left as it is.
+        state: What `save_parts` returned.
+        leave_out: Parts that start over.
+    """
+    for name, part in parts.items():
+        if name in state and name not in leave_out:
+            part.load_state_dict(state[name])

@@ -67,3 +67,23 @@ class StepTimer:
         """Seconds of each part of the present step, `other` and their sum `step` among them."""
         parts = {"other": 0.0} | self._seconds
         return parts | {"step": sum(parts.values())}
+
+
+class Throughput:
+    """Tokens per second from the start of a rollout to its last update."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._is_whole = False
+
+    def start(self) -> None:
+        """Begin a rollout."""
+        self._seconds, self._is_whole = 0.0, True
+
+    def add(self, seconds: float) -> None:
+        """Add the time of a step."""
+        self._seconds += seconds
+
+    def tokens_per_second(self, num_tokens: int) -> float | None:
+        """Tokens that were sampled and trained, over the time for both; None if a resumed run began in between."""
+        return num_tokens / self._seconds if self._is_whole else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+from torch._dynamo import OptimizedModule
 
 from pl_grouprl.utilities.options import check_options
 
@@ -56,3 +59,42 @@ def _is_no_batch(trainer: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def refuse_compiled(modules: Mapping[str, Any]) -> None:
+    """Refuse compiled modules.
+
+    Args:
+        modules: By the name that the error calls them.
+
+    Raises:
+        ValueError: With what to compile instead.
+    """
+    for name, part in modules.items():
+        compiled = isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
+        if compiled or getattr(part, "_compiler_ctx", None) is not None:
+            raise ValueError(
+                f"{name} is compiled, which is not supported yet; leave out torch.compile({name}) and "
+                f"{name}.compile(). The policy's decoder layers can be compiled: compile_layers of its source."
+            )
+
+
+def check_updates(trainer: Any, num_iterations: int, num_mini_batches: int) -> None:
+    """Refuse more mini-batches than prompts, and optimizer steps that add up several passes over the same rollouts.
+
+    Raises:
+        ValueError: With the options.
+    """
+    batch_size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    if batch_size is not None and num_mini_batches > batch_size:
+        raise ValueError(
+            f"num_mini_batches is {num_mini_batches} with batch_size={batch_size} prompts; groups are not split, so it "
+            f"can be at most {batch_size}."
+        )
+    accumulated = trainer.accumulate_grad_batches
+    if num_iterations > 1 and accumulated > num_mini_batches:
+        raise ValueError(
+            f"accumulate_grad_batches is {accumulated} with num_mini_batches={num_mini_batches} and "
+            f"num_iterations={num_iterations}: one optimizer step would add up several passes over the same "
+            "rollouts, which gives what one pass gives. Set num_iterations to 1, or accumulate less."
+        )

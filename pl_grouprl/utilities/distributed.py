@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +36,32 @@ def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = No
         torch.load(io.BytesIO(received.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
         for received in gather_all_tensors(sent, group=group)
     ]
+
+
+def reduce_over_ranks(
+    values: torch.Tensor, device: torch.device | str = "cpu", op: Literal["sum", "max"] = "sum"
+) -> torch.Tensor:
+    """Sum a tensor over all ranks, or take its elementwise maximum. All ranks must call it.
+
+    Args:
+        values: Of the same shape on every rank.
+        device: Where the communication happens; the rank's own GPU under NCCL.
+        op: `sum` or `max`.
+
+    Returns:
+        The result, on the device of `values`.
+    """
+    if num_ranks() == 1:
+        return values
+    reduced = values.to(device).clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, op.upper()))
+    return reduced.to(values.device)
+
+
+def sum_over_ranks(values: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> list[float]:
+    """Sum scalars over all ranks, in one exchange. Every rank passes the same quantities in the same order."""
+    stacked = torch.stack([value.detach().to(device, torch.float32) for value in values])
+    return reduce_over_ranks(stacked, device).tolist()
 
 
 def raise_on_all_ranks(failure: Exception | None, device: torch.device | str = "cpu") -> None:

@@ -175,7 +175,7 @@ def test_nothing_kept_moves_nothing_and_goes_on(fit, tiny_policy):
     assert [own["grad_norm"] for own in steps.metrics] == [0, 0, 0]
     assert all(math.isfinite(value) for own in steps.metrics for value in own.values())
     assert not module.last_rollouts.joined("loss_mask").any()
-    assert module.nonfinite_steps == 0
+    assert module.optimization.nonfinite_steps == 0
 
 
 def test_nothing_kept_after_a_step_leaves_the_momentum(fit):

@@ -301,7 +301,7 @@ def test_edges_are_finite(make_module, make_data, make_trainer, ragged_engine, h
     module.configure_model()
     start = {name: p.detach().clone() for name, p in module.named_parameters()}
     make_trainer(max_steps=4, callbacks=[record]).fit(module, make_data())
-    assert module.nonfinite_steps == 0
+    assert module.optimization.nonfinite_steps == 0
     for step, weights in zip(record.steps, record.weights, strict=True):
         assert all(p.isfinite().all() for p in weights.values())
         for name in ("loss", "grad_norm", "value/loss", "value/clip_ratio", "kl_coef"):

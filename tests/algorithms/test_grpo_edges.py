@@ -36,7 +36,7 @@ def test_a_step_without_trained_tokens_leaves_weights_and_optimizer_as_they_are(
     assert len(states.seen) == 6
     moved = [not same(states.seen[step - 1], states.seen[step]) for step in (3, 4, 5)]
     assert sorted(moved) == [False, False, True]
-    assert module.nonfinite_steps == 0
+    assert module.optimization.nonfinite_steps == 0
 
 
 def test_a_batch_without_any_reward_is_warned_about(make_module, make_data, make_trainer):

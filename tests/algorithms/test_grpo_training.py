@@ -214,7 +214,7 @@ def test_a_step_that_is_not_finite_is_skipped(make_module, make_data, make_train
     assert same(weights.seen[0], weights.seen[1])
     assert same(weights.exp_avg[0], weights.exp_avg[1])
     assert not same(weights.seen[1], weights.seen[2])
-    assert module.nonfinite_steps == 0
+    assert module.optimization.nonfinite_steps == 0
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(make_module, make_data, make_trainer):

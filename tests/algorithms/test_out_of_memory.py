@@ -28,8 +28,10 @@ class Full(torch.autograd.Function):
 class FullBackward(GRPO):
     """Every backward runs out of memory; the last pass's is Lightning's."""
 
-    def divide(self, *args, **kwargs):
-        return Full.apply(super().divide(*args, **kwargs))
+    def compute_loss(self, batch):
+        sums = super().compute_loss(batch)
+        sums.losses["policy"] = Full.apply(sums.losses["policy"][0]), sums.losses["policy"][1]
+        return sums
 
 
 class FullForward(GRPO):

@@ -126,7 +126,7 @@ def test_policy_losses(fit, name, mode):
     module, metrics = fit(
         2, Checked, policy_loss=name, policy_loss_options=options, loss_agg_mode=mode, num_iterations=2
     )
-    assert {option: getattr(module.policy_loss, option) for option in options} == options
+    assert {option: getattr(module.objective.policy_loss, option) for option in options} == options
     first, second = module.updates
     assert (second[1] - second[0].tokens["old_logprobs"]).abs().max() > 0.01  # the second update is off-policy
     for *_, gradient in (first, second):
@@ -141,15 +141,18 @@ def test_policy_losses(fit, name, mode):
 def test_presets(fit, loss_type):
     preset = LOSS_PRESETS[loss_type]
     module, metrics = fit(loss_type=loss_type)
-    assert isinstance(module.policy_loss, losses.POLICY_LOSSES[preset.loss])
-    assert module.loss_agg_mode == preset.aggregation
+    assert isinstance(module.objective.policy_loss, losses.POLICY_LOSSES[preset.loss])
+    assert module.objective.loss_agg_mode == preset.aggregation
     assert module.advantage_estimator.scale == preset.scale
     assert metrics.steps[0]["grad_norm"] > 0
 
 
 def test_options_of_a_preset_can_be_set(make_module):
     module = make_module(loss_type="sapo", policy_loss_options={"sapo_temperature_neg": 2.0})
-    assert (module.policy_loss.sapo_temperature_pos, module.policy_loss.sapo_temperature_neg) == (1.0, 2.0)
+    assert (module.objective.policy_loss.sapo_temperature_pos, module.objective.policy_loss.sapo_temperature_neg) == (
+        1.0,
+        2.0,
+    )
     assert make_module(loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4).policy_loss.epsilon_high == 4e-4
 
 

@@ -265,7 +265,7 @@ def test_a_step_that_is_not_finite_moves_neither(make_module, make_data, make_tr
     assert all(torch.equal(a, b) for a, b in zip(seen.moments[0], seen.moments[1], strict=True))
     for prefix in ("policy", "critic"):
         assert not same(record.weights[1], record.weights[2], prefix)
-    assert module.nonfinite_steps == 0
+    assert module.optimization.nonfinite_steps == 0
 
 
 def test_broken_steps_in_a_row_end_the_run(make_module, make_data, make_trainer):

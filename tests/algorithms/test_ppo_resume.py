@@ -21,7 +21,11 @@ RUNS = {
 
 
 def state_of(module):
-    state = {"beta": module.beta, "num_tokens": module.num_tokens, "nonfinite_steps": module.nonfinite_steps}
+    state = {
+        "beta": module.beta,
+        "num_tokens": module.num_tokens,
+        "nonfinite_steps": module.optimization.nonfinite_steps,
+    }
     if isinstance(module, GroupPPO):
         state["threshold"] = module.threshold_controller.threshold
     return state

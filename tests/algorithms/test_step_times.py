@@ -9,8 +9,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from pl_grouprl.algorithms import PPO, base, step_clock
+from pl_grouprl.algorithms import PPO
+from pl_grouprl.algorithms import module as run_module
 from pl_grouprl.callbacks import RunSummary
+from pl_grouprl.training import step_timer
 from pl_grouprl.training.step_timer import StepTimer
 
 
@@ -42,7 +44,7 @@ class Slow(Callback):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_clock, "time", clock)
+    monkeypatch.setattr(step_timer, "time", clock)
     return clock
 
 
@@ -51,14 +53,14 @@ def times_of(monkeypatch):
     """Attach to a module; gives the times that it logs, a dictionary for each call of the training step."""
 
     def attach(module):
-        logged, log_numbers = [], base.log_numbers
+        logged, log_numbers = [], run_module.log_numbers
 
         def note(logging_module, metrics, **kwargs):
             if logging_module is module and "time/step" in metrics:
                 logged.append(metrics)
             log_numbers(logging_module, metrics, **kwargs)
 
-        monkeypatch.setattr(base, "log_numbers", note)
+        monkeypatch.setattr(run_module, "log_numbers", note)
         return logged
 
     return attach

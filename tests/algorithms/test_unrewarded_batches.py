@@ -47,7 +47,7 @@ def test_batches_without_a_reward_end_the_run(make_module, make_data, make_train
 def test_a_reward_in_between_starts_the_count_again(make_module, make_data, make_trainer):
     trainer, module = fit(make_module, make_data, make_trainer, LateReward((3, 6)), max_unrewarded_batches=3)
     assert trainer.global_step == 8
-    assert module.unrewarded_batches == 2
+    assert module.rewarder.unrewarded_batches == 2
 
 
 def test_the_count_goes_on_from_a_checkpoint(make_module, make_data, make_trainer, tmp_path):

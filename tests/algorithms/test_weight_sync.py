@@ -12,11 +12,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
-from pl_grouprl.algorithms.sampler_check import mean_difference
-from pl_grouprl.algorithms.weight_sync import read_to_the_end, together
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.engine import SamplerLostError, SyncedRolloutEngine, WeightsMismatchError
+from pl_grouprl.training.sampler_check import mean_difference
+from pl_grouprl.training.weight_sync import read_to_the_end, together
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 FAST = OptimizerConfig(learning_rate=1.0, eps=1.0)

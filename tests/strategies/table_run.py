@@ -24,7 +24,6 @@ from conftest import TinyPolicy, share_of_letters  # noqa: E402
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
 from pl_grouprl.algorithms import OptimizerConfig  # noqa: E402
 from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint  # noqa: E402
-from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule  # noqa: E402
 
 FRAGMENTS = TESTS.parent / "configs" / "strategy"
 STEPS, SAVED_STEP = 10, 5
@@ -89,7 +88,7 @@ class Recorder(Callback):
         buffer = module.last_rollouts
         self.rollouts.add(buffer.rollout_number)
         members = buffer.members(buffer.updates_done - 1)
-        passes = MicroBatchSchedule(buffer, members, module._row_options(module.sequence_parallel_size))
+        passes = module.micro_batcher.for_update(buffer, members)
         self.passes.append(passes.number)
         self.splits.append(len(passes._shape) - 1)
 

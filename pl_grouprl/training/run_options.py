@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 
 from pl_grouprl.rewards import prepare_rewards
 from pl_grouprl.utilities.describe import describe
-from pl_grouprl.utilities.run_options import recorded
 
 FREE_OPTIONS = frozenset(
     {
@@ -44,50 +43,37 @@ FREE_OPTIONS = frozenset(
 """Constructor options that may differ when a run is resumed; every other one is compared."""
 
 _OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps)")
-"""Options that the optimizer's state brings along: `PolicyModule` refuses any change of them."""
+"""Options that the optimizer's state brings along: `compare_optimizers` refuses any change of them."""
 
 
-class RecordsOptions:
-    """A module that records the options it was constructed with, including those of subclasses.
+def note_options(module: Any, options: Mapping[str, Any]) -> None:
+    """Record constructor arguments as plain values, before anything can change them."""
+    noted = module.__dict__.setdefault("_noted_options", {})
+    for name, value in options.items():
+        for former in [key for key in noted if key == name or key.startswith(f"{name}.")]:
+            del noted[former]
+        if name not in module.free_options:
+            described = _describe_rewards(value) if name == "rewards" else describe(name, value)
+            noted |= {key: plain for key, plain in described.items() if _is_compared(key, module.free_options)}
 
-    Attributes:
-        free_options: Options that may differ when a run is resumed. A subclass may add to them.
+
+def recorded_options(module: Any) -> dict[str, Any]:
+    """Everything that decides what a run optimizes, by name, as plain values.
+
+    The constructors' arguments, `rollout_options` and, once a Trainer is attached, its gradient options and the
+    `resume_facts()` of its data module.
     """
+    noted = module.__dict__.get("_noted_options", {})
+    # Derived entries such as `beta > 0` add nothing to `beta`.
+    more = {name: value for name, value in module.rollout_options().items() if name.split(" ")[0] not in noted}
+    trainer = getattr(module, "_trainer", None)
+    of_trainer = {} if trainer is None else _trainer_options(trainer) | _data_options(trainer)
+    options = {"model": type(module).__name__} | more | noted | of_trainer
+    return {name: value for name, value in options.items() if name not in module.free_options}
 
-    free_options: ClassVar[frozenset[str]] = FREE_OPTIONS
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__init__" in cls.__dict__:
-            cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
-
-    def note_options(self, options: Mapping[str, Any]) -> None:
-        """Record constructor arguments as plain values, before anything can change them."""
-        noted = self.__dict__.setdefault("_noted_options", {})
-        for name, value in options.items():
-            for former in [key for key in noted if key == name or key.startswith(f"{name}.")]:
-                del noted[former]
-            if name not in self.free_options:
-                described = _describe_rewards(value) if name == "rewards" else describe(name, value)
-                noted |= {key: plain for key, plain in described.items() if self._is_compared(key)}
-
-    def _is_compared(self, name: str) -> bool:
-        return name not in self.free_options and not _OF_OPTIMIZER_STATE.fullmatch(name)
-
-    def run_options(self) -> dict[str, Any]:
-        """Everything that decides what is optimised, by name, as plain values.
-
-        The constructors' arguments, `rollout_options` and, once a Trainer is attached, its gradient options and the
-        `resume_facts()` of its data module.
-        """
-        noted = self.__dict__.get("_noted_options", {})
-        of_rollouts: dict[str, Any] = getattr(self, "rollout_options", dict)()
-        # Derived entries such as `beta > 0` add nothing to `beta`.
-        more = {name: value for name, value in of_rollouts.items() if name.split(" ")[0] not in noted}
-        trainer = getattr(self, "_trainer", None)
-        of_trainer = {} if trainer is None else _trainer_options(trainer) | _data_options(trainer)
-        options = {"model": type(self).__name__} | more | noted | of_trainer
-        return {name: value for name, value in options.items() if name not in self.free_options}
+def _is_compared(name: str, free: frozenset[str]) -> bool:
+    return name not in free and not _OF_OPTIMIZER_STATE.fullmatch(name)
 
 
 def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.algorithms.weight_sync import together
 from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, WeightsMismatchError
+from pl_grouprl.training.weight_sync import together
 from pl_grouprl.types import RolloutGroup, SamplingConfig
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms.policy_module import PolicyModule
+    from pl_grouprl.training.run import Run
 
 ALLOWED = 0.2
 """Mean difference of log-probabilities, in nats, that rounding may explain: bfloat16 gives some hundredths."""
@@ -44,7 +44,7 @@ class SamplerCheck:
 
     def look(
         self,
-        module: PolicyModule,
+        module: Run,
         engine: SyncedRolloutEngine,
         groups: Sequence[RolloutGroup],
         sampling: SamplingConfig,
@@ -68,7 +68,7 @@ class SamplerCheck:
 
     def _compare(
         self,
-        module: PolicyModule,
+        module: Run,
         engine: SyncedRolloutEngine,
         groups: Sequence[RolloutGroup],
         sampling: SamplingConfig,
@@ -78,7 +78,7 @@ class SamplerCheck:
         chosen = _longest(groups)
         if chosen is None:
             return True
-        with torch.inference_mode(False), torch.no_grad(), module.trainer.precision_plugin.forward_context():
+        with torch.inference_mode(False), torch.no_grad(), module.support.trainer.precision_plugin.forward_context():
             expected = rollout_logprobs(
                 module.policy, [chosen], sharing="repeated", temperature=sampling.temperature or 1.0
             )

@@ -22,7 +22,7 @@ from pl_grouprl.strategies.weights import local_weights
 from pl_grouprl.utilities.distributed import gather_plain
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms.policy_module import PolicyModule
+    from pl_grouprl.training.run import Run
 
 T = TypeVar("T")
 Named = tuple[str, Tensor]
@@ -63,7 +63,7 @@ class WeightSync:
         taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         return {f"sync/{name}": value for name, value in taken.items()}
 
-    def sample(self, module: PolicyModule, engine: SyncedRolloutEngine, run: Callable[[], T]) -> T:
+    def sample(self, module: Run, engine: SyncedRolloutEngine, run: Callable[[], T]) -> T:
         """Let all ranks sample from the weights that the policy has now.
 
         Args:
@@ -91,7 +91,7 @@ class WeightSync:
             "See in its own log why it ends."
         ) from lost
 
-    def _update(self, module: PolicyModule, engine: SyncedRolloutEngine) -> None:
+    def _update(self, module: Run, engine: SyncedRolloutEngine) -> None:
         """Give the sampler weights, unless it has the present ones of every rank."""
         policy, known = module.policy, engine.version == self._version
         present, base = fingerprint(policy), fingerprint(policy, frozen_only=True)
@@ -107,7 +107,7 @@ class WeightSync:
             self._add({**figures, "count": 1.0, "seconds": time.perf_counter() - start})
         self._given, self._given_base = present, base
 
-    def _send(self, module: PolicyModule, engine: SyncedRolloutEngine, with_base: bool) -> dict[str, float]:
+    def _send(self, module: Run, engine: SyncedRolloutEngine, with_base: bool) -> dict[str, float]:
         policy, separate = module.policy, engine.adapter == "separate"
         passes = [module.support.named_weights(policy) for _ in range(1 + (separate and with_base))]
         # Lightning validates in inference mode, whose tensors could not be written to later.

@@ -1,0 +1,903 @@
+"""A run from top to bottom: the hooks of Lightning in the order in which they run, each a few lines that call a part.
+
+Legend: N response tokens of all rollouts one after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from pl_grouprl.attention import ParityReport, check_parity
+from pl_grouprl.data.loaders import PromptBatch
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
+from pl_grouprl.models.adapters import adapter_options
+from pl_grouprl.models.policy import PolicySource, as_policy_source
+from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.models.router import check_balanced
+from pl_grouprl.models.score import score
+from pl_grouprl.packing import ScoringBatch, Sharing
+from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.rewards.apply import decode_completions
+from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.training.collector import Collector
+from pl_grouprl.training.evaluation import Evaluator
+from pl_grouprl.training.finite_weights import check_weights
+from pl_grouprl.training.kl_penalty import KLPenalty
+from pl_grouprl.training.loading import module_from_checkpoint
+from pl_grouprl.training.loss_sums import LossSums
+from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.training.micro_batcher import MicroBatcher
+from pl_grouprl.training.objective import PolicyObjective, describe, drop_none, join_options
+from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
+from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part, saved_options
+from pl_grouprl.training.prefix_sharing import PrefixSharing
+from pl_grouprl.training.prompt_checks import check_batch, check_prompts, limits_of_source, prompts_of_stage
+from pl_grouprl.training.random_numbers import RandomNumbers
+from pl_grouprl.training.resume import (
+    UnfinishedRollouts,
+    check_changed_options,
+    compare_adapters,
+    compare_optimizers,
+    compare_options,
+    compare_reference,
+    fix_loop_counters,
+    restore_loaders,
+)
+from pl_grouprl.training.rewarder import Rewarder
+from pl_grouprl.training.rollout_ahead import check_rollout_ahead
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run import Accumulation
+from pl_grouprl.training.run_options import FREE_OPTIONS, note_options, recorded_options
+from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, Stateful, load_parts, save_parts
+from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.training.scorer import Scorer
+from pl_grouprl.training.step_timer import StepTimer, Throughput
+from pl_grouprl.training.token_rewards import outcome_rewards
+from pl_grouprl.training.trainer_options import check_trainer, check_updates, refuse_compiled
+from pl_grouprl.training.updater import Updater
+from pl_grouprl.training.weight_sync import CloseEngine, check_adapter
+from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.copying import private_copy
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain
+from pl_grouprl.utilities.garbage import FreezeLoadedObjects
+from pl_grouprl.utilities.last_checkpoint import find_last
+from pl_grouprl.utilities.loggers import prepare_loggers
+from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.origin import compare_lineage, describe_misfit, lineage
+from pl_grouprl.utilities.random_state import seed_torch
+from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
+from pl_grouprl.utilities.run_options import Changes, changes_since, check_allowed, recorded
+from pl_grouprl.utilities.step_log import log_numbers
+from pl_grouprl.utilities.verified_loading import verify_loads
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from typing_extensions import Self
+
+T = TypeVar("T")
+DEFAULT_OPTIMIZER = OptimizerConfig()
+DEFAULT_SAMPLING = SamplingConfig()
+CHECKPOINT_KEY = "pl_grouprl"
+ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@checked_arguments
+class RLModule(pl.LightningModule, ABC):
+    """Trains a policy on its rollouts. A subclass computes the targets of the updates, such as advantages.
+
+    Each prompt batch arrives `updates_per_rollout` times in a row. The first time, rollouts are sampled, rewarded and
+    scored; every time, one mini-batch of them is trained. Optimization is Lightning's automatic one: clipping,
+    accumulation and precision are options of the Trainer.
+
+    Args:
+        policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
+        optimizer: AdamW and its schedule.
+        sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
+        attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
+        verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
+        max_nonfinite_steps: Abort after so many steps in a row whose loss or gradient is NaN or infinite. A single one
+            is skipped on all ranks: weights and optimizer state stay as they are.
+        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits forever.
+        allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or dotted prefix:
+            `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. All others that decide what is optimized must
+            be the same.
+        sampling: How training rollouts are sampled. Log-probabilities are trained at its temperature.
+        engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
+            weights (`SyncedRolloutEngine`) receives them when they have changed, and is closed at the end of each run
+            (`fit`, `validate`, `test`) and after an exception; another run starts it again.
+        val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k.
+        val_sampling: How those are sampled; None is `sampling`.
+        reward_workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn.
+            Async functions and reward models stay in this one; see `RewardWorkers`.
+        reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or
+            for one rollout with verl's signature. It is then killed with what it started, and has failed. None: any
+            time.
+        reward_retries: How often a call that raised is repeated.
+        max_failed_share: Share of the rollouts of a rank on which a function may fail before that ends the run.
+        seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
+            resumed run continues exactly.
+        num_generations: Rollouts per prompt.
+        num_iterations: Passes over each batch of rollouts.
+        num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
+        mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards still count
+            in the statistics of their group.
+        dynamic_sampling: Train only groups whose rewards differ (DAPO, arXiv:2503.14476, section 3.2): prompts that
+            give nothing to learn are replaced by others of the training data.
+        max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`,
+            including the first time. If groups are still missing then, the batch is smaller.
+        rollout_ahead: 1 samples the next rollouts during the current updates, from a copy of the policy as it was
+            before them; `rollout/policy_lag` counts the optimizer steps since. 0 samples them afterwards.
+        max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
+            has a reward. Each of them logs a warning and trains nothing.
+        max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
+            packed into as many rows as that takes; a larger group is split: its prompt is encoded once and its rollouts
+            follow in slices of so many tokens. The result is the same, unless a loss compares the tokens of one
+            micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
+        sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
+            that a row may be as many times as long. It divides the number of ranks.
+        policy_loss: Its name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
+            `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`.
+        policy_loss_options: Further options of that loss, by the names of its class.
+        loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
+            `sampling.max_new_tokens`.
+        epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).
+        epsilon_high: How far it may rise above 1; None is `epsilon`.
+        epsilon_max: Upper bound of the ratio itself, instead of both (what TRL's `epsilon_high` means for `cispo`);
+            None is none. Only for `cispo`.
+        delta: Upper limit of the ratio where the advantage is negative (dual clip); None is none. Only for `ppo`.
+        beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
+        kl_type: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
+        kl_in: Where the penalty goes: into the `loss`, or into the `reward` of each token.
+        kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; None keeps `beta` fixed.
+        kl_horizon: Rollouts over which the adaptive coefficient moves; None is 10,000.
+        entropy_coef: Weight of the entropy bonus.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a
+            micro-batch (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per
+            rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
+        importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
+            `pl_grouprl.functional.importance`.
+        importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is none.
+        importance_sampling_high: Its upper bound.
+
+    Attributes:
+        policy: The model, once `configure_model` has run.
+        reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start
+            and never part of a checkpoint. A policy with an adapter needs none, see `reference_policy`; its frozen
+            weights are no part of a checkpoint either.
+        last_rollouts: The latest training rollouts with their rewards and advantages.
+        starts_over: For parts of the saved state, the option with their initial value: if it is changed on purpose,
+            the part starts over.
+        free_options: Options that may differ when a run is resumed. A subclass may add to them.
+
+    Raises:
+        ValueError: If an option is out of range, unknown, or has no effect together with another.
+    """
+
+    starts_over: ClassVar[dict[str, str]] = {"kl_controller": "beta"}
+    free_options: ClassVar[frozenset[str]] = FREE_OPTIONS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
+
+    @recorded
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        *,
+        optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
+        sharing: Sharing = "shared",
+        attention_backend: str = "auto",
+        verify: bool = True,
+        max_nonfinite_steps: int = 10,
+        rank_timeout: float | None = 1500.0,
+        allow_changed: Sequence[str] = (),
+        sampling: SamplingConfig = DEFAULT_SAMPLING,
+        engine: RolloutEngine | None = None,
+        val_num_generations: int = 1,
+        val_sampling: SamplingConfig | None = None,
+        reward_workers: int = 0,
+        reward_timeout: float | None = None,
+        reward_retries: int = 1,
+        max_failed_share: float = 0.5,
+        seed: int = 0,
+        num_generations: int = 8,
+        num_iterations: int = 1,
+        num_mini_batches: int = 1,
+        mask_truncated_completions: bool = False,
+        dynamic_sampling: bool = False,
+        max_generation_batches: int = 5,
+        rollout_ahead: int = 0,
+        max_unrewarded_batches: int = 10,
+        max_tokens_per_micro_batch: int | None = None,
+        sequence_parallel_size: int = 1,
+        policy_loss: str = "ppo",
+        policy_loss_options: dict[str, Any] | None = None,
+        loss_agg_mode: str = "token-mean",
+        epsilon: float | None = None,
+        epsilon_high: float | None = None,
+        epsilon_max: float | None = None,
+        delta: float | None = None,
+        beta: float = 0.0,
+        kl_type: str = "k3",
+        kl_in: Literal["loss", "reward"] = "loss",
+        kl_target: float | None = None,
+        kl_horizon: int | None = None,
+        entropy_coef: float = 0.0,
+        router_aux_loss_coef: float = 0.0,
+        importance_sampling: ImportanceSampling = "none",
+        importance_sampling_low: float | None = None,
+        importance_sampling_high: float | None = 3.0,
+    ) -> None:
+        super().__init__()
+        counts = {
+            "val_num_generations": val_num_generations,
+            "num_iterations": num_iterations,
+            "num_mini_batches": num_mini_batches,
+        }
+        check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
+        check_rank_timeout(rank_timeout)
+        self.allow_changed, self.rank_timeout = tuple(allow_changed), rank_timeout
+        self.policy_source: PolicySource = as_policy_source(policy)
+        self.rewards, self.optimizer_config, self.seed = rewards, optimizer, seed
+        self.sampling, self.val_sampling = sampling, sampling if val_sampling is None else val_sampling
+        self.num_generations, self.val_num_generations = num_generations, val_num_generations
+        self.num_iterations, self.num_mini_batches = num_iterations, num_mini_batches
+        self.mask_truncated_completions, self.dynamic_sampling = mask_truncated_completions, dynamic_sampling
+        self.rollout_ahead = rollout_ahead
+        self.policy: Any = None
+        self.reference: Any = None
+        leave_out_of_checkpoints(self, "reference")
+        self.last_rollouts: RolloutBuffer | None = None
+        self.num_tokens = 0
+
+        self.timer, self.throughput, self.evaluator = StepTimer(), Throughput(), Evaluator()
+        self.random_numbers = RandomNumbers(self)
+        self.prefix_sharing = PrefixSharing(self, sharing, attention_backend, verify)
+        self.sampler = Sampler(self, engine, seed, self.timer.part)
+        self.engine = self.sampler.engine
+        self.rewarder = Rewarder(
+            rewards,
+            lambda: self.tokenizer,
+            workers=reward_workers,
+            timeout=reward_timeout,
+            retries=reward_retries,
+            max_failed_share=max_failed_share,
+            max_unrewarded_batches=max_unrewarded_batches,
+        )
+        self.collector = Collector(
+            self,
+            self.sampler,
+            self.rewarder,
+            self.timer,
+            sampling=sampling,
+            num_generations=num_generations,
+            num_mini_batches=num_mini_batches,
+            sharing=sharing,
+            seed=seed,
+            mask_truncated_completions=mask_truncated_completions,
+            dynamic_sampling=dynamic_sampling,
+            max_generation_batches=max_generation_batches,
+            rollout_ahead=rollout_ahead,
+        )
+        self.micro_batcher = MicroBatcher(self, sharing, max_tokens_per_micro_batch, sequence_parallel_size)
+        self.scorer = Scorer(self, self.micro_batcher, lambda: self.trainer.precision_plugin.forward_context())
+        if sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
+            )
+        self.kl_penalty = KLPenalty(beta, kl_type, kl_in, kl_target, kl_horizon)
+        clipping = drop_none(epsilon=epsilon, epsilon_high=epsilon_high, epsilon_max=epsilon_max, delta=delta)
+        self.objective = PolicyObjective(
+            policy_loss,
+            join_options(clipping, policy_loss_options, "policy_loss_options"),
+            loss_agg_mode=loss_agg_mode,
+            kl=self.kl_penalty,
+            max_new_tokens=sampling.max_new_tokens,
+            entropy_coef=entropy_coef,
+            router_aux_loss_coef=router_aux_loss_coef,
+            importance_sampling={
+                "kind": importance_sampling,
+                "low": importance_sampling_low,
+                "high": importance_sampling_high,
+            },
+        )
+        self.optimization = Optimization(max_nonfinite_steps)
+        self.updater = Updater(
+            self,
+            self.micro_batcher,
+            self.optimization,
+            lambda batch: self.compute_loss(batch),
+            lambda tokens, rollouts: self.loss_denominators(tokens, rollouts),
+            type(self).__name__,
+        )
+        self.unfinished_rollouts = UnfinishedRollouts(self, num_mini_batches)
+        self._tokenizer: Any = None
+        self._support: StrategySupport | None = None
+        self._reference_fingerprint: float | None = None
+        self._checkpoint_lineage: list[str] | None = None
+        self._begins_epoch = False
+
+    # What an algorithm fills in.
+
+    @abstractmethod
+    def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Put `advantages` into the buffer, and whatever else the loss needs.
+
+        Args:
+            buffer: Rollouts with `token_rewards`: the reward at the last trained token of each rollout, less the KL
+                penalty of each token if that is part of the reward.
+            scores: The policy's scores, shape [N], if `needs_old_scores`.
+        """
+
+    def compute_loss(self, batch: MicroBatch) -> LossSums:
+        """Compute the sums of loss and metrics of one micro-batch; they are divided by those of the whole step."""
+        with self.objective.recorded_routers(self.policy) as routers:
+            scores = self.score(self.policy, batch.scoring, **self.objective.score_options)
+        return self.objective.loss(batch, scores, self.policy, routers)
+
+    def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
+        """What `compute_loss` divides by, known before it is called; override both alike.
+
+        Args:
+            tokens: Per-token quantities of some rollouts, by name, shape [N].
+            rollouts: `rollout_index_N` and `num_rollouts`, as losses take them.
+
+        Returns:
+            By the name of each part in `LossSums.losses`, the sum of the denominators that `compute_loss` returns.
+        """
+        return self.objective.denominators(tokens, rollouts)
+
+    @property
+    def needs_old_scores(self) -> bool:
+        """Whether the policy scores the rollouts before the updates, which costs a forward."""
+        return bool(self.trainer.accumulate_grad_batches % self.updates_per_rollout) or (
+            self.kl_penalty.needs_old_logprobs
+        )
+
+    def old_score_options(self) -> dict[str, Any]:
+        """What to compute besides old log-probabilities, in the same forward: keywords of `score`."""
+        return {}
+
+    # 1. Before anything is loaded: refuse what cannot work.
+
+    def setup(self, stage: str) -> None:
+        """Refuse options and prompts that cannot work, and start the reward workers."""
+        trainer, prompts = self.trainer, prompts_of_stage(self.trainer, stage)
+        verify_loads(trainer)
+        if stage == "fit":
+            check_allowed(self.allow_changed, self.run_options(), self.free_options)
+        check_trainer(trainer, stage)
+        self.support.check(self)
+        for split, own in prompts.items():
+            self.rewarder.check_columns(own, split)
+        self._check_prompts(stage, limits_of_source(self.policy_source))
+        self.sampler.reset()
+        if stage != "predict":
+            self.rewarder.open()
+        train_prompts = prompts.get("train", ()) if stage == "fit" else None
+        if stage == "fit":
+            self._check_fit()
+        self.micro_batcher.check(trainer.world_size, train_prompts, self.sampling.max_new_tokens)
+
+    def _check_fit(self) -> None:
+        data = self.collector.data = getattr(self.trainer, "datamodule", None)
+        if self.dynamic_sampling and not hasattr(data, "draw_extra"):
+            raise ValueError(
+                "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
+            )
+        if self.rollout_ahead:
+            check_rollout_ahead(self, self.engine, self.support, self.objective.corrects_sampling)
+        check_updates(self.trainer, self.num_iterations, self.num_mini_batches)
+        self.kl_penalty.check_horizon(getattr(data, "batch_size", None), self.num_generations)
+        budget, ranks = self.micro_batcher.max_tokens, self.micro_batcher.sequence_parallel_size
+        loss = self.objective.policy_loss
+        if (budget is not None or ranks > 1) and getattr(loss, "compares_tokens", False):
+            rank_zero_warn(
+                f"{type(loss).__name__} chooses tokens by comparing those of one pass, so that "
+                f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
+            )
+
+    def _check_prompts(self, stage: str, limits: dict[str, int], vocab_size: int | None = None) -> None:
+        for split, prompts in prompts_of_stage(self.trainer, stage).items():
+            sampling = self.sampling if split == "train" else self.val_sampling
+            check_prompts(prompts, split, sampling, self.engine, limits, vocab_size)
+
+    # 2. Models and optimizer.
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Prepare the loggers; watch the ranks, and close the engine after an exception."""
+        prepare_loggers(self.trainer.loggers)
+        watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
+        closers = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
+        return [FreezeLoadedObjects(), *watchdogs, *closers]
+
+    def configure_model(self) -> None:
+        """Load the models, and shard them if the strategy leaves that to the module. Idempotent."""
+        if self.policy is None:
+            self.load_models()
+        self.support.shard(self)
+        if self._trainer is not None and self.trainer.state.fn is not None:
+            self._check_prompts(self.trainer.state.fn.value, length_limits(self.policy), vocabulary(self.policy))
+
+    def load_models(self) -> None:
+        """Load the policy, and its frozen copy if one is used. A subclass adds models of its own."""
+        self.policy = self.policy_source.load().train()
+        if has_adapters(self.policy):
+            own = self.policy.named_parameters(remove_duplicate=False)
+            frozen = [f"policy.{name}" for name, parameter in own if not parameter.requires_grad]
+            leave_parameters_out_of_checkpoints(self, frozen)
+            self._reference_fingerprint = fingerprint(self.policy, frozen_only=True)
+            if self.kl_penalty.is_used:
+                with self.reference_policy():  # refuses an adapter without a base
+                    pass
+        elif self.kl_penalty.is_used:
+            self.reference = frozen_copy(self.policy)
+            self._reference_fingerprint = fingerprint(self.reference)
+        check_adapter(self.engine, self.policy)
+        if self.objective.router_aux_loss_coef > 0:
+            check_balanced(self.policy, f"router_aux_loss_coef={self.objective.router_aux_loss_coef}")
+
+    @contextlib.contextmanager
+    def reference_policy(self) -> Iterator[Any]:
+        """The model to score with as the reference, without gradient: the copy, or the policy with its adapters off."""
+        if self.reference is not None:
+            yield self.reference
+            return
+        with adapters_off(self.policy):
+            yield self.policy
+
+    def optimized_parts(self) -> dict[str, tuple[nn.Module, OptimizerConfig]]:
+        """What is trained, by the name of its parameter groups. A subclass with a critic adds it here."""
+        return {"policy": (self.policy, self.optimizer_config)}
+
+    def scored_models(self) -> list[Any]:
+        """Transformers models that read rollouts in training, each with shared prefixes. A subclass adds its own."""
+        return [model for model in (self.policy, self.reference) if model is not None]
+
+    def parity_reports(self) -> list[ParityReport]:
+        """Compare the shared with the repeated prefix on each model that is trained."""
+        with self.support.whole_weights(self.policy):
+            return [check_parity(self.policy, backend=self.prefix_sharing.backend, padded_rows=False)]
+
+    def configure_optimizers(self) -> Any:
+        """Build one AdamW over all parts."""
+        return build_optimizer(self.optimized_parts(), lambda: self.trainer.estimated_stepping_batches)
+
+    # 3. The start of a fit.
+
+    def on_fit_start(self) -> None:
+        """Verify that sharing prefixes changes only time, then share them until the end of the fit.
+
+        Raises:
+            ValueError: If the module or a part that it trains is compiled, or the Trainer has nothing to clip.
+        """
+        self.prefix_sharing.close()  # of a fit that an exception has ended
+        self.collector.attach_ahead()
+        self.micro_batcher.form_sequence_groups(self.scored_models())
+        parts = self.optimized_parts()
+        refuse_compiled({"module": self, **{f"module.{name}": part for name, (part, _) in parts.items()}})
+        limits = [config.max_grad_norm for _, config in parts.values()]
+        refuse_clipping_nothing(self.trainer.gradient_clip_val, limits)
+        self.optimization.reset()
+        self.prefix_sharing.open(
+            self.scored_models(), self.parity_reports, self.trainer.precision_plugin.forward_context()
+        )
+
+    def on_train_start(self) -> None:
+        """Continue a resumed run: with the next epoch if one was complete, its data, and its random numbers."""
+        restore_loaders(self.trainer, begins_epoch=self._begins_epoch)
+        self._begins_epoch = False
+        self.random_numbers.restore()
+
+    def on_train_epoch_start(self) -> None:
+        """Log how many prompts were dropped and truncated."""
+        metrics = getattr(getattr(self.trainer, "datamodule", None), "metrics", None)
+        if metrics is not None:
+            self.log_dict(metrics(), batch_size=1, sync_dist=True)
+
+    # 4. A training batch: rollouts when a new prompt batch begins, then one update.
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """How many times in a row the train loader yields each prompt batch."""
+        return self.num_iterations * self.num_mini_batches
+
+    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Collect new rollouts when a new prompt batch begins.
+
+        Raises:
+            TypeError: If the batch comes from a loader that is not about rollouts.
+        """
+        check_batch(batch)
+        self.timer.start()
+        held = self.last_rollouts
+        if batch.update_index == 0 or held is None or held.rollout_number != batch.rollout_number:
+            self.throughput.start()
+            self.last_rollouts = self.collect_rollouts(batch)
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            # Lightning would do it after the first micro-batches; during a forward FSDP1 would keep its gradients.
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
+
+    def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
+        """Sample, score and reward the rollouts of a prompt batch, and compute the targets of their updates."""
+        collected = self.collector.collect(batch)  # rewards are computed in the background
+        buffer = self.collector.make_buffer(collected, batch.rollout_number)
+        scores = self.score_rollouts_before_update(buffer)
+        self.collector.finish(collected, buffer)
+        self.num_tokens += buffer.num_tokens
+        with self.timer.part("advantages"):
+            self.prepare_updates(buffer, scores)
+        return buffer
+
+    def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Put rewards per token into the buffer, and the targets computed from them."""
+        buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))
+        buffer.put("token_rewards", outcome_rewards(buffer) - buffer.joined("kl_penalty"))
+        self.compute_targets(buffer, scores)
+
+    def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
+        """Put old and reference log-probabilities into the buffer if they are needed; return the policy's scores."""
+        if self.objective.corrects_sampling and "rollout_logprobs" not in buffer.tokens:
+            raise ValueError(
+                f"importance_sampling is {self.objective.importance_sampling['kind']!r}, but "
+                f"{type(self.engine).__name__} reports no log-probabilities; leave it 'none' or use an engine that "
+                "does."
+            )
+        scores = None
+        if self.needs_old_scores:
+            with self.timer.part("old_logprobs"):
+                scores = self.score_rollouts(self.policy, buffer, **self.old_score_options())
+            buffer.put("old_logprobs", scores.logprobs_N)
+        if self.kl_penalty.is_used:
+            with self.timer.part("ref_logprobs"), self.reference_policy() as reference:
+                buffer.put("ref_logprobs", self.score_rollouts(reference, buffer).logprobs_N)
+        return scores
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
+        """Train one mini-batch of the rollouts; return the loss of its last micro-batch, for Lightning to differentiate."""
+        buffer = self.last_rollouts
+        assert buffer is not None
+        self.timer.enter("update")
+        # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
+        update = batch.rollout_number, batch.update_index
+        seed_torch(derive_seed("update", *update, self.seed, self.global_rank), self.device)
+        loss, metrics = self.updater.update(buffer, buffer.members(batch.update_index), Accumulation.of(self.trainer))
+        buffer.updates_done = batch.update_index + 1
+        if buffer.updates_done == self.updates_per_rollout:
+            self.micro_batcher.cache.clear()
+        shown = {"reward": buffer.metrics["reward"], "prefix/token_ratio": metrics.pop("prefix/token_ratio")}
+        log_numbers(self, shown, prog_bar=True)
+        hidden = {name: value for name, value in buffer.metrics.items() if name not in shown}
+        log_numbers(self, {**hidden, **metrics, "num_tokens": float(self.num_tokens)})
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Differentiate the last micro-batch; Lightning calls this after `training_step`."""
+        with self.micro_batcher.naming_memory("the backward of "):
+            super().backward(loss, *args, **kwargs)
+
+    def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: gradients are zeroed before `training_step`, which runs backward itself."""
+
+    def on_after_backward(self) -> None:
+        """Stop the timer of a micro-batch that only accumulates gradients."""
+        self.timer.mark()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Finish the division of accumulated gradients; drop them all if one is not finite."""
+        norms = self.optimization.before_step(
+            parameters_by_part(self.optimized_parts()),
+            self.support,
+            accumulated=self.trainer.accumulate_grad_batches,
+            device=self.device,
+            step=self.global_step,
+        )
+        log_numbers(self, norms)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip parts with a `max_grad_norm` by it; the others together as the Trainer is told."""
+        parts = self.optimized_parts()
+        limits = {name: config.max_grad_norm for name, (_, config) in parts.items()}
+        clip_gradients(parameters_by_part(parts), limits, self.support, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Make the step, and end the run if it leaves NaN or infinity in a weight."""
+
+        def update() -> Any:  # training_step and the last backward, which DeepSpeed's engine runs
+            assert optimizer_closure is not None
+            with self.micro_batcher.naming_memory():
+                return optimizer_closure()
+
+        with naming_memory(
+            "the optimizer step, whose moments take two more numbers for each trained weight",
+            "shard them over more devices (trainer.strategy: fsdp2, deepspeed), or train an adapter (policy.adapter)",
+        ):
+            super().optimizer_step(epoch, batch_idx, optimizer, update)
+        check_weights(self)
+        self.timer.mark()  # before callbacks save checkpoints
+
+    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
+        """Log where the time went: the parts add up to the step."""
+        buffer, seconds = self.last_rollouts, self.timer.seconds
+        assert buffer is not None
+        self.throughput.add(seconds["step"])
+        metrics = {f"time/{name}": value for name, value in seconds.items()}
+        speed = self.throughput.tokens_per_second(buffer.num_tokens)
+        if speed is not None and buffer.updates_done == self.updates_per_rollout:
+            metrics["perf/tokens_per_second"] = speed
+        log_numbers(self, metrics)
+
+    # 5. Validation, test and predict.
+
+    def on_validation_start(self) -> None:
+        """Set the random numbers aside: a validation within a run does not use those of the training."""
+        self.random_numbers.set_aside()
+
+    def on_validation_end(self) -> None:
+        """Continue with the training's random numbers."""
+        self.random_numbers.continue_training()
+
+    def on_predict_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Sample rollouts, without rewards."""
+        check_batch(batch)
+        seed = ("evaluation", dataloader_idx, batch_idx)
+        self.evaluator.groups = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> list[RolloutGroup]:
+        """Return this rank's rollouts of the batch, `val_num_generations` of each prompt, with their texts."""
+        decode_completions(self.evaluator.groups, self.tokenizer)
+        return self.evaluator.groups
+
+    def on_validation_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Sample and reward rollouts; not in the step, because that runs under autocast."""
+        self.on_predict_batch_start(batch, batch_idx, dataloader_idx)
+        self.rewarder.start(self.evaluator.groups).wait()
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """Return copies of the batch's rollouts with their rewards as `groups`, for callbacks."""
+        self.evaluator.record()
+        return {"groups": private_copy(self.evaluator.groups)}
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val/...` or `test/...` metrics over all ranks."""
+        prefix = "test" if self.trainer.testing else "val"
+        metrics = self.evaluator.metrics(prefix, self.device)
+        self.log(f"{prefix}/reward", metrics.pop(f"{prefix}/reward"), prog_bar=True, batch_size=1)
+        self.log_dict(metrics, batch_size=1)
+
+    on_test_batch_start = on_validation_batch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+    # 6. The end.
+
+    def teardown(self, stage: str) -> None:
+        """Restore the models, end threads and workers, and release the engine's sampler."""
+        self.micro_batcher.cache.clear()
+        self.collector.ahead.close()
+        self.prefix_sharing.close()
+        self.rewarder.close()
+        self.sampler.close()
+
+    # Sampling and scoring, for subclasses and for use outside of a fit.
+
+    @property
+    def support(self) -> StrategySupport:
+        """How the run's strategy reaches weights and gradients."""
+        if self._support is None or not self._support.serves(self._trainer):
+            self._support = support_of(self._trainer)
+        return self._support
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer, loaded when it is first used."""
+        if self._tokenizer is None:
+            self._tokenizer = self.policy_source.load_tokenizer()
+        return self._tokenizer
+
+    @property
+    def beta(self) -> float:
+        """The current coefficient of the KL penalty."""
+        return self.kl_penalty.coef
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: Sequence[int | str]
+    ) -> list[RolloutGroup]:
+        """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt, but all ranks call it.
+
+        The images and videos of the prompts are processed here.
+
+        Args:
+            prompts: Every `num_ranks`-th prompt of the batch of all ranks.
+            sampling: How to sample.
+            num_generations: Rollouts of each prompt.
+            seed: Names the random numbers, together with the module's seed.
+
+        Returns:
+            Groups whose `group_id` is the position of the prompt in the batch of all ranks.
+        """
+        return self.sampler.generate(prompts, sampling, num_generations, seed=seed)
+
+    def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
+        """Score all rollouts of the buffer without gradient; tensors of shape [N], on the CPU."""
+        return TokenScores(*self.scorer.map(model, buffer, lambda batch: self.score(model, batch, **kwargs)))
+
+    def score(self, model: Any, batch: ScoringBatch, **kwargs: Any) -> TokenScores:
+        """Score a batch at the sampling temperature; see `pl_grouprl.models.score`."""
+        return score(model, batch, temperature=self.sampling.temperature, **kwargs)
+
+    def call_wrapped(self, function: Callable[[], T]) -> T:
+        """Call a function that runs a model's forward, in whatever the strategy wraps `training_step` in."""
+        return self.support.call(self, "_call", function)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        return function()  # FSDP1 calls a method of the module by name
+
+    # Checkpoints.
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Options, by name and as plain values, that unfinished rollouts in a checkpoint must be resumed under."""
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()}
+        return {
+            "num_generations": self.num_generations,
+            "seed": self.seed,
+            **{f"sampling.{name}": value for name, value in plain.items()},
+            "policy_loss": describe(self.objective.policy_loss),
+            "loss_agg_mode": self.objective.loss_agg_mode,
+            "beta > 0": self.kl_penalty.is_used,
+            "kl_in": self.kl_penalty.place,
+        }
+
+    def note_options(self, options: Mapping[str, Any]) -> None:
+        """Record constructor arguments as plain values, before anything can change them."""
+        note_options(self, options)
+
+    def run_options(self) -> dict[str, Any]:
+        """Everything that decides what is optimized, by name, as plain values."""
+        return recorded_options(self)
+
+    def saved_state(self) -> dict[str, Stateful]:
+        """Parts of the state by name, in the order in which they are loaded. A subclass adds its own.
+
+        A part that an older checkpoint does not have is left as it is.
+        """
+        parts = {} if self.policy is None else self.optimized_parts()
+        return {
+            "module": ConsistencyCheck(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
+            "random_numbers": self.random_numbers,
+            "run_options": ConsistencyCheck(self.run_options),  # compared last, by `check_changed_options`
+            "reference_fingerprint": ConsistencyCheck(
+                lambda: self._reference_fingerprint,
+                lambda then, now: compare_reference(then, now, self.policy_source),
+            ),
+            "adapters": ConsistencyCheck(
+                lambda: {name: adapter_options(part) for name, (part, _) in parts.items()}, compare_adapters
+            ),
+            "optimizer": ConsistencyCheck(
+                lambda: saved_options(parts), compare_optimizers if self.is_resumed else None
+            ),
+            "steps": Attributes(self.optimization, "nonfinite_steps"),
+            "unrewarded": Attributes(self.rewarder, "unrewarded_batches"),
+            "tokens": Attributes(self, "num_tokens"),
+            "rollouts": self.unfinished_rollouts,
+            "rollout_ahead": self.collector.ahead_state,
+            "options": ConsistencyCheck(
+                self.rollout_options,
+                lambda then, now: (
+                    compare_options(then, now) if self.is_resumed and self.unfinished_rollouts.restored else None
+                ),
+            ),
+            "kl_controller": self.kl_penalty.controller,
+        }
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether what is loaded is to be trained on, not only evaluated."""
+        return self._trainer is not None and self.trainer.state.fn == "fit"
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save all parts."""
+        checkpoint[CHECKPOINT_KEY] = save_parts(self.saved_state())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load all parts.
+
+        Raises:
+            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that may not.
+        """
+        datamodule = getattr(self._trainer, "datamodule", None) if self.is_resumed else None
+        self._begins_epoch = fix_loop_counters(checkpoint, getattr(datamodule, "num_train_batches", None))
+        state, changes = checkpoint.get(CHECKPOINT_KEY, {}), {}
+        if self.is_resumed:  # each rank reads its files itself
+            per_rank: list[Changes] = gather_plain(changes_since(state, self), self.trainer.strategy.root_device)
+            changes = {name: change for own in per_rank for name, change in own.items()}
+        parts = self.saved_state()
+        load_parts(parts, state, {name for name in parts if self.starts_over.get(name) in changes})
+        check_changed_options(changes, self.allow_changed)
+
+    def compare_origin(self, then: list[str] | None, what: str = "the checkpoint") -> None:
+        """Refuse a checkpoint of another algorithm.
+
+        Args:
+            then: The `lineage` that it records, or None.
+            what: What the error calls it.
+        """
+        compare_lineage(self, then, what)
+        self._checkpoint_lineage = then
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load weights.
+
+        Raises:
+            ValueError: If they do not fit. Says which module wrote the checkpoint, then torch's list.
+        """
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        except RuntimeError as error:
+            raise ValueError(describe_misfit(self, self._checkpoint_lineage, str(error))) from None
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls,
+        checkpoint_path: str | Path,
+        *,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        weights_only: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the module from the constructor's arguments and load a checkpoint's weights into it.
+
+        The checkpoint is verified, and no code in it is run. It does not hold the constructor's arguments.
+
+        Args:
+            checkpoint_path: A single-file checkpoint.
+            map_location: The device to move the module to.
+            strict: Whether missing or unexpected weights are an error; None uses the module's `strict_loading`.
+            weights_only: Must be True; accepted for compatibility with Lightning.
+            **kwargs: The constructor's arguments.
+
+        Raises:
+            TypeError: If an argument of the constructor is missing.
+            ValueError: If the checkpoint is damaged, a folder, from another algorithm, or does not fit.
+        """
+        options: dict[str, Any] = {"map_location": map_location, "strict": strict, "weights_only": weights_only}
+        return module_from_checkpoint(cls, checkpoint_path, arguments=kwargs, **options)
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer that the module is attached to, which finds `ckpt_path="last"` as the command line does."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if trainer is not None:
+            find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook

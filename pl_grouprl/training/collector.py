@@ -1,0 +1,256 @@
+"""From a batch of prompts to the groups that this rank trains: sampled, rewarded, replaced if they teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pl_grouprl.attention import find_decoder
+from pl_grouprl.data.loaders import PromptBatch
+from pl_grouprl.packing import ModelCost, Sharing
+from pl_grouprl.rewards import PendingRewards
+from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
+from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.training.rewarder import Rewarder
+from pl_grouprl.training.rollout_ahead import RolloutAhead
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run import Run
+from pl_grouprl.training.run_state import PerRankState
+from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.training.selection import has_spread, mask_truncated, without_rewards
+from pl_grouprl.training.step_timer import StepTimer
+from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, sum_over_ranks
+from pl_grouprl.utilities.options import check_options
+
+
+@dataclass
+class CollectedRollouts:
+    """Groups of a prompt batch; their rewards may still be pending.
+
+    Attributes:
+        groups: Those that this rank trains.
+        generated: Those that this rank has sampled, including replaced ones.
+        pending: Rewards of `generated` that are still being computed.
+        calls: Metrics of the reward functions for those that are done.
+        mini_batches: The mini-batch of each group; empty on a single rank, where the buffer assigns them.
+        metrics: Of the selection and the balance between ranks.
+        sampler_reports: Whether every rollout of every rank has log-probabilities of the sampler.
+    """
+
+    groups: list[RolloutGroup]
+    generated: list[RolloutGroup]
+    pending: PendingRewards | None = None
+    calls: list[RewardCall] = field(default_factory=list)
+    mini_batches: list[int] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    sampler_reports: bool = True
+
+
+class Collector:
+    """Samples the rollouts of a prompt batch and distributes them to the ranks.
+
+    Args:
+        run: The run.
+        sampler: Its engine samples ahead, if asked for; all else goes through `run.generate`.
+        rewarder: Rewards what was sampled.
+        timer: Measures the parts of a step.
+        sampling: How rollouts are sampled.
+        num_generations: Rollouts per prompt.
+        num_mini_batches: How many mini-batches the groups are cut into.
+        sharing: How they will be packed, which decides their cost.
+        seed: Decides the mini-batches.
+        mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`.
+        dynamic_sampling: Replace groups whose rewards are all equal.
+        max_generation_batches: How often prompts are sampled for one batch under `dynamic_sampling`.
+        rollout_ahead: 1 samples the next rollouts during the updates.
+
+    Attributes:
+        data: The data module, which `dynamic_sampling` and `rollout_ahead` ask for further prompts.
+        ahead: The rollouts that are sampled ahead.
+        can_move: Whether groups may be trained on another rank than the one that sampled them.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        sampler: Sampler,
+        rewarder: Rewarder,
+        timer: StepTimer,
+        *,
+        sampling: SamplingConfig,
+        num_generations: int = 8,
+        num_mini_batches: int = 1,
+        sharing: Sharing = "shared",
+        seed: int = 0,
+        mask_truncated_completions: bool = False,
+        dynamic_sampling: bool = False,
+        max_generation_batches: int = 5,
+        rollout_ahead: int = 0,
+    ) -> None:
+        counts = {"num_generations": num_generations, "max_generation_batches": max_generation_batches}
+        check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
+        if dynamic_sampling and num_generations < 2:
+            raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
+        if rollout_ahead not in (0, 1):
+            raise ValueError(f"rollout_ahead is {rollout_ahead}; it must be 0 or 1.")
+        self._run, self._sampler, self._rewarder, self._timer = run, sampler, rewarder, timer
+        self._sampling, self._num_generations, self._num_mini_batches = sampling, num_generations, num_mini_batches
+        self._sharing: Sharing = sharing
+        self._seed = seed
+        self._mask_truncated = mask_truncated_completions
+        self._dynamic_sampling, self._max_generation_batches = dynamic_sampling, max_generation_batches
+        self._rollout_ahead = rollout_ahead
+        self.can_move = True
+        self.data: Any = None
+        self.ahead = RolloutAhead()
+        self._policy_lag = 0
+        self._cost: ModelCost | None = None
+
+    def attach_ahead(self) -> None:
+        """Copy the policy that samples ahead, if asked for."""
+        if self._rollout_ahead:
+            engine: Any = self._sampler.engine
+            self.ahead.attach(self._run.policy, engine, self._run.tokenizer, self._sample_ahead)
+
+    @property
+    def ahead_state(self) -> PerRankState:
+        """The rollouts that are sampled ahead, as part of a checkpoint."""
+        return PerRankState(self._run, self.ahead.state_dict, self._restore_ahead)
+
+    def _restore_ahead(self, per_rank: list[dict[str, Any] | None]) -> None:
+        if self._rollout_ahead and len(per_rank) == num_ranks():  # otherwise it is sampled when it is due
+            self.ahead.load_state_dict(per_rank[self._run.global_rank])
+
+    def collect(self, batch: PromptBatch) -> CollectedRollouts:
+        """Sample groups, start to reward them, and distribute them to the ranks; `finish` waits for the rewards."""
+        generated = self._sample(batch.prompts, batch.rollout_number)
+        collected = CollectedRollouts(generated, generated, self._rewarder.start(generated))
+        if self._dynamic_sampling:
+            self._wait(collected)
+            self._replace_uniform_groups(batch, collected)
+        if self._mask_truncated:
+            mask_truncated(collected.groups)
+        reports = all(rollout.logprobs is not None for group in collected.groups for rollout in group.rollouts)
+        collected.sampler_reports = all(gather_plain(reports, self._run.device))
+        self._distribute(collected, batch.rollout_number)
+        return collected
+
+    def make_buffer(self, collected: CollectedRollouts, rollout_number: int) -> RolloutBuffer:
+        """Put the groups that this rank trains into a buffer."""
+        buffer = RolloutBuffer(
+            collected.groups, rollout_number, self._num_mini_batches, self._seed, mini_batches=collected.mini_batches
+        )
+        if not collected.sampler_reports:  # ranks must exchange the same metrics in every step
+            buffer.tokens.pop("rollout_logprobs", None)
+        return buffer
+
+    def finish(self, collected: CollectedRollouts, buffer: RolloutBuffer) -> None:
+        """Wait for the rewards and write them into the rollouts of the buffer, with metrics of all ranks."""
+        if collected.pending is not None:
+            self._wait(collected)
+            if num_ranks() > 1:
+                with self._timer.part("exchange"):
+                    exchange_rewards(collected.generated, collected.groups, self._run.device)
+        per_rank = gather_plain((summarize(collected.generated), collected.calls), self._run.device)
+        records = [record for own, _ in per_rank for record in own]
+        metrics = merge_reward_metrics([call for _, own in per_rank for call in own])
+        metrics |= rollout_metrics(records) | collected.metrics
+        if self._rollout_ahead:
+            metrics["rollout/policy_lag"] = float(self._policy_lag)
+        metrics |= self._sampler.take_metrics()
+        self._rewarder.count_unrewarded(metrics)
+        buffer.metrics |= metrics
+        buffer.mask_unrewarded()
+        buffer.num_tokens = count_tokens(records)
+
+    def _wait(self, collected: CollectedRollouts) -> None:
+        assert collected.pending is not None
+        with self._timer.part("reward"):
+            metrics = collected.pending.wait()
+        collected.pending = None
+        collected.calls.append((sum(len(group.rollouts) for group in collected.generated), metrics))
+
+    def _distribute(self, collected: CollectedRollouts, rollout_number: int) -> None:
+        """Exchange groups between ranks for equal work."""
+        if num_ranks() == 1:
+            return
+        if self._cost is None:
+            policy = self._run.policy
+            self._cost = ModelCost.of(find_decoder(policy), policy.get_output_embeddings())
+        with self._timer.part("exchange"):
+            assignment = distribute_groups(
+                collected.groups,
+                self._cost,
+                self._sharing,
+                num_mini_batches=self._num_mini_batches,
+                seed=derive_seed("order", self._seed, rollout_number),
+                rank=self._run.global_rank,
+                device=self._run.device,
+                can_move=self.can_move,
+            )
+        collected.groups, collected.mini_batches = assignment.groups, assignment.mini_batches
+        collected.metrics |= assignment.metrics
+
+    def _sample(self, prompts: Sequence[Prompt], rollout_number: int, attempt: int = 0) -> list[RolloutGroup]:
+        with self._timer.part("rollout"):
+            if attempt:
+                groups = self._generate(prompts, ("rollout", rollout_number, attempt))
+            else:
+                groups = self._next_groups(prompts, rollout_number)
+        for group in groups:  # position in the batch of all ranks; replacements come last
+            group.group_id = (attempt << 32) + int(group.group_id)  # type: ignore[call-overload]
+        return groups
+
+    def _generate(self, prompts: Sequence[Prompt], seed: Sequence[int | str]) -> list[RolloutGroup]:
+        return self._run.generate(prompts, self._sampling, self._num_generations, seed=seed)
+
+    def _next_groups(self, prompts: Sequence[Prompt], rollout_number: int) -> list[RolloutGroup]:
+        """Take what was sampled ahead, or sample now; then start the next rollouts, if they are sampled ahead."""
+        if not self._rollout_ahead:
+            return self._generate(prompts, ("rollout", rollout_number))
+        lag = self._run.global_step - self.ahead.policy_step
+        groups = self.ahead.take(
+            rollout_number, lambda rollouts: self._sampler.group([prompt.open() for prompt in prompts], rollouts)
+        )
+        self._policy_lag = 0 if groups is None else lag
+        if groups is None:
+            groups = self._generate(prompts, ("rollout", rollout_number))
+        self.ahead.start(self.data.peek(rollout_number + 1), rollout_number + 1, self._run.global_step)
+        return groups
+
+    def _sample_ahead(
+        self, prompts: Sequence[Prompt], rollout_number: int, engine: RolloutEngine
+    ) -> list[RolloutGroup]:
+        seed = ("rollout", rollout_number)
+        options = engine, prompts, self._sampling, self._num_generations
+        return self._sampler.sample_with(*options, seed=seed) if prompts else []
+
+    def _replace_uniform_groups(self, batch: PromptBatch, collected: CollectedRollouts) -> None:
+        """Keep groups whose rewards differ, and sample other prompts for the rest."""
+        generated = collected.generated
+        kept, attempt = [group for group in generated if has_spread(group)], 1
+        while attempt < self._max_generation_batches:
+            missing = len(batch.prompts) - len(kept)
+            if not sum_over_ranks([torch.tensor(missing)], self._run.device)[0]:
+                break
+            prompts = self.data.draw_extra(missing, rollout_number=batch.rollout_number, attempt=attempt)
+            groups = self._sample(prompts, batch.rollout_number, attempt)
+            more = CollectedRollouts(groups, groups, self._rewarder.start(groups))
+            self._wait(more)
+            generated += groups
+            collected.calls += more.calls
+            kept += [group for group in groups if has_spread(group)]
+            attempt += 1
+        counts = sum_over_ranks([torch.tensor(len(kept)), torch.tensor(len(generated))], self._run.device)
+        names = ("dynamic_sampling/kept_groups", "dynamic_sampling/generated_groups")
+        collected.metrics |= dict(zip(names, counts, strict=True))
+        collected.metrics["dynamic_sampling/generation_batches"] = float(attempt)
+        collected.groups = kept or [without_rewards(generated[0])]

@@ -1,0 +1,118 @@
+"""Packs the rollouts of an update, or of a scoring pass, into micro-batches of a token budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pl_grouprl.attention.sequence_parallel import (
+    check_sequence_parallel,
+    check_sequence_parallel_size,
+    sequence_mesh,
+)
+from pl_grouprl.packing import Sharing
+from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule, PackedRowCache, RowOptions
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run import Run
+from pl_grouprl.types import Prompt
+from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.options import check_options
+
+
+class MicroBatcher:
+    """Plans micro-batches, as many and of the same kinds on every rank.
+
+    Args:
+        run: The run.
+        sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
+        max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
+        sequence_parallel_size: Ranks that share the tokens of each row in updates.
+
+    Raises:
+        ValueError: If a number is less than 1, or padded rows would have to be divided among ranks.
+    """
+
+    def __init__(
+        self, run: Run, sharing: Sharing = "shared", max_tokens: int | None = None, sequence_parallel_size: int = 1
+    ) -> None:
+        counts = {
+            "sequence_parallel_size": sequence_parallel_size,
+            "max_tokens_per_micro_batch": 1 if max_tokens is None else max_tokens,
+        }
+        check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
+        self._run = run
+        self.sharing: Sharing = sharing
+        self.max_tokens = max_tokens
+        self.sequence_parallel_size = sequence_parallel_size
+        self.cache = PackedRowCache()
+        self._sequence_group: Any = None
+
+    def check(self, world_size: int, prompts: Sequence[Prompt] | None, max_new_tokens: int) -> None:
+        """Refuse what cannot work, before anything is loaded.
+
+        Args:
+            world_size: Number of ranks.
+            prompts: Of the training data; None outside of training.
+            max_new_tokens: The longest completion.
+
+        Raises:
+            ValueError: Names the options.
+        """
+        check_sequence_parallel_size(self.sequence_parallel_size, world_size)
+        if self.sequence_parallel_size > 1 and self.sharing != "shared":
+            raise ValueError(
+                f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows "
+                "are not divided among ranks. Use sharing='shared'."
+            )
+        if prompts is not None and self.max_tokens is not None:
+            self._check_budget(self.max_tokens, prompts, max_new_tokens)
+
+    def _check_budget(self, max_tokens: int, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        limit = max_tokens * self.sequence_parallel_size
+        longest = {
+            "a prompt of the training data has": max((len(prompt.token_ids) for prompt in prompts), default=0),
+            "a rollout may have (sampling.max_new_tokens)": max_new_tokens,
+        }
+        if self.sharing == "repeated":
+            longest = {"a prompt with its rollout may have": sum(longest.values())}
+        for what, tokens in longest.items():
+            if tokens > limit:
+                raise ValueError(
+                    f"max_tokens_per_micro_batch is {max_tokens} with sequence_parallel_size="
+                    f"{self.sequence_parallel_size}, {limit} tokens together, but {what} {tokens}; raise one of them, "
+                    "or set data.max_prompt_length or sampling.max_new_tokens lower."
+                )
+
+    def form_sequence_groups(self, models: Iterable[Any]) -> None:
+        """Form the groups of ranks that share rows; refuse models whose attention cannot be divided."""
+        if self.sequence_parallel_size > 1:
+            for model in models:
+                check_sequence_parallel(model, self.sequence_parallel_size)
+            mesh = sequence_mesh(self.sequence_parallel_size, self._run.device.type)
+            self._sequence_group = mesh.get_group("sequence")
+
+    def for_update(self, buffer: RolloutBuffer, members: Sequence[int]) -> MicroBatchSchedule:
+        """Micro-batches of some groups of a buffer."""
+        options = self._options(self.max_tokens, self._sequence_group, self.sequence_parallel_size)
+        return MicroBatchSchedule(buffer, members, options, self.cache)
+
+    def for_scoring(self, buffer: RolloutBuffer) -> MicroBatchSchedule:
+        """Micro-batches of all groups of a buffer. No activations are kept, so one rank runs what several train."""
+        budget = None if self.max_tokens is None else self.max_tokens * self.sequence_parallel_size
+        return MicroBatchSchedule(buffer, range(len(buffer.groups)), self._options(budget, None, 1), self.cache)
+
+    def _options(self, budget: int | None, sequence_group: Any, sequence_ranks: int) -> RowOptions:
+        return RowOptions(self.sharing, budget, self._run.device, sequence_group, sequence_ranks)
+
+    def naming_memory(self, what: str = "") -> contextlib.AbstractContextManager[None]:
+        """Make an out-of-memory error name the option that bounds a micro-batch.
+
+        Args:
+            what: What runs, in front of "a pass".
+        """
+        return naming_memory(
+            f"{what}a pass of max_tokens_per_micro_batch={self.max_tokens} tokens (None: all groups of a mini-batch at "
+            "once)",
+            "lower it, which changes no result, or raise sequence_parallel_size",
+        )

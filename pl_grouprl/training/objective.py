@@ -1,0 +1,181 @@
+"""What the policy minimizes: clipped policy loss, KL penalty, entropy bonus and the routers' loss, as sums.
+
+Legend: N response tokens of all rollouts one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
+from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
+from pl_grouprl.functional.kl import kl_estimate
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.masked import masked_sum
+from pl_grouprl.functional.policy_loss import make_policy_loss
+from pl_grouprl.models.router import RouterLogits, record_router_logits, router_balancing_loss
+from pl_grouprl.training.kl_penalty import KLPenalty
+from pl_grouprl.training.loss_sums import LossSums
+from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.utilities.options import check_options
+
+
+class PolicyObjective:
+    """Computes the policy's loss on a micro-batch.
+
+    Args:
+        policy_loss: Name of the loss; see `pl_grouprl.functional.policy_loss`.
+        options: Its options.
+        loss_agg_mode: How tokens become one loss, by verl's names.
+        kl: The KL penalty.
+        max_new_tokens: The norm of `seq-mean-token-sum-norm`.
+        entropy_coef: Weight of the entropy bonus.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts.
+        importance_sampling: `kind`, `low` and `high` of the correction for the sampler's log-probabilities; see
+            `pl_grouprl.functional.importance`.
+
+    Raises:
+        ValueError: If an option is out of range or unknown.
+    """
+
+    def __init__(
+        self,
+        policy_loss: str,
+        options: dict[str, Any],
+        *,
+        loss_agg_mode: str,
+        kl: KLPenalty,
+        max_new_tokens: int,
+        entropy_coef: float = 0.0,
+        router_aux_loss_coef: float = 0.0,
+        importance_sampling: dict[str, Any] | None = None,
+    ) -> None:
+        non_negative = "0 (off) or a larger finite number"
+        check_options(
+            {
+                "entropy_coef": (entropy_coef, 0 <= entropy_coef < math.inf, non_negative),
+                "router_aux_loss_coef": (router_aux_loss_coef, 0 <= router_aux_loss_coef < math.inf, non_negative),
+                "loss_agg_mode": (
+                    loss_agg_mode,
+                    loss_agg_mode in LOSS_AGG_MODES,
+                    f"one of {', '.join(LOSS_AGG_MODES)}",
+                ),
+            }
+        )
+        self.policy_loss = make_policy_loss(policy_loss, **options)
+        self.loss_agg_mode = loss_agg_mode
+        self.kl = kl
+        self.entropy_coef = entropy_coef
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.importance_sampling = importance_sampling or {"kind": "none", "low": None, "high": 3.0}
+        kind, low, high = (self.importance_sampling[name] for name in ("kind", "low", "high"))
+        check_importance_options(kind, low, high, prefix="importance_sampling_")
+        self._norm = float(max_new_tokens) if loss_agg_mode == "seq-mean-token-sum-norm" else None
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether importance sampling is on."""
+        return bool(self.importance_sampling["kind"] != "none")
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """What the policy's scores must have besides log-probabilities: keywords of `models.score`."""
+        return {"entropy": True, "entropy_grad": self.entropy_coef > 0}
+
+    def recorded_routers(self, policy: Any) -> AbstractContextManager[RouterLogits | None]:
+        """Record the policy's router logits if they have a loss."""
+        return record_router_logits(policy) if self.router_aux_loss_coef > 0 else nullcontext()
+
+    def denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
+        """Trained tokens or rollouts, depending on `loss_agg_mode`."""
+        return {"policy": loss_denominator(tokens["loss_mask"], mode=self.loss_agg_mode, **rollouts)}
+
+    def loss(
+        self, batch: MicroBatch, scores: TokenScores, policy: Any = None, routers: RouterLogits | None = None
+    ) -> LossSums:
+        """Compute the loss sums.
+
+        Args:
+            batch: With `advantages` and, if there are any, `old_logprobs`, `ref_logprobs` and `rollout_logprobs`.
+            scores: The policy's, with gradient, shape [N].
+            policy: The model; only for the routers' loss.
+            routers: Their logits in the same forward.
+        """
+        mask_N, rollouts = batch.mask_N, batch.rollouts
+        policy_logprobs_N = scores.logprobs_N
+        # Before the first optimizer step after the rollout they are equal, which saves a forward.
+        old_logprobs_N = batch.tokens.get("old_logprobs", policy_logprobs_N.detach())
+        loss = self.policy_loss(
+            policy_logprobs_N, old_logprobs_N, batch.tokens["advantages"], mask_N=mask_N, **rollouts
+        )
+        loss_N = loss.per_token_N
+        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
+        extremes: dict[str, Tensor] = {}
+        if "rollout_logprobs" in batch.tokens:
+            weights = self._importance_weights(batch, old_logprobs_N)
+            loss_N = loss_N * weights.weights_N
+            metrics |= weights.metrics
+            extremes |= weights.extremes
+        assert scores.entropy_N is not None
+        metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
+        if self.kl.in_loss:
+            kl_N = kl_estimate(policy_logprobs_N, batch.tokens["ref_logprobs"], self.kl.kind)
+            loss_N = loss_N + self.kl.coef * kl_N
+            metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
+        if self.entropy_coef > 0:
+            loss_N = loss_N - self.entropy_coef * scores.entropy_N
+        numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=self._norm, **rollouts)
+        denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)
+        if self.router_aux_loss_coef > 0:
+            balance = self._router_loss(batch, policy, routers) * denominator
+            numerator = numerator + self.router_aux_loss_coef * balance
+            metrics["policy/router_aux_loss"] = (balance.detach(), denominator)
+        return LossSums({"policy": (numerator, denominator)}, metrics, extremes)
+
+    def _importance_weights(self, batch: MicroBatch, old_logprobs_N: Tensor) -> ImportanceWeights:
+        rollout_logprobs_N, options = batch.tokens["rollout_logprobs"], self.importance_sampling
+        return importance_weights(old_logprobs_N, rollout_logprobs_N, mask_N=batch.mask_N, **options, **batch.rollouts)
+
+    def _router_loss(self, batch: MicroBatch, policy: Any, routers: RouterLogits | None) -> Tensor:
+        """A mean over this call's tokens; times the denominator it is weighted like the rest of the step."""
+        if batch.scoring.prefix is not None:
+            raise ValueError(
+                f"router_aux_loss_coef is {self.router_aux_loss_coef}, and a group is larger than "
+                "max_tokens_per_micro_batch: the routers' loss is not known for a group in slices. Raise the budget "
+                "above the largest group."
+            )
+        return router_balancing_loss(policy, batch.scoring, routers or [])
+
+
+def describe(part: Any) -> str:
+    """Name a loss or estimator with its options, the same in every process."""
+    return repr(part) if is_dataclass(part) else getattr(part, "__qualname__", type(part).__qualname__)
+
+
+def drop_none(**options: Any) -> dict[str, Any]:
+    """Leave out options that are None: one that a loss does not know is then an error only if it was set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def join_options(options: dict[str, Any], more: dict[str, Any] | None, argument: str) -> dict[str, Any]:
+    """Join options that are constructor arguments with the mapping of all others.
+
+    Args:
+        options: The former.
+        more: The latter.
+        argument: The name of the mapping.
+
+    Raises:
+        ValueError: If an option is in both.
+    """
+    for name, value in (more or {}).items():
+        if name in options:
+            raise ValueError(
+                f"{name} is set twice, as {options[name]!r} and in {argument} as {value!r}; leave one of them out."
+            )
+    return options | (more or {})

@@ -1,0 +1,75 @@
+"""Shares prefixes in the models of a run for the whole fit, once it is verified that this changes only time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from pl_grouprl.attention import ParityReport, shared_prefix
+from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.packing import Sharing
+from pl_grouprl.training.run import Run
+from pl_grouprl.utilities.memory import naming_memory
+
+
+class PrefixSharing:
+    """Patches models so that shared tokens are encoded once, until it is closed.
+
+    Args:
+        run: The run.
+        sharing: `shared` or `repeated`; the latter patches nothing.
+        backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
+        verify: Compare shared with repeated prefixes before the first step.
+
+    Raises:
+        ValueError: If an option is unknown.
+    """
+
+    def __init__(self, run: Run, sharing: Sharing = "shared", backend: str = "auto", verify: bool = True) -> None:
+        if sharing not in ("shared", "repeated"):
+            raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
+        get_backend(backend, "attention_backend")  # an unknown name is an error here
+        self._run = run
+        self.sharing: Sharing = sharing
+        self.backend = backend
+        self.verify = verify
+        self._contexts = contextlib.ExitStack()
+
+    def open(
+        self,
+        models: Iterable[Any],
+        reports: Callable[[], list[ParityReport]],
+        precision: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        """Patch the models of a fit.
+
+        Args:
+            models: Transformers models that read rollouts.
+            reports: Compares shared with repeated prefixes.
+            precision: The context in which the comparison runs.
+        """
+        if self.sharing == "repeated":
+            rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
+            return
+        if self.verify:
+            memory = naming_memory("the check of shared prefixes before training", "verify=False leaves it out")
+            with memory, precision:
+                found = reports()
+            for report in found:
+                report.raise_if_failed()
+                rank_zero_info(str(report))
+        for model in models:
+            # For the whole fit: activation checkpointing repeats the forward during the backward.
+            with self._run.support.whole_weights(model):  # entering runs a few tokens
+                patch = self._contexts.enter_context(shared_prefix(model, self.backend))
+            rank_zero_info(
+                f"sharing='shared': {type(model).__name__} encodes each prompt once; attention backend "
+                f"{self.backend!r}: {patch.describe()}. prefix/token_ratio says what that saves."
+            )
+
+    def close(self) -> None:
+        """Restore the models."""
+        self._contexts.close()

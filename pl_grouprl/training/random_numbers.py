@@ -1,0 +1,52 @@
+"""The global random number generators of a run: saved, restored, and untouched by validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pl_grouprl.training.run import Run
+from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.random_state import random_state, set_random_state
+
+
+class RandomNumbers:
+    """Python's, NumPy's and torch's generators on each rank, as part of a checkpoint.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._per_rank: list[dict[str, Any]] = []
+        self._before_validation: dict[str, Any] | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        return self._run.device
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return all ranks' states; during validation those from before it."""
+        return gather_plain(self._before_validation or random_state(self._device), self._device)
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Keep the states until `restore`."""
+        self._per_rank = state
+
+    def restore(self) -> None:
+        """Restore the loaded state, on ranks that the saved run had; last, because setup draws numbers too."""
+        states, self._per_rank = self._per_rank, []
+        if self._run.global_rank < len(states):
+            set_random_state(states[self._run.global_rank], self._device)
+
+    def set_aside(self) -> None:
+        """Note the state before a validation, which a resumed run may leave out."""
+        self._before_validation = random_state(self._device)
+
+    def continue_training(self) -> None:
+        """Restore the state from before the validation."""
+        if self._before_validation is not None:
+            set_random_state(self._before_validation, self._device)
+        self._before_validation = None

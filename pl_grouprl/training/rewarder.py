@@ -1,0 +1,130 @@
+"""Rewards the rollouts of a run, in worker processes if asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from pl_grouprl.rewards import (
+    PendingRewards,
+    RewardFunction,
+    RewardWorkers,
+    Weighted,
+    check_columns,
+    check_stoppable,
+    prepare_rewards,
+    start_rewards,
+)
+from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.utilities.options import check_options
+
+
+class Rewarder:
+    """Calls the reward functions, and ends a run that gets no rewards.
+
+    Args:
+        rewards: One reward function or several; see `pl_grouprl.rewards`.
+        tokenizer: Returns the policy's tokenizer.
+        workers: Processes per rank that run reward functions in parallel; 0 runs them in this one.
+        timeout: Seconds that a call may take; None is no limit.
+        retries: How often a call that raised is repeated.
+        max_failed_share: Share of a rank's rollouts on which a function may fail before that is an error.
+        max_unrewarded_batches: Abort after this many consecutive batches without any reward.
+
+    Attributes:
+        unrewarded_batches: Consecutive batches without any reward so far.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        tokenizer: Callable[[], Any],
+        *,
+        workers: int = 0,
+        timeout: float | None = None,
+        retries: int = 1,
+        max_failed_share: float = 0.5,
+        max_unrewarded_batches: int = 10,
+    ) -> None:
+        check_options(
+            {
+                "reward_workers": (workers, workers >= 0, "0 (none) or larger"),
+                "reward_retries": (retries, retries >= 0, "0 or larger"),
+                "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
+                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for any time"),
+                "max_unrewarded_batches": (max_unrewarded_batches, max_unrewarded_batches >= 1, "at least 1"),
+            }
+        )
+        self.functions = prepare_rewards(rewards)
+        if timeout is not None and workers == 0:
+            check_stoppable(self.functions, timeout)
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._num_workers, self._timeout = workers, timeout
+        self._retries, self._max_failed_share = retries, max_failed_share
+        self._max_unrewarded_batches = max_unrewarded_batches
+        self.unrewarded_batches = 0
+        self._workers: RewardWorkers | None = None
+
+    def open(self) -> None:
+        """Start the workers."""
+        self.close()  # of a run that an exception has ended
+        if self._num_workers:
+            self._workers = RewardWorkers(prepare_rewards(self._rewards), self._num_workers, self._timeout)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def check_columns(self, prompts: Sequence[Prompt], split: str) -> None:
+        """Refuse prompts that lack a column that a reward function reads."""
+        check_columns(prompts, self._rewards, split)
+
+    def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
+        """Begin to reward rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
+        return start_rewards(
+            groups,
+            self._rewards,
+            tokenizer=self._tokenizer(),
+            retries=self._retries,
+            max_failed_share=self._max_failed_share,
+            workers=self._workers,
+            timeout=self._timeout,
+        )
+
+    def count_unrewarded(self, metrics: Mapping[str, float]) -> None:
+        """Warn if no rollout on any rank has a reward.
+
+        Args:
+            metrics: Of the batch; `reward` is NaN then.
+
+        Raises:
+            RuntimeError: After `max_unrewarded_batches` such batches in a row.
+        """
+        if not math.isnan(metrics["reward"]):
+            self.unrewarded_batches = 0
+            return
+        self.unrewarded_batches += 1
+        rank_zero_warn(
+            "no rollout of a batch has a reward, so nothing is learned from it; check that a reward function applies "
+            "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
+        )
+        if self.unrewarded_batches >= self._max_unrewarded_batches:
+            counts = [
+                f"{name} gave None for {metrics.get(f'rewards/{name}/none', 0):g} and no finite number for "
+                f"{metrics.get(f'rewards/{name}/invalid', 0):g}"
+                for name in (reward.name for reward in self.functions)
+            ]
+            raise RuntimeError(
+                f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
+                f"{self._max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
+                f"{'; '.join(counts)}. Fix the reward functions, or check the columns that they read."
+            )

@@ -1,0 +1,103 @@
+"""What the parts of a run may ask of it. `RLModule` answers inside a Trainer, `PlainRun` in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from pl_grouprl.strategies import StrategySupport
+from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
+
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """A policy that is being trained on one rank of a run."""
+
+    policy: Any
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+
+    @property
+    def support(self) -> StrategySupport:
+        """How the strategy reaches weights and gradients."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes and communicates."""
+
+    @property
+    def global_rank(self) -> int:
+        """The rank."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: Sequence[int | str]
+    ) -> list[RolloutGroup]:
+        """Sample rollouts of each prompt."""
+
+    def call_wrapped(self, function: Callable[[], T]) -> T:
+        """Call a function that runs a model's forward, in whatever the strategy wraps `training_step` in."""
+
+
+@dataclass
+class Accumulation:
+    """How the gradients of this micro-batch of the Trainer add up to a step.
+
+    Attributes:
+        batches: Micro-batches of the Trainer per optimizer step (`accumulate_grad_batches`).
+        steps: Whether an optimizer step follows this one.
+        loss_scale: Factor of the loss under float16.
+    """
+
+    batches: int = 1
+    steps: bool = True
+    loss_scale: float = 1.0
+
+    @classmethod
+    def of(cls, trainer: Any) -> Accumulation:
+        """Read it from a Trainer."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return cls(trainer.accumulate_grad_batches, not trainer.fit_loop._should_accumulate(), scale)
+
+
+@dataclass
+class PlainRun:
+    """A run on one device without a Trainer.
+
+    Attributes:
+        policy: A transformers model.
+        tokenizer: Its tokenizer.
+        global_step: Optimizer steps so far; the loop counts them.
+    """
+
+    policy: Any
+    tokenizer: Any = None
+    global_step: int = 0
+    global_rank: int = 0
+    support: StrategySupport = field(default_factory=lambda: StrategySupport(None))
+    sample: Callable[..., list[RolloutGroup]] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The policy's device."""
+        return next(self.policy.parameters()).device
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[RolloutGroup]:
+        """Sample with the function that was passed as `sample`."""
+        if self.sample is None:
+            raise RuntimeError("PlainRun has no sample function; set run.sample, such as Sampler(run).generate.")
+        return self.sample(*args, **kwargs)
+
+    def call_wrapped(self, function: Callable[[], T]) -> T:
+        """Call the function."""
+        return function()

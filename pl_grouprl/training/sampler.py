@@ -1,0 +1,136 @@
+"""Samples rollouts of prompts with an engine that has the policy's current weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.training.evaluating import evaluating
+from pl_grouprl.training.run import Run
+from pl_grouprl.training.sampler_check import SamplerCheck
+from pl_grouprl.training.weight_sync import WeightSync
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.annotations import ArgumentError, describe_value
+from pl_grouprl.utilities.copying import private_copy
+from pl_grouprl.utilities.distributed import derive_seed, num_ranks
+
+
+def _untimed(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class Sampler:
+    """Samples on all ranks; synchronizes the weights first if the engine has a copy of them.
+
+    Args:
+        run: Has the policy and its tokenizer.
+        engine: Samples; None is `HFRolloutEngine()`.
+        seed: Decides the rollouts, together with the seed of each call.
+        timed: Measures the time of what runs inside, by name.
+
+    Raises:
+        ArgumentError: If the engine is not an engine.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        engine: RolloutEngine | None = None,
+        seed: int = 0,
+        timed: Callable[[str], AbstractContextManager[None]] = _untimed,
+    ) -> None:
+        if engine is not None and not isinstance(engine, RolloutEngine):
+            raise ArgumentError(
+                f"engine is {describe_value(engine)}; pass an engine of pl_grouprl.rollout, an object with bind() and "
+                "generate(), or None for HFRolloutEngine()."
+            )
+        self._run = run
+        self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
+        self._seed = seed
+        self._weight_sync = WeightSync(timed)
+        self._check = SamplerCheck()
+
+    def reset(self) -> None:
+        """Assume nothing of the engine: another run may have another one, or has closed it."""
+        self._weight_sync.forget()
+        self._check.forget()
+
+    def close(self) -> None:
+        """Release an engine that has a copy of the weights."""
+        if isinstance(self.engine, SyncedRolloutEngine):
+            self.engine.close()
+
+    def take_metrics(self) -> dict[str, float]:
+        """`sync/...` since the last call; none for engines without a copy of the weights."""
+        return self._weight_sync.take_metrics() if isinstance(self.engine, SyncedRolloutEngine) else {}
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: Sequence[int | str]
+    ) -> list[RolloutGroup]:
+        """Sample rollouts of each prompt in evaluation mode; see `RLModule.generate`."""
+        run = partial(self._generate, prompts, sampling, num_generations, seed)
+        if isinstance(self.engine, SyncedRolloutEngine):
+            groups = self._weight_sync.sample(self._run, self.engine, run)
+            self._check.look(self._run, self.engine, groups, sampling)
+            return groups
+        with self._run.support.whole_weights(self._run.policy):
+            return run() if prompts else []
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, seed: Sequence[int | str]
+    ) -> list[RolloutGroup]:
+        self.engine.bind(self._run.policy, self._run.tokenizer)
+        with evaluating(self._run.policy):
+            return self.sample_with(self.engine, prompts, sampling, num_generations, seed=seed)
+
+    def sample_with(
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+    ) -> list[RolloutGroup]:
+        """Sample with an engine that is bound to some policy. Reads nothing that training changes."""
+        prompts = [prompt.open() for prompt in prompts]
+        media = [dict(prompt.media) for prompt in prompts]
+        options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
+        by_prompt = num_ranks() > 1 and _takes(engine.generate, "prompt_indices")
+        if by_prompt:
+            options["prompt_indices"] = self._indices(prompts)
+        rollouts = engine.generate(
+            [list(prompt.token_ids) for prompt in prompts],
+            sampling,
+            num_generations=num_generations,
+            # An engine that numbers its prompts itself would draw the same numbers on all ranks.
+            seed=derive_seed(*seed, self._seed, 0 if by_prompt else self._run.global_rank),
+            **options,
+        )
+        return self.group(prompts, rollouts)
+
+    def group(self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]]) -> list[RolloutGroup]:
+        """Join rollouts with their prompts, which are open. An engine may report numbers of NumPy."""
+        for rollout in (rollout for own in rollouts for rollout in own):
+            rollout.token_ids = [int(token) for token in rollout.token_ids]
+            if rollout.logprobs is not None:
+                rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
+        return [
+            RolloutGroup(prompt.token_ids, own, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
+            for index, prompt, own in zip(self._indices(prompts), private_copy(prompts), rollouts, strict=True)
+        ]
+
+    def _indices(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Where this rank's prompts are in the batch of all ranks."""
+        rank = self._run.global_rank
+        return list(range(rank, rank + num_ranks() * len(prompts), num_ranks()))
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,134 @@
+"""One update: the micro-batches of a mini-batch forward and backward, with denominators of the whole step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.training.loss_sums import LossAccumulator, LossSums
+from pl_grouprl.training.micro_batch import MicroBatch, dummy_tokens
+from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
+from pl_grouprl.training.micro_batcher import MicroBatcher
+from pl_grouprl.training.optimization import Optimization
+from pl_grouprl.training.override_results import check_denominators, check_loss_sums
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run import Accumulation, Run
+from pl_grouprl.utilities.distributed import reduce_over_ranks, sum_over_ranks
+
+ComputeLoss = Callable[[MicroBatch], LossSums]
+Denominators = Callable[[dict[str, Tensor], dict[str, Any]], Mapping[str, Tensor]]
+
+
+class Updater:
+    """Runs the micro-batches of an update.
+
+    Args:
+        run: The run.
+        micro_batcher: Packs the micro-batches.
+        optimization: Divides their losses.
+        compute_loss: Loss sums of a micro-batch.
+        loss_denominators: What those are divided by, from per-token quantities alone; see `RLModule`.
+        owner: Class whose methods these are, for errors.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        micro_batcher: MicroBatcher,
+        optimization: Optimization,
+        compute_loss: ComputeLoss,
+        loss_denominators: Denominators,
+        owner: str,
+    ) -> None:
+        self._run = run
+        self._micro_batcher = micro_batcher
+        self._optimization = optimization
+        self._compute_loss, self._loss_denominators, self._owner = compute_loss, loss_denominators, owner
+
+    def update(
+        self, buffer: RolloutBuffer, members: Sequence[int], accumulation: Accumulation
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Run all micro-batches forward and, except for the last one, backward. All ranks call it together.
+
+        Args:
+            buffer: The rollouts with their per-token quantities.
+            members: Indices of the groups that are trained.
+            accumulation: How this update adds up to an optimizer step.
+
+        Returns:
+            The loss of the last micro-batch, to be differentiated by the caller, and the metrics of the update.
+        """
+        schedule = self._micro_batcher.for_update(buffer, members)
+        if schedule.number > 1:
+            self._optimization.add_denominators(self._denominators(buffer, members), self._run.device)
+        sums = LossAccumulator()
+        with self._micro_batcher.naming_memory():
+            loss = self._run_schedule(schedule, sums, accumulation)
+        if schedule.number > 1:
+            self._check_denominators(sums, buffer, members)
+        device = self._run.device
+        metrics = sums.reduced(
+            lambda values: sum_over_ranks(values, device), lambda values: reduce_over_ranks(values, device, "max")
+        )
+        return loss, metrics
+
+    def _run_schedule(self, schedule: MicroBatchSchedule, sums: LossAccumulator, accumulation: Accumulation) -> Tensor:
+        support = self._run.support
+        for number, micro_batch in enumerate(schedule, start=1):
+            last = number == schedule.number
+            with support.accumulating(self._run, last=last and accumulation.steps):  # type: ignore[arg-type]
+                if isinstance(micro_batch, PrefixPass):
+                    loss = micro_batch.loss(loss_scale=accumulation.loss_scale)  # of gradients divided already
+                else:
+                    loss = self._loss(micro_batch, sums, single=schedule.number == 1)
+                if last:
+                    return loss  # Lightning divides it by the micro-batches that it accumulates
+                if isinstance(micro_batch, MicroBatch):
+                    loss = loss / accumulation.batches
+                with torch.autocast(self._run.device.type, enabled=False):
+                    support.backward(loss)
+                del loss, micro_batch  # free the activations before the next forward
+        raise AssertionError("unreachable: a schedule has at least one micro-batch")
+
+    def _loss(self, micro_batch: MicroBatch, sums: LossAccumulator, *, single: bool) -> Tensor:
+        own = check_loss_sums(self._compute_loss(micro_batch), self._owner)
+        scoring, counts = micro_batch.scoring, (0, 0)
+        if micro_batch.rollout_numbers:  # not a dummy
+            counts = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
+        own.metrics["prefix/token_ratio"] = torch.tensor(counts[0]), torch.tensor(counts[1])
+        device = self._run.device
+        if single:
+            self._optimization.add_denominators({name: count for name, (_, count) in own.losses.items()}, device)
+        sums.add(own, micro_batch.weight)
+        return self._optimization.divide(own.losses, device, micro_batch.weight)
+
+    def _denominators(self, buffer: RolloutBuffer, members: Sequence[int]) -> dict[str, Tensor]:
+        """This rank's share of the denominators."""
+        if not members:
+            tokens, lengths = dummy_tokens({name: values[0] for name, values in buffer.tokens.items()}), [1]
+        else:
+            chosen = [(index, range(len(buffer.groups[index].rollouts))) for index in members]
+            groups, tokens, _ = buffer.select(chosen)
+            lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+        index_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths)}
+        return check_denominators(self._loss_denominators(tokens, rollouts), self._owner)
+
+    def _check_denominators(self, sums: LossAccumulator, buffer: RolloutBuffer, members: Sequence[int]) -> None:
+        """Refuse a `compute_loss` that divides by something else than `loss_denominators` said."""
+        if self._micro_batcher.sequence_parallel_size > 1:  # the rows of peers are among them
+            return
+        expected = self._denominators(buffer, members)
+        for name, count in sums.denominators().items():
+            if name not in expected or not math.isclose(
+                float(count), float(expected[name]), rel_tol=1e-4, abs_tol=1e-6
+            ):
+                raise RuntimeError(
+                    f"compute_loss of {self._owner} divides {name!r} by {float(count):g}, but loss_denominators said "
+                    f"{expected.get(name)}; override both alike."
+                )
