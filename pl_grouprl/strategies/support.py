@@ -68,7 +68,10 @@ class StrategySupport:
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate one pass of several inside `training_step`, adding to the gradients; nothing is reduced."""
-        self.trainer.strategy.backward(loss, None)
+        if self._trainer is None:
+            loss.backward()
+        else:
+            self._trainer.strategy.backward(loss, None)
 
     @contextlib.contextmanager
     def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
