@@ -158,7 +158,8 @@ class SamplingModule(PolicyModule):
     def _check_prompts(self, stage: str, limits: dict[str, int], vocab_size: int | None = None) -> None:
         for split, prompts in self._prompts_of(stage).items():
             sampling = self.sampling if split == "train" else self.val_sampling
-            check_prompts(prompts, split, sampling, self.engine, limits, vocab_size)
+            option = "sampling" if sampling is self.sampling else "val_sampling"
+            check_prompts(prompts, split, sampling, option, self.engine, limits, vocab_size)
 
     def load_models(self) -> None:
         """Load the policy, and refuse an engine that cannot be given its weights."""
