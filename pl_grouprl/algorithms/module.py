@@ -419,7 +419,8 @@ class RLModule(pl.LightningModule, ABC):
     def _check_prompts(self, stage: str, limits: dict[str, int], vocab_size: int | None = None) -> None:
         for split, prompts in prompts_of_stage(self.trainer, stage).items():
             sampling = self.sampling if split == "train" else self.val_sampling
-            check_prompts(prompts, split, sampling, self.engine, limits, vocab_size)
+            option = "sampling" if sampling is self.sampling else "val_sampling"
+            check_prompts(prompts, split, sampling, option, self.engine, limits, vocab_size)
 
     # 2. Models and optimizer.
 

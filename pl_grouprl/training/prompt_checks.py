@@ -27,6 +27,7 @@ def check_prompts(
     prompts: Sequence[Prompt],
     split: str,
     sampling: SamplingConfig,
+    option: str,
     engine: Any,
     limits: dict[str, int],
     vocab_size: int | None = None,
@@ -39,6 +40,7 @@ def check_prompts(
         prompts: The prompts of a split.
         split: Its name.
         sampling: Says how long completions may be.
+        option: What sets `sampling`, for the error.
         engine: Samples them. Unless it reserves room for all of `max_new_tokens`, room for one token is enough.
         limits: Longest sequence, prompt and completion together, by the name of what sets the limit.
         vocab_size: Number of tokens that the model knows; None if unknown.
@@ -49,17 +51,16 @@ def check_prompts(
     new_tokens = sampling.max_new_tokens if getattr(engine, "reserves_max_new_tokens", False) else 1
     for name, limit in (limits | _engine_limit(engine)).items():
         reason = f"with {new_tokens} new ones exceeds the model's {name}={limit}"
-        _refuse_longer(prompts, split, limit - new_tokens, reason)
+        _refuse_longer(prompts, split, limit - new_tokens, reason, f"lower {option}.max_new_tokens")
     if vocab_size is not None:
         _refuse_unknown_tokens(prompts, split, vocab_size)
 
 
-def _refuse_longer(prompts: Sequence[Prompt], split: str, room: int, reason: str) -> None:
+def _refuse_longer(prompts: Sequence[Prompt], split: str, room: int, reason: str, remedy: str) -> None:
     longer = [prompt for prompt in prompts if prompt.num_tokens > room]
     if not longer:
         return
     longest = max(prompt.num_tokens for prompt in longer)
-    remedy = "lower sampling.max_new_tokens"
     if room > 0:
         remedy = f"set data.max_prompt_length={room} (overlong_prompts: drop or truncate), or {remedy}"
     raise ValueError(

@@ -225,19 +225,26 @@ def run_yaml(case: Case, folder: Path) -> None:
 
     from pl_grouprl import cli
 
-    def plain(own: Any) -> Any:
-        return None if own is object else own
+    def plain(options: dict[str, Any]) -> dict[str, Any]:
+        return {name: None if own is object else own for name, own in options.items()}  # YAML has no classes
 
     def entry(path: str, own: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"class_path": f"pl_grouprl.{path}", "init_args": more | {name: plain(v) for name, v in own.items()}}
+        return {"class_path": f"pl_grouprl.{path}", "init_args": more | own}
 
+    case = dataclasses.replace(
+        case,
+        model=plain(case.model),
+        data=plain(case.data),
+        trainer=plain(case.trainer),
+        callbacks=[(cls, plain(own)) for cls, own in case.callbacks],
+    )
     reward = {"class_path": "pl_grouprl.rewards.ExactMatch"}
     callbacks = [entry(f"callbacks.{cls.__name__}", own) for cls, own in case.callbacks]
     text = yaml.safe_dump(
         {
             "model": entry(case.algorithm.__name__, case.model, policy="gpt2", rewards=reward),
             "data": entry("PromptDataModule", case.data),
-            "trainer": {name: plain(own) for name, own in case.trainer.items()} | {"callbacks": callbacks},
+            "trainer": case.trainer | {"callbacks": callbacks},
         }
     )
     path = folder / "config.yaml"

@@ -38,6 +38,12 @@ def test_subclass_of_grpo_trains_and_learns(tmp_path):
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
+def test_plain_loop_learns(tmp_path):
+    rewards = load("grpo_loop").main(steps=10, num_generations=6, cache_dir=str(tmp_path))
+    assert len(rewards) == 10
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+
+
 def test_median_advantages_by_hand():
     from pl_grouprl import Rollout, RolloutGroup
 

@@ -94,7 +94,7 @@ def test_rewarder(run):
     rewarder.count_unrewarded({"reward": 0.0})
     assert rewarder.unrewarded_batches == 0
     rewarder.unrewarded_batches = 1
-    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="max_unrewarded_batches=2"):
+    with pytest.warns(UserWarning, match="no rollout"), pytest.raises(RuntimeError, match="max_unrewarded_batches=2"):
         rewarder.count_unrewarded({"reward": math.nan})
 
 
@@ -188,7 +188,7 @@ def test_optimization_skips_a_step_with_nan(run):
     assert float(step(3.0)["grad_norm"]) == pytest.approx(3 * 2**0.5)
     assert optimization.nonfinite_steps == 0
     optimization.nonfinite_steps = 1
-    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="2 steps in a row"):
+    with pytest.warns(UserWarning, match="is skipped"), pytest.raises(RuntimeError, match="2 steps in a row"):
         step(math.inf)
 
 
