@@ -575,7 +575,7 @@ class RLModule(pl.LightningModule, ABC):
         return scores
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
-        """Train one mini-batch of the rollouts; return the loss of its last micro-batch, for Lightning to differentiate."""
+        """Train one mini-batch of the rollouts; return the loss of its last micro-batch, for Lightning's backward."""
         buffer = self.last_rollouts
         assert buffer is not None
         self.timer.enter("update")

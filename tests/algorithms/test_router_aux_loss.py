@@ -130,9 +130,9 @@ def test_mini_batches_are_weighted_by_their_share_of_the_loss(fit, sharing):
 
 
 def test_without_the_option_nothing_is_recorded(fit, monkeypatch):
-    from pl_grouprl.algorithms import policy_gradient
+    from pl_grouprl.training import objective
 
-    monkeypatch.setattr(policy_gradient, "record_router_logits", None)
+    monkeypatch.setattr(objective, "record_router_logits", None)
     seen, _ = fit(0.0)
     assert "policy/router_aux_loss" not in seen.steps[0]
 
