@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 
 SCRIPT = Path(__file__).with_name("denominator_cases.py")
 sys.path.insert(0, str(SCRIPT.parent))
@@ -71,10 +70,7 @@ def test_micro_batches_and_sharing(whole, tmp_path, case, cut, sharing):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        check=True, timeout=300, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder,
-    )  # fmt: skip
+    run_script(SCRIPT, folder, ranks=2, cwd=folder, timeout=300)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
