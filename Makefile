@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
+# Each worker of the tests computes with one thread, and keeps a core busy.
+WORKERS := --numprocesses 2 --dist worksteal
 
 .PHONY: demo test test-vllm strategies audit lint types clean
 
@@ -9,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
 
 test: .venv/installed lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 # Samples with vLLM's CPU build, in an environment of its own: the package never depends on that build.
 test-vllm: .venv-vllm/installed
