@@ -42,8 +42,15 @@ def compare(actual, expected, tolerance=1e-6):
 
 
 # Prompts have 20 tokens and groups up to 34 of rollouts: 70 takes a group or two at once, 24 splits the larger ones.
-@pytest.mark.parametrize(("budget", "sharing"), [(70, "shared"), (24, "shared"), (70, "repeated")])
-@pytest.mark.parametrize("name", [*CASES, NO_ACCUMULATION[0]])
+QUICK = ("grpo token-mean", "dr_grpo", "ppo", "group_ppo")
+BUDGETS = [
+    pytest.param(name, *cut, marks=() if cut == (24, "shared") or name in QUICK else pytest.mark.slow)
+    for name in [*CASES, NO_ACCUMULATION[0]]
+    for cut in [(70, "shared"), (24, "shared"), (70, "repeated")]
+]
+
+
+@pytest.mark.parametrize(("name", "budget", "sharing"), BUDGETS)
 def test_a_token_budget_does_not_change_the_gradient(whole, name, budget, sharing, tmp_path):
     cls, options = CASES[name] if name in CASES else NO_ACCUMULATION[1:]
     cut = options | {"max_tokens_per_micro_batch": budget}
