@@ -7,6 +7,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as the command line has it
 if str(Path(__file__).parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent))
 
