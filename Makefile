@@ -2,18 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
+# Each worker of the tests computes with one thread, and keeps a core busy.
+WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-vllm strategies audit lint types clean
+.PHONY: demo test test-vllm test-all strategies audit lint types clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
 
 test: .venv/installed lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 # Samples with vLLM's CPU build, in an environment of its own: the package never depends on that build.
 test-vllm: .venv-vllm/installed
 	$(VLLM)/python -m pytest -m 'vllm and not slow and not gpu'
+
+# All that this machine can check, one line for each part: one to two hours.
+test-all: .venv/installed
+	$(BIN)/python tools/check_everything.py
 
 # Trains under every strategy, beside a single process: about a quarter of an hour.
 strategies: .venv/installed

@@ -1,9 +1,42 @@
-"""What all tests share: nothing reaches for a model hub, and `helpers` can be imported."""
+"""What all tests share: one thread, no model hub, and a process that each test leaves as it found it."""
 
+import gc
 import os
 import sys
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as the command line has it
 if str(Path(__file__).parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+from helpers.process_state import left_changed, seed_all
+
+torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Fixtures of any scope draw the same random numbers, whichever test is the first to ask for them."""
+    seed_all(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_module_leaves_the_process_as_it_was():
+    # What is loaded is left out of garbage collection from here on; otherwise every fit goes through it when it starts.
+    gc.collect()
+    gc.freeze()
+    with left_changed() as changes:
+        yield
+    assert not changes, f"The fixtures of this module have left {'; '.join(changes)}."
+
+
+@pytest.fixture(autouse=True)
+def _a_test_leaves_the_process_as_it_was(_a_module_leaves_the_process_as_it_was):
+    seed_all(1)
+    with left_changed() as changes:
+        yield
+    assert not changes, f"This test has left {'; '.join(changes)}. Restore it, for instance with monkeypatch."

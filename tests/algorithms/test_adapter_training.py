@@ -102,8 +102,15 @@ def test_without_a_penalty_the_base_is_not_scored(make_module, make_data, make_t
     make_trainer(max_steps=2).fit(make_module(policy=adapted()), make_data())
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("adapter", [LORA, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("adapter", "gradient_checkpointing"),
+    [
+        (LORA, False),
+        (DORA, True),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((LORA, True), (DORA, False))),
+    ],
+    ids=["lora", "dora, checkpointed", "lora, checkpointed", "dora"],
+)
 def test_sharing_on_and_off_give_the_same_trajectory(
     make_module, make_data, make_trainer, adapted, history, adapter, gradient_checkpointing
 ):
@@ -129,9 +136,10 @@ RUNS = {
 }
 
 
+@pytest.mark.parametrize("resumed_at", [(3,), pytest.param((1, 4), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("run", RUNS)
 def test_checkpoints_hold_what_is_trained_and_resume_is_exact(
-    make_module, make_data, make_trainer, adapted, tmp_path, run
+    make_module, make_data, make_trainer, adapted, tmp_path, run, resumed_at
 ):
     cls, options = RUNS[run]
 
@@ -150,7 +158,7 @@ def test_checkpoints_hold_what_is_trained_and_resume_is_exact(
     trained = {name for name, p in undisturbed.named_parameters() if p.requires_grad}
     assert saved.keys() == trained
     whole = dict(undisturbed.named_parameters())
-    for step in (1, 3, 4):
+    for step in resumed_at:
         resumed = dict(fit(tmp_path / f"step={step}.ckpt").named_parameters())
         assert resumed.keys() == whole.keys()
         assert all(torch.equal(value, whole[name]) for name, value in resumed.items()), step

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.scripts import run_script
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
@@ -337,9 +336,7 @@ def test_a_validation_compares_nothing(saved, make_module, make_data, make_train
 
 def test_all_ranks_refuse_what_differs_on_one(tmp_path):
     script = Path(__file__).with_name("other_reward_ranks.py")
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(script, tmp_path)
     for rank in range(2):
         assert "rewards.score.sha256 is '" in (tmp_path / f"error-{rank}.txt").read_text()
 

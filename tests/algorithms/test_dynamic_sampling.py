@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -344,9 +342,7 @@ def ranks(tmp_path_factory):
     results = []
     for devices in (1, 2):
         folder = tmp_path_factory.mktemp(f"dynamic{devices}")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCRIPT), str(devices), str(folder)]
-        subprocess.run(command, check=True, timeout=120, capture_output=True, env=environment, cwd=folder)
+        run_script(SCRIPT, devices, folder, ranks=devices, cwd=folder)
         results.append([torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(devices)])
     return results
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 
 SCRIPT = Path(__file__).with_name("denominator_cases.py")
 sys.path.insert(0, str(SCRIPT.parent))
@@ -43,8 +42,15 @@ def compare(actual, expected, tolerance=1e-6):
 
 
 # Prompts have 20 tokens and groups up to 34 of rollouts: 70 takes a group or two at once, 24 splits the larger ones.
-@pytest.mark.parametrize(("budget", "sharing"), [(70, "shared"), (24, "shared"), (70, "repeated")])
-@pytest.mark.parametrize("name", [*CASES, NO_ACCUMULATION[0]])
+QUICK = ("grpo token-mean", "dr_grpo", "ppo", "group_ppo")
+BUDGETS = [
+    pytest.param(name, *cut, marks=() if cut == (24, "shared") or name in QUICK else pytest.mark.slow)
+    for name in [*CASES, NO_ACCUMULATION[0]]
+    for cut in [(70, "shared"), (24, "shared"), (70, "repeated")]
+]
+
+
+@pytest.mark.parametrize(("name", "budget", "sharing"), BUDGETS)
 def test_a_token_budget_does_not_change_the_gradient(whole, name, budget, sharing, tmp_path):
     cls, options = CASES[name] if name in CASES else NO_ACCUMULATION[1:]
     cut = options | {"max_tokens_per_micro_batch": budget}
@@ -71,10 +77,7 @@ def test_micro_batches_and_sharing(whole, tmp_path, case, cut, sharing):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        check=True, timeout=300, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder,
-    )  # fmt: skip
+    run_script(SCRIPT, folder, ranks=2, cwd=folder, timeout=300)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

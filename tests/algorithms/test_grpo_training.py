@@ -28,9 +28,11 @@ def close(left, right, tolerance):
     return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True)) <= tolerance
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("gradient_checkpointing", "steps"), [(False, 10), (True, 6), pytest.param(False, 50, marks=pytest.mark.slow)]
+)
 def test_sharing_on_and_off_give_the_same_trajectory(
-    make_module, make_data, make_trainer, tiny_policy, gradient_checkpointing
+    make_module, make_data, make_trainer, tiny_policy, gradient_checkpointing, steps
 ):
     losses = {}
     for sharing in ("shared", "repeated"):
@@ -39,7 +41,6 @@ def test_sharing_on_and_off_give_the_same_trajectory(
             policy=tiny_policy(gradient_checkpointing), sharing=sharing, num_mini_batches=2, beta=0.05, verify=True,
             optimizer=OptimizerConfig(learning_rate=1e-3),
         )  # fmt: skip
-        steps = 10 if gradient_checkpointing else 50
         make_trainer(max_steps=steps, callbacks=[history]).fit(module, make_data())
         losses[sharing] = [step["loss"] for step in history.steps]
         ratio = history.steps[-1]["prefix/token_ratio"]
@@ -49,11 +50,13 @@ def test_sharing_on_and_off_give_the_same_trajectory(
     assert max(map(abs, losses["shared"])) > 1e-3
 
 
+# Each batch of rollouts serves 2 passes of 2 mini-batches, and 2 batches are an epoch.
+@pytest.mark.parametrize("resumed_at", [(1, 2, 4, 9), pytest.param(range(1, 10), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.2])
 def test_resume_at_every_step_is_exact(
-    make_module, make_data, make_trainer, tiny_policy, parameters, tmp_path, attention_dropout
+    make_module, make_data, make_trainer, tiny_policy, parameters, tmp_path, attention_dropout, resumed_at
 ):
-    steps = 10  # 3 batches of rollouts make an epoch; each serves 2 passes of 2 mini-batches
+    steps = 10
 
     def fit(checkpoint=None, callbacks=()):
         module = make_module(
@@ -71,7 +74,7 @@ def test_resume_at_every_step_is_exact(
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     undisturbed = fit(callbacks=[saving])
     assert not same(parameters(undisturbed), list(tiny_policy().load().parameters()))
-    for step in range(1, steps):
+    for step in resumed_at:
         resumed = fit(tmp_path / f"step={step}.ckpt")
         assert same(parameters(undisturbed), parameters(resumed)), f"resumed after step {step}"
         assert resumed.num_tokens == undisturbed.num_tokens

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
@@ -202,10 +200,7 @@ def test_warm_up_does_not_change_what_comes_after(make_module, make_data, make_t
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warm_up")
-    subprocess.run(
-        [sys.executable, str(WARM_UP_SCRIPT), str(folder)],
-        check=True, timeout=200, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder,
-    )  # fmt: skip
+    run_script(WARM_UP_SCRIPT, folder, ranks=2, cwd=folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

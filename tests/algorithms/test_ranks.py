@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 
 SCRIPT = Path(__file__).with_name("ddp_run.py")
 
 
 def run(folder, devices, checkpoint="", **options):
     folder.mkdir()
-    command = [sys.executable, str(SCRIPT), str(devices), str(folder), str(checkpoint), json.dumps(options)]
-    subprocess.run(
-        command, check=True, timeout=120, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder
-    )
+    run_script(SCRIPT, devices, folder, checkpoint, json.dumps(options), ranks=devices, cwd=folder)
     return torch.load(folder / "parameters.pt", weights_only=True), json.loads((folder / "metrics.json").read_text())
 
 

@@ -1,14 +1,13 @@
 """Rollouts beside updates: those of the policy before them, the same when resumed, and refused where they cannot be."""
 
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO
@@ -216,10 +215,8 @@ def test_more_than_one_is_refused(make_module):
 
 def run_ranks(devices, folder, checkpoint=""):
     folder.mkdir()
-    command = [sys.executable, str(Path(__file__).with_name("rollout_ahead_ranks.py"))]
-    command += [str(devices), str(folder / "weights.pt"), str(checkpoint)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=180, capture_output=True, env=environment, cwd=folder)
+    script = Path(__file__).with_name("rollout_ahead_ranks.py")
+    run_script(script, devices, folder / "weights.pt", checkpoint, ranks=devices, cwd=folder, timeout=180)
     return torch.load(folder / "weights.pt", weights_only=True)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 
 SCRIPT = Path(__file__).with_name("ddp_run.py")
 
@@ -17,9 +15,7 @@ SCRIPT = Path(__file__).with_name("ddp_run.py")
 def train(folder, devices, **options):
     folder.mkdir()
     options |= {"loss_type": "grpo", "scale_rewards": "batch", "beta": 0.1}
-    command = [sys.executable, str(SCRIPT), str(devices), str(folder), "", json.dumps(options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=180, capture_output=True, env=environment, cwd=folder)
+    run_script(SCRIPT, devices, folder, "", json.dumps(options), ranks=devices, cwd=folder)
     return torch.load(folder / "parameters.pt", weights_only=True), json.loads((folder / "metrics.json").read_text())
 
 

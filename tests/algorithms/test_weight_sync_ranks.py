@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 
 SCRIPT = Path(__file__).with_name("weight_sync_ranks.py")
 
@@ -45,10 +43,7 @@ def runs(request, tmp_path_factory):
     for case in cases.values():
         if "checkpoint" in case:
             case["checkpoint"] = str(folder / case["checkpoint"])
-    command = [sys.executable, str(SCRIPT), request.param, str(folder), json.dumps(cases)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, timeout=650, capture_output=True, env=environment, cwd=folder, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(SCRIPT, request.param, folder, json.dumps(cases), cwd=folder, timeout=650)
     return {name: [torch.load(folder / name / f"rank{rank}.pt") for rank in (0, 1)] for name in cases}
 
 

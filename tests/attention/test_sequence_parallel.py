@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.attention.sequence_parallel import check_sequence_parallel, check_sequence_parallel_size, sequence_mesh
@@ -50,12 +48,7 @@ def name_of(case):
 def run_ranks(folder, ranks, size, cases):
     result = folder / "differences.json"
     named = [{**case, "name": name_of(case)} for case in cases]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, str(SCRIPT), str(size), json.dumps(named), str(result)]
-    done = subprocess.run(
-        command, timeout=240, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(SCRIPT, size, json.dumps(named), result, ranks=ranks, timeout=240)
     return json.loads(result.read_text())
 
 

@@ -1,19 +1,17 @@
 """A checkpoint of shards that is damaged, or of another algorithm, ends all ranks with its path and the cause."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.scripts import run_script
 
 SCRIPT = Path(__file__).with_name("damaged_folder.py")
 
 
 @pytest.mark.slow
 def test_all_ranks_say_what_is_wrong_with_a_folder(record_property):
-    done = subprocess.run([sys.executable, str(SCRIPT)], check=False, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = run_script(SCRIPT, timeout=600)
     results = json.loads(done.stdout)
     whole = results.pop("whole")
     assert whole["codes"] == [0, 0], whole["log"]

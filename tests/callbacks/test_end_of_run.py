@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint
@@ -29,9 +28,7 @@ SLOW = [
 
 
 def check(cases, record_property):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(cases)], check=False, capture_output=True, text=True, timeout=600
-    )
+    done = run_script(SCRIPT, json.dumps(cases), timeout=600)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(cases), done.stderr
     for (*_, how, step), result in zip(cases, results, strict=True):
@@ -54,7 +51,7 @@ def test_a_longer_run_goes_on_exactly_however_it_ended(record_property):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_nan_on_one_rank_ends_all_and_the_older_checkpoint_stays(strategy):
     case = json.dumps([(strategy, "broken shard", 10)])
-    done = subprocess.run([sys.executable, str(SCRIPT), case], check=False, capture_output=True, text=True, timeout=600)
+    done = run_script(SCRIPT, case, timeout=600)
     result = json.loads(done.stdout)
     assert result["failure"].startswith("[1, 1]")
     assert "NaN or inf in the weights at step 10: policy." in result["failure"]

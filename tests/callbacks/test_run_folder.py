@@ -1,13 +1,11 @@
 """Each run has a folder of its own, all of it lies there, and `ckpt_path last` finds it."""
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
 import pytest
+from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -158,11 +156,7 @@ def test_runs_that_start_at_once_share_no_folder(tmp_path, with_logger):
 
 def test_ranks_share_the_folder_of_rank_0_and_its_errors(tmp_path):
     (tmp_path / "mine.jsonl").write_text("mine")
-    ended = subprocess.run(
-        [sys.executable, str(TWO_RANKS), str(tmp_path)],
-        timeout=120, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    run_script(TWO_RANKS, tmp_path, ranks=2, cwd=tmp_path)
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}-0.txt").read_text() == str(tmp_path / "runs" / "version_0" / "checkpoints")
         assert (

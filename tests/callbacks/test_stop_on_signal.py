@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint, StoppedBySignal
@@ -38,9 +39,7 @@ SLOW = [
 
 
 def check(cases):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(cases)], check=False, capture_output=True, text=True, timeout=600
-    )
+    done = run_script(SCRIPT, json.dumps(cases), timeout=600)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(cases), done.stderr
     for result in results:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from lightning.pytorch import LightningModule
 
 from pl_grouprl.callbacks.token_group_metrics import CompressionRatio, TokenGroupStatistics
@@ -161,11 +159,7 @@ def test_groups_without_causes_have_no_shares_by_cause():
 
 
 def test_two_ranks_log_the_ratio_of_sums(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, str(TWO_RANKS), str(tmp_path)],
-        check=True, timeout=120, capture_output=True, env=environment, cwd=tmp_path,
-    )  # fmt: skip
+    run_script(TWO_RANKS, tmp_path, ranks=2, cwd=tmp_path)
     for rank in (0, 1):
         figures = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
         # 8 endpoints of 8 tokens on one rank, 6 of 24 on the other.

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.strategies import support_of
@@ -32,10 +30,7 @@ if find_spec("deepspeed") is None:
 def run(folder: Path, **options: Any) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]]:
     """Whole weights of policy and critic after training, and what else the script reports."""
     folder.mkdir()
-    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, timeout=900, capture_output=True, text=True, env=environment, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(SCRIPT, folder, json.dumps(options), ranks=2, cwd=folder, timeout=900)
     return torch.load(folder / "whole.pt", weights_only=True), json.loads((folder / "seen.json").read_text())
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -84,10 +83,7 @@ def test_nothing_is_copied_on_one_device():
 
 
 def seen_on_two_ranks(folder: Path, **case: Any) -> list[dict[str, Any]]:
-    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(case)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, timeout=900, capture_output=True, text=True, env=environment, cwd=folder)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(SCRIPT, folder, json.dumps(case), ranks=2, cwd=folder, timeout=900)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

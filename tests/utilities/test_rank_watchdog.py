@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.scripts import run_script
 
 from pl_grouprl.callbacks import RankWatchdog
 from pl_grouprl.utilities.processes import is_here, kill_process, process_identity
@@ -20,10 +20,7 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the sys
 
 def run(*cases):
     """What came of each case: the exit codes of the ranks, and what they printed."""
-    command = [sys.executable, str(SCRIPT), json.dumps(cases)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_script(SCRIPT, json.dumps(cases), timeout=400)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [tuple(result["case"]) for result in results] == list(cases)
     return results
