@@ -19,7 +19,6 @@ from pl_grouprl.algorithms.collecting import CollectingModule
 from pl_grouprl.algorithms.mini_batch import MiniBatch, filler_tokens
 from pl_grouprl.algorithms.override_results import check_denominators, check_loss_terms
 from pl_grouprl.algorithms.passes import KeptRow, Passes, RowOptions
-from pl_grouprl.algorithms.policy_module import evaluating
 from pl_grouprl.algorithms.resume import compare_options, restore_rollouts
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.sampling_module import check_batch
@@ -41,6 +40,7 @@ from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.modes import evaluating
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.step_log import log_numbers

@@ -34,7 +34,7 @@ from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
 from pl_grouprl.utilities.step_log import log_numbers
 
 if TYPE_CHECKING:
-    from pl_grouprl.attention import ParityReport
+    from pl_grouprl.checks import ParityReport
 
 DEFAULT_OPTIMIZER = OptimizerConfig()
 
@@ -183,7 +183,7 @@ class PolicyModule(SavedStateModule):
 
     def parity_reports(self) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on each model that is trained."""
-        from pl_grouprl.attention import check_parity
+        from pl_grouprl.checks import check_parity
 
         with self.support.whole_weights(self.policy):
             return [check_parity(self.policy, backend=self.attention_backend, padded_rows=False)]
@@ -368,16 +368,3 @@ class PolicyModule(SavedStateModule):
         """Those of each part that is trained; none before the models are loaded."""
         parts = {} if self.policy is None else self.optimized_parts()
         return {name: adapter_options(part) for name, (part, _) in parts.items()}
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, without gradients; afterwards each part is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

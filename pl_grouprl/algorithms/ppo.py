@@ -20,7 +20,7 @@ from pl_grouprl.algorithms.override_results import checked_tensor
 from pl_grouprl.algorithms.policy_gradient import PolicyGradientModule
 from pl_grouprl.algorithms.rollout_buffer import RolloutBuffer
 from pl_grouprl.algorithms.step_terms import LossTerms
-from pl_grouprl.attention import ParityReport
+from pl_grouprl.checks import ParityReport
 from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.masked import masked_whiten

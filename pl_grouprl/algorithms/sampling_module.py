@@ -12,9 +12,9 @@ from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms.evaluation import evaluation_metrics
 from pl_grouprl.algorithms.metrics import Record, summarize
-from pl_grouprl.algorithms.policy_module import PolicyModule, evaluating
+from pl_grouprl.algorithms.policy_module import PolicyModule
 from pl_grouprl.algorithms.prompt_checks import check_prompts, limits_of_source
-from pl_grouprl.algorithms.sampler_check import SamplerCheck
+from pl_grouprl.algorithms.sampler_parity_check import SamplerParityCheck
 from pl_grouprl.algorithms.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
@@ -37,6 +37,7 @@ from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
+from pl_grouprl.utilities.modes import evaluating
 from pl_grouprl.utilities.options import check_options
 
 DEFAULT_SAMPLING = SamplingConfig()
@@ -121,7 +122,7 @@ class SamplingModule(PolicyModule):
         self.seed = seed
         self._workers: RewardWorkers | None = None
         self._weight_sync = WeightSync(self._timed)
-        self._sampler_check = SamplerCheck()
+        self._sampler_check = SamplerParityCheck()
         self._evaluated: list[RolloutGroup] = []
         self._records: list[Record] = []
 
@@ -206,7 +207,7 @@ class SamplingModule(PolicyModule):
         if isinstance(self.engine, SyncedRolloutEngine):
             run = partial(self._generate, prompts, sampling, num_generations, seed)
             groups = self._weight_sync.sample(self, self.engine, run)
-            self._sampler_check.look(self, self.engine, groups, sampling)
+            self._sampler_check.run(self, self.engine, groups, sampling)
             return groups
         with self.support.whole_weights(self.policy):
             return self._generate(prompts, sampling, num_generations, seed) if prompts else []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.layer_check import Padding, check_layers, differing_padding
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.prefix_states import check_prefix_states
@@ -35,7 +36,6 @@ from pl_grouprl.attention.rows import (
 )
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
 from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, install, stateful_mixers
-from pl_grouprl.attention.structure import Padding, check_structure, differing_padding
 from pl_grouprl.attention.support import (
     check_supported,
     find_backbone,
@@ -144,7 +144,7 @@ class SharedPrefix:
             ]
         _IN_FORCE.setdefault(self.decoder, []).append(self)
         try:
-            self._look_at_structure()
+            self._check_layers()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -315,7 +315,7 @@ class SharedPrefix:
             raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
         self.layers = call.kinds()
 
-    def _look_at_structure(self) -> None:
+    def _check_layers(self) -> None:
         """Run a few tokens both ways, once per decoder and backend; nobody hears of these calls."""
         outer = _IN_FORCE[self.decoder][0]
         if outer is not self:  # which has looked already, and whose backend runs the calls
@@ -326,18 +326,18 @@ class SharedPrefix:
         # A layer that was exchanged is looked at again.
         built_of = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
         if built_of not in seen:
-            seen[built_of] = self._first_look()
+            seen[built_of] = self._run_layer_check()
         found = seen[built_of]
         if found is not None:
             self.layers, relative, self._differing_padding = found
             self._positions_are_relative = self._positions_are_relative and relative
 
-    def _first_look(self) -> _Look | None:
+    def _run_layer_check(self) -> _Look | None:
         listeners, self.listeners = self.listeners, []
         last_call, paused, least = self.last_call, self.paused, self.min_saved_tokens
         try:
             self.paused = True
-            relative = check_structure(self.model, self._max_depth)
+            relative = check_layers(self.model, self._max_depth)
             if relative is None:
                 _LOG.warning(
                     "%s was not compared on a few tokens with a shared and a repeated prefix, as its weights are not "

@@ -15,9 +15,10 @@ from pl_grouprl.attention import (
     shared_prefix,
 )
 from pl_grouprl.attention.backends import cascade, choice
-from pl_grouprl.attention.parity_report import TOLERANCES, PaddedParity, Tolerance
+from pl_grouprl.checks.parity_report import PaddedParity
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.tolerances import TOLERANCES, Tolerance
 
 BF16_OR_WIDER = [torch.float64, torch.float32, torch.bfloat16]
 
