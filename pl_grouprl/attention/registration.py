@@ -18,19 +18,12 @@ from torch import Tensor, nn
 from pl_grouprl.attention.backends.backend import Backend
 from pl_grouprl.attention.backends.choice import choose, get_backend
 from pl_grouprl.attention.compiled import attend_compiled
-from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
+from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions, read_layer_options
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
 from pl_grouprl.attention.prefix_states import PrefixStates
 from pl_grouprl.attention.row_scale import rescale_by_column, scales_by_row
 from pl_grouprl.attention.row_shards import RowShards
 from pl_grouprl.packing import SharedPrefixLayout
-
-_WITHOUT_EFFECT = {
-    *("position_ids", "cache_position", "position_embeddings", "output_attentions", "output_hidden_states"),
-    *("use_cache", "past_key_values", "return_dict", "is_causal", "output_router_logits", "logits_to_keep"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "num_items_in_batch"),
-}
-"""Keywords that reach attention functions without changing what is computed over a whole row."""
 
 
 @dataclass
@@ -77,12 +70,33 @@ def register(backend_name: str, wrapped: str) -> str:
     Returns:
         The name to set as a config's attention implementation.
     """
+    attention = _attention_function(get_backend(backend_name), wrapped)
+    return register_over(wrapped, f"shared_prefix_{backend_name}", attention, mask_function)
+
+
+def register_over(
+    wrapped: str,
+    name: str,
+    attention: Callable[..., tuple[Tensor, Tensor | None]],
+    wrap_mask: Callable[[Callable[..., Any] | None], Callable[..., Any]],
+) -> str:
+    """Register an attention function with transformers over an implementation that it falls back on.
+
+    Args:
+        wrapped: The implementation.
+        name: Beginning of the name to register.
+        attention: The attention function.
+        wrap_mask: Takes the mask function of `wrapped`, None where it has none, and returns the one to register.
+
+    Returns:
+        The name to set as a config's attention implementation.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    name = f"shared_prefix_{backend_name}_over_{wrapped}"
-    AttentionInterface.register(name, _attention_function(get_backend(backend_name), wrapped))
-    AttentionMaskInterface.register(name, mask_function(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
+    name = f"{name}_over_{wrapped}"
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, wrap_mask(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
     return name
 
 
@@ -108,7 +122,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                 "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
                 "`with shared_prefix(model):`."
             )
-        options = _options_of_layer(module, query, kwargs)
+        options = read_layer_options(module, query, kwargs)
         query, key, value = _same_dtype(query, key, value)
         if torch.compiler.is_compiling():
             if prefix_layout.shards is not None:
@@ -174,35 +188,6 @@ def _checked(attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         raise NotImplementedError(f"a compiled layer {OWN_MASK}")
     return attention_mask
-
-
-def _options_of_layer(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> LayerOptions:
-    """What a layer hands to its attention function beside the mask; what is not understood is refused."""
-    name, kwargs = type(module).__name__, {key: value for key, value in kwargs.items() if value is not None}
-    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-        raise NotImplementedError(
-            f"{name} is not causal, so what a prefix becomes depends on what follows it; train this model with "
-            "sharing='repeated'."
-        )
-    dropout = kwargs.pop("dropout", 0.0)
-    if dropout:
-        raise ValueError(
-            f"{name} has attention dropout {dropout}, which cannot be the same for a shared and a repeated prefix; "
-            "set the config's attention dropout to 0 or call model.eval()."
-        )
-    options = LayerOptions(
-        scale=kwargs.pop("scaling", query.shape[-1] ** -0.5),
-        softcap=kwargs.pop("softcap", None),
-        sinks_H=kwargs.pop("s_aux", None),
-        window=kwargs.pop("sliding_window", None),
-    )
-    unknown = sorted(key for key in kwargs if key not in _WITHOUT_EFFECT)
-    if unknown:
-        raise NotImplementedError(
-            f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not apply; train this model "
-            "with sharing='repeated'."
-        )
-    return options
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
