@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.choice import register_backend
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.patch import CallReport, SharedPrefix, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.support import UnsupportedModelError, check_supported, find_backbone, find_decoder
 
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from pl_grouprl.checks import LayerParity, ParityError, ParityReport, check_parity, compare_paths
 
 __all__ = [
+    "AttentionRule",
+    "Backend",
     "CallReport",
     "LayerParity",
     "ParityError",
@@ -24,6 +29,7 @@ __all__ = [
     "find_backbone",
     "find_decoder",
     "in_force",
+    "register_backend",
     "shared_prefix",
     "sharing_paused",
 ]

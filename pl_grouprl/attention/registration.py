@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.backend import Backend
-from pl_grouprl.attention.backends.choice import choose, get_backend
+from pl_grouprl.attention.backends.choice import ORACLE, get_backend
 from pl_grouprl.attention.compiled import attend_compiled
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions, read_layer_options
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
@@ -34,7 +34,7 @@ class LayoutCall:
         layout: The forest of the packed row.
         reached: Identities of the modules that mixed tokens by it: attention, and layers with a state.
         ran: Of each of those the kind of layer and what ran it.
-        only: The kind of layer that the chosen backend runs, other attention runs the `reference`; None is any.
+        only: The kind of layer that the chosen backend runs, other attention runs the oracle; None is any.
         shards: How the row lies on several ranks; None where this one has all of it.
         states: What the row's given tokens left, or, where none are given, what its tokens leave is recorded there.
         columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
@@ -138,10 +138,10 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                     f"{type(module).__name__} scales queries by their place in the row, which is put right outside "
                     "graphs only; do not compile this model's layers."
                 )
-            if backend.name == "flex":
+            if not backend.in_compiled_layers:
                 raise NotImplementedError(
-                    "attention backend 'flex' does not run inside compiled layers; use backend 'cascade', or leave the "
-                    "layers uncompiled."
+                    f"attention backend {backend.name!r} does not run inside compiled layers; use backend 'cascade', "
+                    "or leave the layers uncompiled."
                 )
             return attend_compiled(query, key, value, _checked(attention_mask), backend.name, *options), None
         return _attend_packed(backend, module, query, key, value, prefix_layout, attention_mask, options), None
@@ -172,10 +172,7 @@ def _attend_packed(
     call.reached.add(id(module))
     if scales_by_row(module):
         query = rescale_by_column(module, query, call.layout, call.columns_T)
-    if call.only not in (None, kind):
-        backend = get_backend("reference")
-    elif backend.name == "auto":
-        backend = choose(query, key, value, rule)
+    backend = ORACLE if call.only not in (None, kind) else backend.resolve(query, key, value, rule)
     call.ran[id(module)] = (kind, backend.name)
     attended = backend(query, key, value, call.layout, rule)
     return attended if call.shards is None else call.shards.to_tokens(attended)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.backend import Backend, ExplicitGradient
 from pl_grouprl.attention.backends.cascade_plan import CascadePlan, Index, longest_block, plan_cascade
 from pl_grouprl.attention.backends.kernels import (
     CPUKernel,
@@ -211,4 +211,41 @@ def _same_head_size(*tensors: Tensor, multiple_of: int) -> list[Tensor]:
     return [tensor if tensor.shape[-1] == size else pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
 
 
-CASCADE = Backend("cascade", _attend, _refusal)
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """See `ExplicitGradient.forward`."""
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    out, lse = cascade_forward(*packed, rule.sinks_H, plan, rule.scale, kernel)
+    return out[None, ..., : value.shape[-1]].contiguous(), lse.contiguous()
+
+
+def _backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SharedPrefixLayout,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """See `ExplicitGradient.backward`."""
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    padding = (0, packed[2].shape[-1] - value.shape[-1])
+    *found, for_sinks = cascade_backward(
+        pad(grad[0], padding), *packed, rule.sinks_H, pad(out[0], padding), lse, plan, rule.scale, kernel
+    )
+    for_query, for_key, for_value = (
+        part[..., : tensor.shape[-1]].transpose(0, 1)[None].contiguous()
+        for part, tensor in zip(found, (query, key, value), strict=True)
+    )
+    return for_query, for_key, for_value, for_sinks
+
+
+def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int:
+    """First with fused kernels; on matrix products only ahead of the dense mask."""
+    return 3 if has_fast_kernel(query, key, value, rule) else 1
+
+
+CASCADE = Backend("cascade", _attend, _refusal, preference=_preference, explicit=ExplicitGradient(_forward, _backward))

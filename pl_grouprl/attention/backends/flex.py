@@ -107,4 +107,10 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
     return None
 
 
-FLEX = Backend("flex", _attend, _refusal)
+def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int | None:
+    """On CUDA, for what fused kernels lack: float32, soft caps, images seen both ways under a window."""
+    return 2 if query.is_cuda else None
+
+
+# Compiled layers call attention as an opaque operator, outside the compiler, where FlexAttention is dense.
+FLEX = Backend("flex", _attend, _refusal, in_compiled_layers=False, preference=_preference)
