@@ -186,7 +186,7 @@ class SharedPrefix:
             self._report(kwargs, None, shared)
             return (), kwargs
         kwargs |= {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
-        kwargs |= self._packed_row(kwargs, shared.layout, shared)
+        kwargs |= self._as_packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
         start_packed_masks(shared.layout)
         return (), kwargs
@@ -237,7 +237,7 @@ class SharedPrefix:
         """Arguments of the call on a row that the caller has packed, or on this rank's part of it."""
         group, states = kwargs.pop("sequence_group", None), kwargs.pop("prefix_states", None)
         check_prefix_states(states, layout)
-        kwargs |= self._packed_row(kwargs, layout)
+        kwargs |= self._as_packed_row(kwargs, layout)
         kwargs["prefix_layout"].states = states
         self._report(kwargs, layout, part="slice" if layout.given else "prompt" if states is not None else None)
         if group is not None:
@@ -267,7 +267,7 @@ class SharedPrefix:
             return (mask.cumsum(dim=1) - 1).clamp(min=0)
         return positions
 
-    def _packed_row(
+    def _as_packed_row(
         self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
     ) -> dict[str, Any]:
         """Arguments that turn a decoder call into that of a packed row."""

@@ -119,13 +119,13 @@ def test_a_broken_backend_fails(monkeypatch, breakage, dtype):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_wrong_positions_fail(monkeypatch, family):
     """Positions that count through the row, as a decoder that ignores `position_ids` would."""
-    original = patch.SharedPrefix._packed_row
+    original = patch.SharedPrefix._as_packed_row
 
     def broken(self, kwargs, layout, rows=None):
         return original(self, kwargs, layout, rows) | {"position_ids": torch.arange(layout.num_tokens)[None]}
 
     model = looked_at(tiny_model(family))
-    monkeypatch.setattr(patch.SharedPrefix, "_packed_row", broken)
+    monkeypatch.setattr(patch.SharedPrefix, "_as_packed_row", broken)
     report = check_parity(model)
     assert not report.passed
     assert report.max_logprob_difference > 1e-3
