@@ -20,8 +20,8 @@ from pl_grouprl.algorithms.selection import has_spread, leave_out_truncated, lea
 from pl_grouprl.algorithms.step_clock import StepClock
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.data.loaders import PromptBatch
+from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.models.policy import PolicySource
-from pl_grouprl.packing import ModelCost
 from pl_grouprl.rewards import PendingRewards, RewardFunction, Weighted, prepare_rewards
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine

@@ -14,7 +14,7 @@ from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.measure import measure_speedup
 from pl_grouprl.attention.rows import CACHE_IN_USE
 from pl_grouprl.checks import check_parity
-from pl_grouprl.packing import ModelCost
+from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.step_log import log_numbers

@@ -119,10 +119,10 @@ def pack(
     )
     token_ids = [ids for group in groups for ids in (group.prompt_ids, *(own.token_ids for own in group.rollouts))]
     model_inputs: dict[str, Any] = {"input_ids": _int64(token_ids)[None], "position_ids": layout.position_ids[None]}
-    predict_index_N, final_index_B = _places_in_packed_row(layout)
     if sharing == "repeated":
         model_inputs = repeat_rows(layout, model_inputs["input_ids"])
-        predict_index_N, final_index_B = _places_in_padded_rows(layout)
+    places = _places_in_packed_row if sharing == "shared" else _places_in_padded_rows
+    predict_index_N, final_index_B = places(layout)
     moved = move_together(
         {
             "predict_index_N": predict_index_N,
