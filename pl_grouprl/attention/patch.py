@@ -316,14 +316,14 @@ class SharedPrefix:
         self.layers = call.kinds()
 
     def _check_layers(self) -> None:
-        """Run a few tokens both ways, once per decoder and backend; nobody hears of these calls."""
+        """Run a few tokens both ways, once per decoder and backend, without telling listeners."""
         outer = _IN_FORCE[self.decoder][0]
-        if outer is not self:  # which has looked already, and whose backend runs the calls
+        if outer is not self:  # which has been checked already, and whose backend runs the calls
             self.layers, self._positions_are_relative = outer.layers, outer._positions_are_relative
             self._differing_padding = outer._differing_padding
             return
-        seen = _SEEN.setdefault(self.decoder, {})
-        # A layer that was exchanged is looked at again.
+        seen = _CHECKED.setdefault(self.decoder, {})
+        # A layer that was exchanged is checked again.
         built_of = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
         if built_of not in seen:
             seen[built_of] = self._run_layer_check()
@@ -332,7 +332,7 @@ class SharedPrefix:
             self.layers, relative, self._differing_padding = found
             self._positions_are_relative = self._positions_are_relative and relative
 
-    def _run_layer_check(self) -> _Look | None:
+    def _run_layer_check(self) -> _LayerFindings | None:
         listeners, self.listeners = self.listeners, []
         last_call, paused, least = self.last_call, self.paused, self.min_saved_tokens
         try:
@@ -432,8 +432,8 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 
 
 _Kinds = dict[str, tuple[str, int]]
-_Look = tuple[_Kinds, bool, Padding | None]
-_SEEN: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Look | None]] = WeakKeyDictionary()
+_LayerFindings = tuple[_Kinds, bool, Padding | None]
+_CHECKED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _LayerFindings | None]] = WeakKeyDictionary()
 """For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and the padding with
 which it differs; None if it could not be examined."""
 

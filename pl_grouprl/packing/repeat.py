@@ -13,10 +13,10 @@ from pl_grouprl.packing.layout import SharedPrefixLayout
 
 def repeat_rows(layout: SharedPrefixLayout, input_ids: Tensor) -> dict[str, Tensor]:
     """Undo a packed row [1, T]: right-padded `input_ids` and `attention_mask`, shape [B, L], a row per leaf."""
-    return {
-        "input_ids": repeat_values(layout, input_ids[0]),
-        "attention_mask": repeat_values(layout, torch.ones_like(input_ids[0])),
-    }
+    lengths_B = torch.tensor(layout.repeated_lengths, device=input_ids.device)
+    rows_BL = repeat_values(layout, input_ids[0])
+    mask_BL = torch.arange(rows_BL.shape[1], device=input_ids.device) < lengths_B[:, None]
+    return {"input_ids": rows_BL, "attention_mask": mask_BL.to(input_ids.dtype)}
 
 
 def repeat_values(layout: SharedPrefixLayout, packed_T: Tensor) -> Tensor:
