@@ -23,8 +23,9 @@ from benchmarks.measure import CLOCKS, Conditions
 from benchmarks.options import positive
 from benchmarks.packing import Setting
 from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.models import ModelCost
 from pl_grouprl.models.score import score
-from pl_grouprl.packing import ModelCost, balance, imbalance, pack, plan_rows
+from pl_grouprl.packing import balance, imbalance, pack, plan_rows
 from pl_grouprl.types import Rollout, RolloutGroup
 
 RANKS = 2

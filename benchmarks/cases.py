@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from pl_grouprl.packing import ModelCost, SharedPrefixLayout, Sharing
+from pl_grouprl.models import ModelCost
+from pl_grouprl.packing import SharedPrefixLayout, Sharing
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

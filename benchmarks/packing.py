@@ -16,7 +16,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.options import positive
-from pl_grouprl.packing import ModelCost, balance, imbalance, plan_rows
+from pl_grouprl.models import ModelCost
+from pl_grouprl.packing import balance, imbalance, plan_rows
 
 QWEN3_0_6B = ModelCost(2 * 440.5e6, {None: 28 * 16 * 4 * 128}, 2 * 1024 * 151_936)
 

@@ -29,7 +29,7 @@ from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.verified_loading import load_verified
 
 if TYPE_CHECKING:
-    from pl_grouprl.attention import ParityReport
+    from pl_grouprl.checks import ParityReport
 
 CONFIG_FOLDERS = (Path("configs"), Path(__file__).resolve().parents[1] / "configs")
 """Where `--config NAME` looks after the path itself: below the working directory, then next to the top-level cli.py."""
@@ -131,7 +131,7 @@ class RLTrainer(Trainer):
             A report for the policy, and one for a critic with a trunk of its own; `passed` says whether the two agree
             within the tolerance of the dtype.
         """
-        from pl_grouprl.attention import check_parity
+        from pl_grouprl.checks import check_parity
 
         if weights_only is False:
             raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")

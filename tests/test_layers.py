@@ -12,6 +12,7 @@ LAYERS = [
     {"functional"},
     {"packing"},
     {"attention"},
+    {"checks"},
     {"models"},
     {"rewards", "rollout", "data"},
     {"strategies"},

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from pl_grouprl.attention import ParityReport, check_parity
+from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from pl_grouprl.algorithms.module import RLModule
-from pl_grouprl.attention import ParityReport
+from pl_grouprl.checks import ParityReport
 from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.masked import masked_whiten

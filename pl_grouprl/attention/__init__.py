@@ -1,11 +1,22 @@
 """Attention over packed rows with shared prefixes, and how a transformers model is made to use it."""
 
-from pl_grouprl.attention.parity import check_parity, compare_paths
-from pl_grouprl.attention.parity_report import LayerParity, ParityError, ParityReport
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.choice import register_backend
+from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.patch import CallReport, SharedPrefix, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.support import UnsupportedModelError, check_supported, find_backbone, find_decoder
 
+if TYPE_CHECKING:
+    from pl_grouprl.checks import LayerParity, ParityError, ParityReport, check_parity, compare_paths
+
 __all__ = [
+    "AttentionRule",
+    "Backend",
     "CallReport",
     "LayerParity",
     "ParityError",
@@ -18,6 +29,16 @@ __all__ = [
     "find_backbone",
     "find_decoder",
     "in_force",
+    "register_backend",
     "shared_prefix",
     "sharing_paused",
 ]
+
+_OF_CHECKS = {"LayerParity", "ParityError", "ParityReport", "check_parity", "compare_paths"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names of `pl_grouprl.checks`, a layer that builds on this one, when they are first asked for."""
+    if name in _OF_CHECKS:
+        return getattr(importlib.import_module("pl_grouprl.checks"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

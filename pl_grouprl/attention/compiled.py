@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pl_grouprl.attention.backends.backend import Backend
-from pl_grouprl.attention.backends.cascade import CASCADE, cascade_backward, cascade_forward, prepare
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.backends.reference import REFERENCE
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
 from pl_grouprl.attention.mask import forest_of_marker, from_marker
@@ -76,30 +73,21 @@ def _read(
     return layout, LayerOptions(scale, softcap, sinks, window).rule(mask, layout).narrowed(layout)
 
 
-def _backend(name: str, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Backend:
-    """`auto` is the cascade: an operator runs outside the compiler, and FlexAttention is dense there."""
-    if name != "auto":
-        return get_backend(name)
-    return CASCADE if CASCADE.refusal(query, key, value, rule) is None else REFERENCE
-
-
 @torch.library.custom_op(
     "pl_grouprl::packed_attention", mutates_args=(), schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)"
 )
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, marker: Tensor, name: str, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, T, H, V] and, of the cascade, the log-sum-exp [H, T] that its backward pass needs."""
+    """The output [1, T, H, V] and the log-sum-exp [H, T], of backends with an explicit gradient."""
     scale, softcap, window = options
     layout, rule = _read(marker, scale, softcap, sinks, window)
-    backend = _backend(name, query, key, value, rule)
-    if backend.name != "cascade":
-        out = backend(query, key, value, layout, rule).contiguous()
-        wide = torch.promote_types(query.dtype, torch.float32)
-        return out, query.new_empty(query.shape[1], query.shape[2], dtype=wide)  # nobody reads it
-    packed, plan, kernel = prepare(query, key, value, layout, rule)
-    out, lse = cascade_forward(*packed, sinks, plan, scale, kernel)
-    return out[None, ..., : value.shape[-1]].contiguous(), lse.contiguous()
+    backend = get_backend(name).resolve(query, key, value, rule, compiled=True)
+    if backend.explicit is not None:
+        return backend.explicit.forward(query, key, value, layout, rule)
+    out = backend(query, key, value, layout, rule).contiguous()
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return out, query.new_empty(query.shape[1], query.shape[2], dtype=wide)  # nobody reads it
 
 
 @_packed_attention.register_fake
@@ -129,17 +117,11 @@ def _packed_attention_backward(
     """Gradients of query, key, value and sinks (empty where there are none)."""
     scale, softcap, window = options
     layout, rule = _read(marker, scale, softcap, sinks, window)
-    backend = _backend(name, query, key, value, rule)
-    if backend.name != "cascade":
+    backend = get_backend(name).resolve(query, key, value, rule, compiled=True)
+    if backend.explicit is None:
         return _by_running_again(grad, query, key, value, sinks, backend, layout, rule)
-    packed, plan, kernel = prepare(query, key, value, layout, rule)
-    padding = (0, packed[2].shape[-1] - value.shape[-1])
-    found = cascade_backward(pad(grad[0], padding), *packed, sinks, pad(out[0], padding), lse, plan, scale, kernel)
-    grads = [
-        part[..., : tensor.shape[-1]].transpose(0, 1)[None].contiguous()
-        for part, tensor in zip(found[:3], (query, key, value), strict=True)
-    ]
-    return grads[0], grads[1], grads[2], query.new_empty(0) if found[3] is None else found[3]
+    *grads, for_sinks = backend.explicit.backward(grad, out, lse, query, key, value, layout, rule)
+    return grads[0], grads[1], grads[2], query.new_empty(0) if for_sinks is None else for_sinks
 
 
 def _by_running_again(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.layer_check import Padding, check_layers, differing_padding
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.prefix_states import check_prefix_states
@@ -35,7 +36,6 @@ from pl_grouprl.attention.rows import (
 )
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
 from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, install, stateful_mixers
-from pl_grouprl.attention.structure import Padding, check_structure, differing_padding
 from pl_grouprl.attention.support import (
     check_supported,
     find_backbone,
@@ -144,7 +144,7 @@ class SharedPrefix:
             ]
         _IN_FORCE.setdefault(self.decoder, []).append(self)
         try:
-            self._look_at_structure()
+            self._check_layers()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -186,7 +186,7 @@ class SharedPrefix:
             self._report(kwargs, None, shared)
             return (), kwargs
         kwargs |= {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
-        kwargs |= self._packed_row(kwargs, shared.layout, shared)
+        kwargs |= self._as_packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
         start_packed_masks(shared.layout)
         return (), kwargs
@@ -237,7 +237,7 @@ class SharedPrefix:
         """Arguments of the call on a row that the caller has packed, or on this rank's part of it."""
         group, states = kwargs.pop("sequence_group", None), kwargs.pop("prefix_states", None)
         check_prefix_states(states, layout)
-        kwargs |= self._packed_row(kwargs, layout)
+        kwargs |= self._as_packed_row(kwargs, layout)
         kwargs["prefix_layout"].states = states
         self._report(kwargs, layout, part="slice" if layout.given else "prompt" if states is not None else None)
         if group is not None:
@@ -267,7 +267,7 @@ class SharedPrefix:
             return (mask.cumsum(dim=1) - 1).clamp(min=0)
         return positions
 
-    def _packed_row(
+    def _as_packed_row(
         self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
     ) -> dict[str, Any]:
         """Arguments that turn a decoder call into that of a packed row."""
@@ -315,29 +315,29 @@ class SharedPrefix:
             raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
         self.layers = call.kinds()
 
-    def _look_at_structure(self) -> None:
-        """Run a few tokens both ways, once per decoder and backend; nobody hears of these calls."""
+    def _check_layers(self) -> None:
+        """Run a few tokens both ways, once per decoder and backend, without telling listeners."""
         outer = _IN_FORCE[self.decoder][0]
-        if outer is not self:  # which has looked already, and whose backend runs the calls
+        if outer is not self:  # which has been checked already, and whose backend runs the calls
             self.layers, self._positions_are_relative = outer.layers, outer._positions_are_relative
             self._differing_padding = outer._differing_padding
             return
-        seen = _SEEN.setdefault(self.decoder, {})
-        # A layer that was exchanged is looked at again.
+        seen = _CHECKED.setdefault(self.decoder, {})
+        # A layer that was exchanged is checked again.
         built_of = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
         if built_of not in seen:
-            seen[built_of] = self._first_look()
+            seen[built_of] = self._run_layer_check()
         found = seen[built_of]
         if found is not None:
             self.layers, relative, self._differing_padding = found
             self._positions_are_relative = self._positions_are_relative and relative
 
-    def _first_look(self) -> _Look | None:
+    def _run_layer_check(self) -> _LayerFindings | None:
         listeners, self.listeners = self.listeners, []
         last_call, paused, least = self.last_call, self.paused, self.min_saved_tokens
         try:
             self.paused = True
-            relative = check_structure(self.model, self._max_depth)
+            relative = check_layers(self.model, self._max_depth)
             if relative is None:
                 _LOG.warning(
                     "%s was not compared on a few tokens with a shared and a repeated prefix, as its weights are not "
@@ -432,8 +432,8 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 
 
 _Kinds = dict[str, tuple[str, int]]
-_Look = tuple[_Kinds, bool, Padding | None]
-_SEEN: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Look | None]] = WeakKeyDictionary()
+_LayerFindings = tuple[_Kinds, bool, Padding | None]
+_CHECKED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _LayerFindings | None]] = WeakKeyDictionary()
 """For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and the padding with
 which it differs; None if it could not be examined."""
 

@@ -16,21 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.backend import Backend
-from pl_grouprl.attention.backends.choice import choose, get_backend
+from pl_grouprl.attention.backends.choice import ORACLE, get_backend
 from pl_grouprl.attention.compiled import attend_compiled
-from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions
+from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions, read_layer_options
 from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
 from pl_grouprl.attention.prefix_states import PrefixStates
 from pl_grouprl.attention.row_scale import rescale_by_column, scales_by_row
 from pl_grouprl.attention.row_shards import RowShards
 from pl_grouprl.packing import SharedPrefixLayout
-
-_WITHOUT_EFFECT = {
-    *("position_ids", "cache_position", "position_embeddings", "output_attentions", "output_hidden_states"),
-    *("use_cache", "past_key_values", "return_dict", "is_causal", "output_router_logits", "logits_to_keep"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "num_items_in_batch"),
-}
-"""Keywords that reach attention functions without changing what is computed over a whole row."""
 
 
 @dataclass
@@ -41,7 +34,7 @@ class LayoutCall:
         layout: The forest of the packed row.
         reached: Identities of the modules that mixed tokens by it: attention, and layers with a state.
         ran: Of each of those the kind of layer and what ran it.
-        only: The kind of layer that the chosen backend runs, other attention runs the `reference`; None is any.
+        only: The kind of layer that the chosen backend runs, other attention runs the oracle; None is any.
         shards: How the row lies on several ranks; None where this one has all of it.
         states: What the row's given tokens left, or, where none are given, what its tokens leave is recorded there.
         columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
@@ -77,12 +70,33 @@ def register(backend_name: str, wrapped: str) -> str:
     Returns:
         The name to set as a config's attention implementation.
     """
+    attention = _attention_function(get_backend(backend_name), wrapped)
+    return register_over(wrapped, f"shared_prefix_{backend_name}", attention, mask_function)
+
+
+def register_over(
+    wrapped: str,
+    name: str,
+    attention: Callable[..., tuple[Tensor, Tensor | None]],
+    wrap_mask: Callable[[Callable[..., Any] | None], Callable[..., Any]],
+) -> str:
+    """Register an attention function with transformers over an implementation that it falls back on.
+
+    Args:
+        wrapped: The implementation.
+        name: Beginning of the name to register.
+        attention: The attention function.
+        wrap_mask: Takes the mask function of `wrapped`, None where it has none, and returns the one to register.
+
+    Returns:
+        The name to set as a config's attention implementation.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    name = f"shared_prefix_{backend_name}_over_{wrapped}"
-    AttentionInterface.register(name, _attention_function(get_backend(backend_name), wrapped))
-    AttentionMaskInterface.register(name, mask_function(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
+    name = f"{name}_over_{wrapped}"
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, wrap_mask(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
     return name
 
 
@@ -108,7 +122,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                 "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
                 "`with shared_prefix(model):`."
             )
-        options = _options_of_layer(module, query, kwargs)
+        options = read_layer_options(module, query, kwargs)
         query, key, value = _same_dtype(query, key, value)
         if torch.compiler.is_compiling():
             if prefix_layout.shards is not None:
@@ -124,10 +138,10 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                     f"{type(module).__name__} scales queries by their place in the row, which is put right outside "
                     "graphs only; do not compile this model's layers."
                 )
-            if backend.name == "flex":
+            if not backend.in_compiled_layers:
                 raise NotImplementedError(
-                    "attention backend 'flex' does not run inside compiled layers; use backend 'cascade', or leave the "
-                    "layers uncompiled."
+                    f"attention backend {backend.name!r} does not run inside compiled layers; use backend 'cascade', "
+                    "or leave the layers uncompiled."
                 )
             return attend_compiled(query, key, value, _checked(attention_mask), backend.name, *options), None
         return _attend_packed(backend, module, query, key, value, prefix_layout, attention_mask, options), None
@@ -158,10 +172,7 @@ def _attend_packed(
     call.reached.add(id(module))
     if scales_by_row(module):
         query = rescale_by_column(module, query, call.layout, call.columns_T)
-    if call.only not in (None, kind):
-        backend = get_backend("reference")
-    elif backend.name == "auto":
-        backend = choose(query, key, value, rule)
+    backend = ORACLE if call.only not in (None, kind) else backend.resolve(query, key, value, rule)
     call.ran[id(module)] = (kind, backend.name)
     attended = backend(query, key, value, call.layout, rule)
     return attended if call.shards is None else call.shards.to_tokens(attended)
@@ -174,35 +185,6 @@ def _checked(attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         raise NotImplementedError(f"a compiled layer {OWN_MASK}")
     return attention_mask
-
-
-def _options_of_layer(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> LayerOptions:
-    """What a layer hands to its attention function beside the mask; what is not understood is refused."""
-    name, kwargs = type(module).__name__, {key: value for key, value in kwargs.items() if value is not None}
-    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-        raise NotImplementedError(
-            f"{name} is not causal, so what a prefix becomes depends on what follows it; train this model with "
-            "sharing='repeated'."
-        )
-    dropout = kwargs.pop("dropout", 0.0)
-    if dropout:
-        raise ValueError(
-            f"{name} has attention dropout {dropout}, which cannot be the same for a shared and a repeated prefix; "
-            "set the config's attention dropout to 0 or call model.eval()."
-        )
-    options = LayerOptions(
-        scale=kwargs.pop("scaling", query.shape[-1] ** -0.5),
-        softcap=kwargs.pop("softcap", None),
-        sinks_H=kwargs.pop("s_aux", None),
-        window=kwargs.pop("sliding_window", None),
-    )
-    unknown = sorted(key for key in kwargs if key not in _WITHOUT_EFFECT)
-    if unknown:
-        raise NotImplementedError(
-            f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not apply; train this model "
-            "with sharing='repeated'."
-        )
-    return options
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """Policies, critics: where they come from, and how rollouts are scored with them."""
 
 from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.models.critic import Critic, ValueHead, check_critic_parity
 from pl_grouprl.models.critic_sources import CriticSource, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
@@ -14,6 +15,7 @@ __all__ = [
     "CriticSource",
     "LoRAAdapter",
     "LoRACritic",
+    "ModelCost",
     "PolicyCopyCritic",
     "PolicySource",
     "PrefixPass",

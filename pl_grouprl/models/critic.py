@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention import ParityReport, compare_paths
-from pl_grouprl.models.probe import hidden_size
+from pl_grouprl.checks import ParityReport, compare_paths
+from pl_grouprl.checks.model_introspection import hidden_size
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.types import RolloutGroup

@@ -10,10 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from pl_grouprl.attention import find_backbone, find_decoder, in_force
+from pl_grouprl.checks.model_introspection import check_causal, check_score_head, hidden_size
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
-from pl_grouprl.models.probe import check_causal, check_score_head, hidden_size
 from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
 from pl_grouprl.utilities.arguments import checked_arguments
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from pl_grouprl.attention import find_backbone
+from pl_grouprl.checks.model_introspection import hidden_size
 from pl_grouprl.models.adapter_layers import aliased_copy, leave_parameters_out_of_checkpoints, remove_adapters
 from pl_grouprl.models.adapters import LoRAOptions
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.critic_sources import check_head_std, unpatched_backbone, zero_dropout_rates
-from pl_grouprl.models.probe import hidden_size
 from pl_grouprl.utilities.arguments import checked_arguments
 
 

@@ -18,8 +18,8 @@ def is_sequence_classifier(config: PretrainedConfig) -> bool:
 def score_head(model: PreTrainedModel) -> nn.Linear:
     """The linear layer that turns a hidden state into the scores of a sequence.
 
-    Which state, and whether as it is, differs between families: `models.probe.check_score_head` tells a decoder, whose
-    last token is read, from an encoder with such a layer.
+    Which state, and whether as it is, differs between families: `checks.model_introspection.check_score_head` tells a
+    decoder, whose last token is read, from an encoder with such a layer.
 
     Raises:
         ValueError: If the model has none, or several, as direct children.

@@ -1,15 +1,19 @@
 """Packed rows: which tokens share a prefix, and how groups of rollouts are laid out for one decoder call."""
 
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
 from pl_grouprl.packing.balance import balance, imbalance
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
-from pl_grouprl.packing.cost import ModelCost
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
 from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.rows import RowPlan, SplitGroup, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.shorten import ShortenedGroups, shorten
 
 __all__ = [
-    "ModelCost",
     "RowPlan",
     "ScoringBatch",
     "Segment",
@@ -25,3 +29,11 @@ __all__ = [
     "repeat_rows",
     "shorten",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`ModelCost` has moved to `pl_grouprl.models`; this name goes with the next version."""
+    if name != "ModelCost":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("pl_grouprl.packing.ModelCost is now pl_grouprl.models.ModelCost.", DeprecationWarning, stacklevel=2)
+    return importlib.import_module("pl_grouprl.models").ModelCost

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.packing.media import join_media
+from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.transfer import move_together
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -116,8 +117,12 @@ def pack(
         [(len(group.prompt_ids), [len(rollout.token_ids) for rollout in group.rollouts]) for group in groups],
         [number if group.group_id is None else group.group_id for number, group in enumerate(groups)],
     )
-    encode = _packed_row if sharing == "shared" else _padded_rows
-    model_inputs, predict_index_N, final_index_B = encode(groups, layout)
+    token_ids = [ids for group in groups for ids in (group.prompt_ids, *(own.token_ids for own in group.rollouts))]
+    model_inputs: dict[str, Any] = {"input_ids": _int64(token_ids)[None], "position_ids": layout.position_ids[None]}
+    if sharing == "repeated":
+        model_inputs = repeat_rows(layout, model_inputs["input_ids"])
+    places = _places_in_packed_row if sharing == "shared" else _places_in_padded_rows
+    predict_index_N, final_index_B = places(layout)
     moved = move_together(
         {
             "predict_index_N": predict_index_N,
@@ -130,15 +135,15 @@ def pack(
         device,
     )
     model_inputs = {name: moved.pop(name) for name in model_inputs}
-    model_inputs |= {name: value.to(device) for name, value in join_media(groups, sharing).items()}
+    model_inputs |= {name: value.to(device) for name, value in join_media(groups, layout, sharing).items()}
     if sharing == "shared":
         layout.keep_positions(model_inputs["position_ids"][0])
         model_inputs["prefix_layout"] = layout
     return ScoringBatch(model_inputs, **moved, rollout_lengths=tuple(lengths), layout=layout, sharing=sharing)
 
 
-def _packed_row(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
-    token_ids = [ids for group in groups for ids in (group.prompt_ids, *(own.token_ids for own in group.rollouts))]
+def _places_in_packed_row(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
+    """Where each response token is predicted, shape [N], and where each rollout ends, shape [B]."""
     rollouts = [segment for segment in layout.segments if segment.parent is not None]
     ends_of_prompts = [layout.segments[segment.parent].stop - 1 for segment in rollouts]  # type: ignore[index]
     # A token is predicted at the one before it; the first of a rollout at the end of the prompt.
@@ -150,27 +155,15 @@ def _packed_row(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> t
         places, ends = torch.tensor(begun).unbind(1)
         predict_N[places] = ends
     final = [own.stop - 1 if own.length else end for own, end in zip(rollouts, ends_of_prompts, strict=True)]
-    inputs = {"input_ids": _int64(token_ids)[None], "position_ids": layout.position_ids[None]}
-    return inputs, predict_N, torch.tensor(final)
+    return predict_N, torch.tensor(final)
 
 
-def _padded_rows(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
+def _places_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
+    """The same in the flattened rows, shape [B * L]."""
     width = max(layout.repeated_lengths)
-    input_ids_BL = torch.zeros(len(layout.repeated_lengths), width, dtype=torch.long)
-    attention_mask_BL = torch.zeros_like(input_ids_BL)
-    predict: list[range] = []
-    final: list[int] = []
-    row = 0
-    for group in groups:
-        prefix_len = len(group.prompt_ids)
-        for rollout in group.rollouts:
-            length = prefix_len + len(rollout.token_ids)
-            input_ids_BL[row, :length] = _int64([group.prompt_ids, rollout.token_ids])
-            attention_mask_BL[row, :length] = 1
-            predict.append(range(row * width + prefix_len - 1, row * width + length - 1))
-            final.append(row * width + length - 1)
-            row += 1
-    return {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}, _int64(predict), torch.tensor(final)
+    last = [row * width + length - 1 for row, length in enumerate(layout.repeated_lengths)]
+    lengths = [layout.segments[leaf].length for leaf in layout.leaves]
+    return _int64([range(end - length, end) for end, length in zip(last, lengths, strict=True)]), torch.tensor(last)
 
 
 def _loss_mask(rollouts: Sequence[Rollout]) -> Tensor:

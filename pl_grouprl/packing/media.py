@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pl_grouprl.packing.layout import SharedPrefixLayout
+from pl_grouprl.packing.repeat import repeat_values
 from pl_grouprl.types import RolloutGroup
 
 _PER_TOKEN = "token_type_ids"  # noqa: S105 (the end of a name)
@@ -20,11 +22,12 @@ def is_per_token(name: str) -> bool:
     return name.endswith(_PER_TOKEN)
 
 
-def join_media(groups: Sequence[RolloutGroup], sharing: str) -> dict[str, Tensor]:
+def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: str) -> dict[str, Tensor]:
     """Join the media of all groups in the order in which their prompts stand in the batch.
 
     Args:
         groups: Prompts with at least one rollout each; those without media take part as text.
+        layout: Of these groups.
         sharing: `shared` takes the media of each group once, `repeated` once for each of its rollouts.
 
     Returns:
@@ -37,8 +40,10 @@ def join_media(groups: Sequence[RolloutGroup], sharing: str) -> dict[str, Tensor
     names = list(dict.fromkeys(name for group in groups for name in group.media))
     for number, group in enumerate(groups):
         _check(group, number if group.group_id is None else group.group_id)
-    lay_out = _packed_row if sharing == "shared" else _padded_rows
-    return {name: lay_out(name, groups) if is_per_token(name) else _joined(name, groups, sharing) for name in names}
+    return {
+        name: _per_token(name, groups, layout, sharing) if is_per_token(name) else _joined(name, groups, sharing)
+        for name in names
+    }
 
 
 def _check(group: RolloutGroup, name_of_group: object) -> None:
@@ -69,23 +74,10 @@ def _joined(name: str, groups: Sequence[RolloutGroup], sharing: str) -> Tensor:
     return torch.cat(parts)
 
 
-def _types(name: str, group: RolloutGroup) -> Tensor:
-    own = group.media.get(name)
-    return torch.zeros(len(group.prompt_ids), dtype=torch.long) if own is None else own.long()
-
-
-def _packed_row(name: str, groups: Sequence[RolloutGroup]) -> Tensor:
-    runs: list[Tensor] = []
-    for group in groups:
-        runs += [_types(name, group), torch.zeros(sum(len(r.token_ids) for r in group.rollouts), dtype=torch.long)]
-    return torch.cat(runs)[None]
-
-
-def _padded_rows(name: str, groups: Sequence[RolloutGroup]) -> Tensor:
-    width = max(len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts)
-    rows_BL = torch.zeros(sum(len(group.rollouts) for group in groups), width, dtype=torch.long)
-    row = 0
-    for group in groups:
-        rows_BL[row : row + len(group.rollouts), : len(group.prompt_ids)] = _types(name, group)
-        row += len(group.rollouts)
-    return rows_BL
+def _per_token(name: str, groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: str) -> Tensor:
+    """Entries of the prompts' tokens, shape [1, T] or [B, L]; zeros for text, rollouts and padding."""
+    packed_T = torch.zeros(layout.num_tokens, dtype=torch.long)
+    prompts = (segment for segment in layout.segments if segment.parent is None)
+    for segment, group in zip(prompts, groups, strict=True):
+        packed_T[segment.start : segment.stop] = group.media.get(name, 0)
+    return packed_T[None] if sharing == "shared" else repeat_values(layout, packed_T)

@@ -13,6 +13,13 @@ from pl_grouprl.packing.layout import SharedPrefixLayout
 
 def repeat_rows(layout: SharedPrefixLayout, input_ids: Tensor) -> dict[str, Tensor]:
     """Undo a packed row [1, T]: right-padded `input_ids` and `attention_mask`, shape [B, L], a row per leaf."""
-    rows = [input_ids[0, layout.path(leaf).to(input_ids.device)] for leaf in layout.leaves]
-    mask_BL = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "attention_mask": mask_BL}
+    lengths_B = torch.tensor(layout.repeated_lengths, device=input_ids.device)
+    rows_BL = repeat_values(layout, input_ids[0])
+    mask_BL = torch.arange(rows_BL.shape[1], device=input_ids.device) < lengths_B[:, None]
+    return {"input_ids": rows_BL, "attention_mask": mask_BL.to(input_ids.dtype)}
+
+
+def repeat_values(layout: SharedPrefixLayout, packed_T: Tensor) -> Tensor:
+    """Lay out values of packed tokens as right-padded rows, a row per leaf, with zeros at padding: [T] to [B, L]."""
+    rows = [packed_T[layout.path(leaf).to(packed_T.device)] for leaf in layout.leaves]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -13,9 +13,9 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.checks.model_introspection import check_causal, check_score_head
 from pl_grouprl.models.loading import check_patterns
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
-from pl_grouprl.models.probe import check_causal, check_score_head
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
 from pl_grouprl.packing import Sharing, pack

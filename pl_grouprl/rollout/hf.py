@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
+from pl_grouprl.checks.decoding_check import LONGEST, check_decoding
+from pl_grouprl.models.media import placeholder_ids
 from pl_grouprl.rollout.engine import check_request
-from pl_grouprl.rollout.first_look import LONGEST, check_decoding, uncompiled
 from pl_grouprl.rollout.limits import counts_padding, length_limits, vocabulary
 from pl_grouprl.rollout.media import check_media, media_key
-from pl_grouprl.rollout.packed_linear import packed_linears
+from pl_grouprl.rollout.packed_linear import own_weights, packed_linears
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.memory import naming_memory
+from pl_grouprl.utilities.modes import evaluating, uncompiled
 from pl_grouprl.utilities.options import check_options
 
 _Sequence = tuple[int, int, int]
@@ -123,7 +126,7 @@ class HFRolloutEngine:
             ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`,
                 `media.check_media`), or stop strings are given without a tokenizer, or a layer of the model keeps a
                 state that cannot be copied (`kv_cache.gather_cache`), or decodes other than it is scored
-                (`first_look.check_decoding`, at the first call for a model).
+                (`checks.decoding_check.check_decoding`, at the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
         if self.model is None:
@@ -147,7 +150,12 @@ class HFRolloutEngine:
         )
         with memory, _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
             if min(limits.values(), default=LONGEST) >= LONGEST:
-                check_decoding(self.model, self._sample_freely)
+                check_decoding(
+                    self.model,
+                    self._sample_freely,
+                    placeholders=placeholder_ids(self.model).values(),
+                    scoring=partial(own_weights, self.model),
+                )
             groups = self._generate(
                 asked, sampling, num_generations, seed, end_ids=end_ids, stop=stop, indices=prompt_indices
             )
@@ -226,18 +234,12 @@ def _arrange(prompts: Sequence[Prompt], num_generations: int) -> tuple[list[Prom
 
 @contextmanager
 def _evaluating(model: torch.nn.Module, steps: int) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in.
+    """Evaluate without gradients on packed copies of the weights.
 
     Inference mode is switched off inside, even where the caller has it on (Lightning's validation): buffers that a
     model renews in its forward pass, rotary frequencies for one, would stay inference tensors, which can neither be
     written to (DDP's broadcast) nor saved for a backward pass. Compiled layers run uncompiled: each length of the cache
     and each size of the batch could be a graph of its own.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.inference_mode(False), torch.no_grad(), uncompiled(), packed_linears(model, steps):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with torch.inference_mode(False), evaluating(model), uncompiled(), packed_linears(model, steps):
+        yield

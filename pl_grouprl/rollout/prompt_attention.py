@@ -3,13 +3,12 @@
 Legend: B rows of a decode batch, H query heads, K key/value heads, R = H / K, D head size, T tokens of all prompts,
 S positions of a row behind its prompt.
 
-The rows of a prompt ask it together, as one run of queries, so that its keys and values are read once; the two parts
-of a softmax are put together by their log-sum-exp, as in Cascade Inference (FlashInfer, 2024) and Hydragen
-(arXiv:2402.05099).
+The rows of a prompt query it together, as one run, so that its keys and values are read once; the two parts of the
+softmax are merged by their log-sum-exp, as in Cascade Inference (FlashInfer, 2024) and Hydragen (arXiv:2402.05099).
 
-Which layers can do that is not read off a list of models. While prompts are encoded, an attention function of ours
-stands before the model's own and sees whether a layer reads its cache plainly: the very tensors that the cache has
-handed out, under nothing but a causal mask. Only such layers share prompts later.
+No list of models says which layers can do that. While prompts are encoded, our attention function wraps the model's own
+and sees whether a layer reads its cache plainly: the very tensors that the cache handed out, under nothing but a causal
+mask. Only such layers share prompts later.
 """
 
 from __future__ import annotations
@@ -22,19 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention.backends.kernels import has_fused_kernel, head_multiple
+from pl_grouprl.attention.backends.merge import merge_in_place, share_beside_sinks
+from pl_grouprl.attention.layer_options import read_layer_options
 from pl_grouprl.attention.mask import MaskRule, read_mask_function
-from pl_grouprl.attention.registration import own_implementation
+from pl_grouprl.attention.registration import own_implementation, register_over
 from pl_grouprl.attention.support import find_decoder
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts, layer_of_keys
-
-_HARMLESS = {
-    *("scaling", "dropout", "s_aux", "position_ids", "cache_position", "position_embeddings", "use_cache"),
-    *("output_attentions", "output_hidden_states", "return_dict", "is_causal", "logits_to_keep", "past_key_values"),
-    "output_router_logits",
-}
-"""Keywords of attention functions that say nothing about which keys a query sees, or how a score is computed."""
-
-_MAX_CUDA_HEAD_SIZE = 256
 
 
 @contextmanager
@@ -49,21 +42,14 @@ def attending_to_shared_prompts(model: Any) -> Iterator[None]:
     if not getattr(decoder, "_supports_attention_backend", False):
         yield
         return
-    decoder.config._attn_implementation = _register(before or "eager")
+    wrapped = before or "eager"
+    decoder.config._attn_implementation = register_over(
+        wrapped, "rollouts", _attention_function(wrapped), _mask_function
+    )
     try:
         yield
     finally:
         decoder.config._attn_implementation = before
-
-
-def _register(wrapped: str) -> str:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    name = f"rollouts_over_{wrapped}"
-    AttentionInterface.register(name, _attention_function(wrapped))
-    AttentionMaskInterface.register(name, _mask_function(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
-    return name
 
 
 def _mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -85,34 +71,33 @@ def _attention_function(wrapped: str) -> Callable[..., tuple[Tensor, Tensor | No
     ) -> tuple[Tensor, Tensor | None]:
         layer = layer_of_keys(key)
         if isinstance(layer, ContinuedPromptsLayer):
-            scale = kwargs.get("scaling")
-            attended = attend(query, layer, query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("s_aux"))
-            return attended.transpose(1, 2), None
+            options = read_layer_options(module, query, kwargs)
+            return attend(query, layer, options.scale, options.sinks_H).transpose(1, 2), None
         if isinstance(layer, PromptLayer):
-            layer.was_read(_reads_plainly(query, key, value, attention_mask, layer, kwargs))
+            layer.was_read(_reads_plainly(module, query, key, value, attention_mask, layer, kwargs))
         return own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
 
     return attention
 
 
 def _reads_plainly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, layer: PromptLayer, kwargs: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, layer: PromptLayer, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a layer with a prompt in its cache computes what `attend` would, for the tokens behind it."""
-    known = all(name in _HARMLESS for name, given in kwargs.items() if given is not None)
-    causal = kwargs.get("is_causal") is not False and not kwargs.get("dropout")
+    """Whether a layer with a prompt in its cache computes what `attend` would, for the tokens that follow it."""
+    try:
+        options = read_layer_options(module, query, kwargs)
+    except (NotImplementedError, ValueError):
+        return False
+    unbounded = options.softcap is None and options.window is None
     sees_all = mask is None or getattr(mask, "is_plain", False)
-    return known and causal and sees_all and value is layer.values and _has_kernel(query, key, value)
+    return unbounded and sees_all and value is layer.values and _has_kernel(query, key, value)
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     same = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] == value.shape[-1]
     if not same or torch.is_autocast_enabled(query.device.type):
         return False
-    if query.is_cuda:
-        fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= _MAX_CUDA_HEAD_SIZE
-        return fits and query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    return query.shape[-1] % head_multiple(query) == 0 and has_fused_kernel(query, key, value)
 
 
 def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: Tensor | None = None) -> Tensor:
@@ -139,12 +124,11 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
     query_BKRD = query.view(len(query), layer.keys.shape[1], -1, query.shape[-1])
     own_BKRD, own_lse_BKR = _attend_own(query_BKRD, layer, scale)
     prompt_BKRD, prompt_lse_BKR = _attend_prompts(query_BKRD, layer, scale)
-    share_BKR1 = torch.sigmoid(prompt_lse_BKR - own_lse_BKR)[..., None]  # of the softmax that is the prompt's
-    attended = torch.lerp(own_BKRD.to(share_BKR1.dtype), prompt_BKRD.to(share_BKR1.dtype), share_BKR1)
+    attended_BKRD, lse_BKR = own_BKRD.to(own_lse_BKR.dtype), own_lse_BKR
+    merge_in_place(attended_BKRD, lse_BKR, prompt_BKRD, prompt_lse_BKR)
     if sinks_H is not None:
-        lse_BKR = torch.logaddexp(prompt_lse_BKR, own_lse_BKR)
-        attended *= torch.sigmoid(lse_BKR - sinks_H.to(lse_BKR.dtype).view(lse_BKR.shape[1:]))[..., None]
-    return attended.to(query.dtype).view(query.shape)
+        attended_BKRD *= share_beside_sinks(lse_BKR, sinks_H.view(lse_BKR.shape[1:]))[..., None]
+    return attended_BKRD.to(query.dtype).view(query.shape)
 
 
 def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ import torch
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.data.loaders import PromptBatch
-from pl_grouprl.packing import ModelCost, Sharing
+from pl_grouprl.models.cost import ModelCost
+from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards import PendingRewards
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.training.distribution import distribute_groups, exchange_rewards

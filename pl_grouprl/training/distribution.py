@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.packing import ModelCost, Sharing, balance, imbalance
+from pl_grouprl.models.cost import ModelCost
+from pl_grouprl.packing import Sharing, balance, imbalance
 from pl_grouprl.training.selection import without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain

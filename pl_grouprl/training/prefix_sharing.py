@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from pl_grouprl.attention import ParityReport, shared_prefix
+from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.checks import ParityReport
 from pl_grouprl.packing import Sharing
 from pl_grouprl.training.run import Run
 from pl_grouprl.utilities.memory import naming_memory

@@ -10,14 +10,14 @@ from typing import Any
 
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
-from pl_grouprl.training.evaluating import evaluating
 from pl_grouprl.training.run import Run
-from pl_grouprl.training.sampler_check import SamplerCheck
+from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
 from pl_grouprl.training.weight_sync import WeightSync
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks
+from pl_grouprl.utilities.modes import evaluating
 
 
 def _untimed(name: str) -> AbstractContextManager[None]:
@@ -53,7 +53,7 @@ class Sampler:
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
         self._seed = seed
         self._weight_sync = WeightSync(timed)
-        self._check = SamplerCheck()
+        self._check = SamplerParityCheck()
 
     def reset(self) -> None:
         """Assume nothing of the engine: another run may have another one, or has closed it."""
@@ -76,7 +76,7 @@ class Sampler:
         run = partial(self._generate, prompts, sampling, num_generations, seed)
         if isinstance(self.engine, SyncedRolloutEngine):
             groups = self._weight_sync.sample(self._run, self.engine, run)
-            self._check.look(self._run, self.engine, groups, sampling)
+            self._check.run(self._run, self.engine, groups, sampling)
             return groups
         with self._run.support.whole_weights(self._run.policy):
             return run() if prompts else []

@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from pl_grouprl.packing import ScoringBatch
-from pl_grouprl.training.evaluating import evaluating
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.micro_batcher import MicroBatcher
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
+from pl_grouprl.utilities.modes import evaluating
 
 ScoringFunction = Callable[[ScoringBatch], Sequence[Tensor | None]]
 """Takes rollouts laid out for one decoder call; returns tensors of shape [N, ...] or [B, ...], or None."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.engine import SamplerLostError, SyncedRolloutEngine, WeightsMismatchError
-from pl_grouprl.training.sampler_check import mean_difference
 from pl_grouprl.training.weight_sync import read_to_the_end, together
-from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 FAST = OptimizerConfig(learning_rate=1.0, eps=1.0)
 """So large steps that rollouts of older weights are other rollouts."""
@@ -225,17 +222,6 @@ def test_a_sampler_that_computes_something_else_with_the_weights_stops_the_run(f
     with pytest.raises(WeightsMismatchError, match=r"log-probabilities differ from the policy's by .* nats on average"):
         fit(ReadsTheConfigOtherwise(), policy=Decided(), trainer={"max_steps": 1})
     fit(CopiedPolicyEngine(), policy=Decided(), trainer={"max_steps": 1})
-
-
-def test_what_top_p_explains_is_no_difference():
-    group = RolloutGroup([1], [Rollout([2, 3], [-0.5, -1.0]), Rollout([4], [-2.0])])
-    expected = [torch.tensor([-0.6, -1.0]), torch.tensor([-2.5])]
-    assert mean_difference(expected, group, SamplingConfig()) == pytest.approx((0.1 + 0.5) / 3)
-    # 1 / top_p = e^0.3: of 0.5 nats, 0.2 remain
-    assert mean_difference(expected, group, SamplingConfig(top_p=math.exp(-0.3))) == pytest.approx(0.2 / 3)
-    likelier = [torch.tensor([-0.4, -1.0]), torch.tensor([-2.0])]  # filters make no token less likely
-    assert mean_difference(likelier, group, SamplingConfig(top_p=math.exp(-0.3))) == pytest.approx(0.1 / 3)
-    assert mean_difference(expected, group, SamplingConfig(temperature=0.0, top_p=0.5)) == pytest.approx(0.6 / 3)
 
 
 def test_a_sampler_known_to_have_other_weights_is_given_them_again(fit):

@@ -305,9 +305,9 @@ def test_parity_runs_the_backend_of_the_module(small, capsys):
 
 
 def test_parity_exits_with_one_on_a_mismatch(run, monkeypatch):
-    from pl_grouprl.attention import parity
+    from pl_grouprl.checks import ParityReport
 
-    monkeypatch.setattr(parity.ParityReport, "passed", property(lambda report: False))
+    monkeypatch.setattr(ParityReport, "passed", property(lambda report: False))
     with pytest.raises(SystemExit) as stop:
         main(["parity", "--model", str(run / "policy")])
     assert stop.value.code == 1

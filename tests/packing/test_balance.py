@@ -7,7 +7,8 @@ from statistics import mean
 import pytest
 from helpers.random_lengths import log_normal_groups
 
-from pl_grouprl.packing import ModelCost, balance, imbalance
+from pl_grouprl.models import ModelCost
+from pl_grouprl.packing import balance, imbalance
 
 QWEN3_0_6B = ModelCost(2 * 440e6, {None: 28 * 16 * 4 * 128}, 2 * 1024 * 151_936)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,29 @@ Refusal = Callable[[Tensor, Tensor, Tensor, AttentionRule], str | None]
 """Why a backend cannot serve these tensors under this rule, with the remedy, or None if it can."""
 
 
+Preference = Callable[[Tensor, Tensor, Tensor, AttentionRule], "int | None"]
+"""How much `auto` prefers a backend for these tensors: of those that do not refuse the highest wins; None is never."""
+
+Choice = Callable[[Tensor, Tensor, Tensor, AttentionRule, bool], "Backend"]
+"""(query, key, value, rule, inside a compiled layer) -> the backend that runs them."""
+
+
+class ExplicitGradient(NamedTuple):
+    """A forward pass that returns what its backward pass needs, for graphs in which autograd does not look.
+
+    Attributes:
+        forward: As `Attend`, with the log-sum-exp of all scores, shape [H, S].
+        backward: (gradient of the output, output, log-sum-exp, query, key, value, layout, rule) -> gradients of query,
+            key, value and of the rule's sinks, None where it has none.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, SharedPrefixLayout, AttentionRule], tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+
+
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention over a packed row.
+    """One way to compute attention over a packed row, and what it can do. Others read these attributes, not the name.
 
     Attributes:
         name: As passed to `shared_prefix(model, backend=...)`.
@@ -32,6 +53,10 @@ class Backend:
         refusal: What it cannot serve.
         max_depth: Deepest forest that it can run: 1 is prompts with rollouts; None is any.
         takes_given: Whether it runs rows whose first tokens are given (`SharedPrefixLayout.given`).
+        in_compiled_layers: Whether it runs inside layers that torch.compile has compiled.
+        preference: When `auto` takes it; by default never.
+        explicit: Its gradient as functions; compiled layers run `attend` again for their backward pass without it.
+        choice: For a backend that only picks another one.
     """
 
     name: str
@@ -39,6 +64,16 @@ class Backend:
     refusal: Refusal = lambda query, key, value, rule: None
     max_depth: int | None = None
     takes_given: bool = True
+    in_compiled_layers: bool = True
+    preference: Preference = lambda query, key, value, rule: None
+    explicit: ExplicitGradient | None = None
+    choice: Choice | None = None
+
+    def resolve(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, *, compiled: bool = False
+    ) -> Backend:
+        """The backend that runs these tensors: this one, or the one that it picks."""
+        return self if self.choice is None else self.choice(query, key, value, rule, compiled)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule

@@ -16,15 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pl_grouprl.attention.backends.backend import Backend
+from pl_grouprl.attention.backends.backend import Backend, ExplicitGradient
 from pl_grouprl.attention.backends.cascade_plan import CascadePlan, Index, longest_block, plan_cascade
-from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenKernel
-from pl_grouprl.attention.backends.merge import merge, take
+from pl_grouprl.attention.backends.kernels import (
+    CPUKernel,
+    CUDAKernel,
+    EagerKernel,
+    VarlenKernel,
+    has_fused_kernel,
+    head_multiple,
+)
+from pl_grouprl.attention.backends.merge import merge, share_beside_sinks, take
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
-
-MAX_CUDA_HEAD_SIZE = 256
-"""Of FlashAttention, in multiples of 8."""
 
 
 def cascade_attention(
@@ -99,7 +103,7 @@ def cascade_forward(
         merge(out, lse, part, part_lse, step.queries)
     if sinks_H is not None:  # one more key for everybody, with a value of zero
         sinks_H1 = sinks_H.to(lse.dtype)[:, None]
-        torch.mul(out, torch.sigmoid(lse - sinks_H1).t()[..., None], out=out)
+        torch.mul(out, share_beside_sinks(lse, sinks_H1).t()[..., None], out=out)
         lse = torch.logaddexp(lse, sinks_H1)
     return out.to(query.dtype), lse
 
@@ -167,12 +171,7 @@ class _Sum:
 
 def has_fast_kernel(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> bool:
     """Whether PyTorch's fused kernels serve a layer; otherwise the cascade runs on plain matrix products."""
-    if rule.softcap is not None:
-        return False
-    if query.is_cuda:
-        half = query.dtype in (torch.bfloat16, torch.float16)
-        return half and max(key.shape[-1], value.shape[-1]) <= MAX_CUDA_HEAD_SIZE
-    return query.device.type == "cpu"
+    return rule.softcap is None and has_fused_kernel(query, key, value)
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
@@ -196,7 +195,7 @@ def prepare(
     plan = layout.memo(("cascade", query.device, rule.visibility), lambda: plan_cascade(layout, rule, query.device))
     kernel: VarlenKernel = EagerKernel(rule.softcap)
     if has_fast_kernel(query, key, value, rule):
-        query, key, value = _same_head_size(query, key, value, multiple_of=8 if query.is_cuda else 1)
+        query, key, value = _same_head_size(query, key, value, multiple_of=head_multiple(query))
         kernel = CUDAKernel() if query.is_cuda else CPUKernel()
     # The fused kernel for CPU takes it for granted that the numbers of a head lie side by side.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
@@ -212,4 +211,41 @@ def _same_head_size(*tensors: Tensor, multiple_of: int) -> list[Tensor]:
     return [tensor if tensor.shape[-1] == size else pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
 
 
-CASCADE = Backend("cascade", _attend, _refusal)
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """See `ExplicitGradient.forward`."""
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    out, lse = cascade_forward(*packed, rule.sinks_H, plan, rule.scale, kernel)
+    return out[None, ..., : value.shape[-1]].contiguous(), lse.contiguous()
+
+
+def _backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SharedPrefixLayout,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """See `ExplicitGradient.backward`."""
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    padding = (0, packed[2].shape[-1] - value.shape[-1])
+    *found, for_sinks = cascade_backward(
+        pad(grad[0], padding), *packed, rule.sinks_H, pad(out[0], padding), lse, plan, rule.scale, kernel
+    )
+    for_query, for_key, for_value = (
+        part[..., : tensor.shape[-1]].transpose(0, 1)[None].contiguous()
+        for part, tensor in zip(found, (query, key, value), strict=True)
+    )
+    return for_query, for_key, for_value, for_sinks
+
+
+def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int:
+    """First with fused kernels; on matrix products only ahead of the dense mask."""
+    return 3 if has_fast_kernel(query, key, value, rule) else 1
+
+
+CASCADE = Backend("cascade", _attend, _refusal, preference=_preference, explicit=ExplicitGradient(_forward, _backward))

@@ -1,11 +1,14 @@
-"""The backends by name, and which of them `auto` runs."""
+"""The backends by name, and which of them `auto` runs.
+
+Legend: T packed tokens, S of them that are run, H query heads, K key/value heads, D head size of keys, V of values.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from pl_grouprl.attention.backends.backend import Backend
-from pl_grouprl.attention.backends.cascade import CASCADE, has_fast_kernel
+from pl_grouprl.attention.backends.cascade import CASCADE
 from pl_grouprl.attention.backends.flex import FLEX
 from pl_grouprl.attention.backends.prefix_grouper import PREFIX_GROUPER
 from pl_grouprl.attention.backends.reference import REFERENCE
@@ -24,21 +27,46 @@ def get_backend(name: str, argument: str = "backend") -> Backend:
     return BACKENDS[name]
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Backend:
-    """What `auto` runs for one layer: the fastest backend that is exact there.
+def register_backend(backend: Backend) -> None:
+    """Make a backend known by its name, wherever one is chosen.
 
-    On CUDA `cascade` where it has a fast kernel, and `flex` for what such kernels lack (float32, soft caps, images seen
-    both ways under a window). Elsewhere `cascade`, on plain matrix products where need be, and at last the dense mask.
+    Args:
+        backend: With a name of its own. `auto` takes it where its `preference` is highest.
+
+    Raises:
+        ValueError: If there is a backend of that name.
     """
-    order = [CASCADE, REFERENCE]
-    if query.is_cuda:
-        order = [CASCADE, FLEX] if has_fast_kernel(query, key, value, rule) else [FLEX, CASCADE]
-    return next(backend for backend in order if backend.refusal(query, key, value, rule) is None)
+    if backend.name in BACKENDS:
+        raise ValueError(f"there is an attention backend named {backend.name!r} already; choose another name.")
+    BACKENDS[backend.name] = backend
+
+
+def choose(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, compiled: bool = False) -> Backend:
+    """What `auto` runs for one layer: of the backends that are exact there, the one with the highest preference.
+
+    Args:
+        query: Shape [1, H, S, D].
+        key: Shape [1, K, T, D].
+        value: Shape [1, K, T, V].
+        rule: How the layer attends.
+        compiled: Whether the layer is compiled.
+    """
+    wanted = [
+        (preference, backend)
+        for backend in BACKENDS.values()
+        if (backend.in_compiled_layers or not compiled)
+        and (preference := backend.preference(query, key, value, rule)) is not None
+    ]
+    ordered = sorted(wanted, key=lambda entry: -entry[0])
+    return next(backend for _, backend in ordered if backend.refusal(query, key, value, rule) is None)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
     return choose(query, key, value, rule)(query, key, value, layout, rule)
 
 
-AUTO = Backend("auto", _attend)
+AUTO = Backend("auto", _attend, choice=choose)
+ORACLE = REFERENCE
+"""What the others are compared with."""
+
 BACKENDS = {backend.name: backend for backend in (AUTO, CASCADE, FLEX, PREFIX_GROUPER, REFERENCE)}

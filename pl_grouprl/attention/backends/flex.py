@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pl_grouprl.attention.backends.backend import Backend, needs_gradient
+from pl_grouprl.attention.backends.merge import share_beside_sinks
 from pl_grouprl.attention.backends.rule import AttentionRule, visibility_function
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -95,9 +96,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
             return_aux=AuxRequest(lse=rule.sinks_H is not None),
         )
     if rule.sinks_H is not None:
-        # A sink takes its share of the softmax and adds nothing to the output.
-        sinks = rule.sinks_H.to(aux.lse.dtype)[None, :, None]
-        out = out * torch.sigmoid(aux.lse - sinks)[..., None].to(out.dtype)
+        out = out * share_beside_sinks(aux.lse, rule.sinks_H[None, :, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)
 
 
@@ -108,4 +107,10 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
     return None
 
 
-FLEX = Backend("flex", _attend, _refusal)
+def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int | None:
+    """On CUDA, for what fused kernels lack: float32, soft caps, images seen both ways under a window."""
+    return 2 if query.is_cuda else None
+
+
+# Compiled layers call attention as an opaque operator, outside the compiler, where FlexAttention is dense.
+FLEX = Backend("flex", _attend, _refusal, in_compiled_layers=False, preference=_preference)

@@ -31,7 +31,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
         return
     lse_SH, part_lse_NH = lse.t(), part_lse.t()
     old, old_lse_NH = take(out, where), take(lse_SH, where)
-    _merge_in_place(old, old_lse_NH, part, part_lse_NH)
+    merge_in_place(old, old_lse_NH, part, part_lse_NH)
     if not isinstance(where, slice):  # those were copies
         out.index_copy_(0, where, old)
         lse_SH.index_copy_(0, where, old_lse_NH)
@@ -51,13 +51,22 @@ def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor, Index], None] | None:
     return merge_triton
 
 
-def _merge_in_place(out: Tensor, lse_NH: Tensor, part: Tensor, part_lse_NH: Tensor) -> None:
-    share = torch.sigmoid(part_lse_NH - lse_NH)[..., None]
+def merge_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Fold a partial softmax into another: outputs [..., E] with log-sum-exps [...], element by element."""
+    share = torch.sigmoid(part_lse - lse)[..., None]
     if out.dtype == part.dtype == share.dtype:
         out.lerp_(part, share)
     else:  # what is merged is rounded once
         out.copy_(torch.lerp(out.to(share.dtype), part.to(share.dtype), share))
-    torch.logaddexp(lse_NH, part_lse_NH, out=lse_NH)
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def share_beside_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """What sinks leave to the keys: the factor of an output, for log-sum-exps and sinks of shapes that broadcast.
+
+    A sink takes its share of the softmax and adds nothing to the output (gpt-oss).
+    """
+    return torch.sigmoid(lse - sinks.to(lse.dtype))
 
 
 def take(packed: Tensor, index: Index) -> Tensor:

@@ -48,4 +48,4 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout
     return (weights_HST @ value).transpose(1, 2).to(query.dtype)
 
 
-REFERENCE = Backend("reference", attend)
+REFERENCE = Backend("reference", attend, preference=lambda query, key, value, rule: 0)

@@ -4,3 +4,4 @@ from pl_grouprl.attention.backends.kernels.call import VarlenCall, VarlenKernel
 from pl_grouprl.attention.backends.kernels.cpu import CPUKernel
 from pl_grouprl.attention.backends.kernels.cuda import CUDAKernel
 from pl_grouprl.attention.backends.kernels.eager import EagerKernel
+from pl_grouprl.attention.backends.kernels.fused import has_fused_kernel, head_multiple

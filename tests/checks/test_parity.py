@@ -15,9 +15,10 @@ from pl_grouprl.attention import (
     shared_prefix,
 )
 from pl_grouprl.attention.backends import cascade, choice
-from pl_grouprl.attention.parity_report import TOLERANCES, PaddedParity, Tolerance
+from pl_grouprl.checks.parity_report import PaddedParity
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.tolerances import TOLERANCES, Tolerance
 
 BF16_OR_WIDER = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -118,13 +119,13 @@ def test_a_broken_backend_fails(monkeypatch, breakage, dtype):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_wrong_positions_fail(monkeypatch, family):
     """Positions that count through the row, as a decoder that ignores `position_ids` would."""
-    original = patch.SharedPrefix._packed_row
+    original = patch.SharedPrefix._as_packed_row
 
     def broken(self, kwargs, layout, rows=None):
         return original(self, kwargs, layout, rows) | {"position_ids": torch.arange(layout.num_tokens)[None]}
 
     model = looked_at(tiny_model(family))
-    monkeypatch.setattr(patch.SharedPrefix, "_packed_row", broken)
+    monkeypatch.setattr(patch.SharedPrefix, "_as_packed_row", broken)
     report = check_parity(model)
     assert not report.passed
     assert report.max_logprob_difference > 1e-3

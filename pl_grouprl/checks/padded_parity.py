@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from pl_grouprl.attention.parity_report import PaddedParity
 from pl_grouprl.attention.patch import SharedPrefix, in_force, sharing_paused
+from pl_grouprl.checks.parity_report import PaddedParity
+from pl_grouprl.checks.probes import token_logprobs, weighted_sum
+from pl_grouprl.utilities.tolerances import compare, gradient_difference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,12 +36,11 @@ class _Rows(NamedTuple):
 
     def logprobs(self, model: PreTrainedModel) -> Tensor:
         """Log-probabilities of the completions' tokens, shape [N]."""
-        completions_RC = self.input_ids[:, self.start :]
         logits = model(
             input_ids=self.input_ids, attention_mask=self.attention_mask, use_cache=False, return_dict=True
         ).logits[:, self.start - 1 : -1]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-        return wide.gather(-1, completions_RC[..., None])[..., 0][self.attention_mask[:, self.start :].bool()]
+        kept_RC = self.attention_mask[:, self.start :].bool()
+        return token_logprobs(logits, self.input_ids[:, self.start :])[kept_RC]
 
 
 def padded_parity(
@@ -63,31 +64,19 @@ def padded_parity(
     def run(context: AbstractContextManager[Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
         with context:
             logprobs_N = rows.logprobs(model)
-            weighted = logprobs_N * torch.linspace(0.5, 1.5, len(logprobs_N), device=logprobs_N.device)
-            return logprobs_N.detach(), torch.autograd.grad(weighted.sum(), weights, allow_unused=True)
+            gradients = torch.autograd.grad(weighted_sum(logprobs_N), weights, allow_unused=True)
+            return logprobs_N.detach(), gradients
 
     expected_N, expected = run(sharing_paused(model))
     found_N, found = run(patch)
-    difference_N = (found_N - expected_N).abs()
+    difference = compare(found_N, expected_N)
     call = (in_force(model) or patch).last_call  # an outer context, if there is one, runs the calls
     return PaddedParity(
-        difference_N.max().item(),
-        difference_N.mean().item(),
-        relative_difference(expected, found),
+        difference.largest,
+        difference.mean,
+        gradient_difference(found, expected),
         reason=None if call is None else call.reason,
     )
-
-
-def relative_difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> float:
-    """Norm of the difference between two lists of gradients, relative to the first; None counts as zero."""
-    squared_error, squared_norm = 0.0, 0.0
-    for one, other in zip(expected, actual, strict=True):
-        if one is None and other is None:
-            continue
-        a, b = (torch.zeros(()) if grad is None else grad.double() for grad in (one, other))
-        squared_error += (a - b).square().sum().item()
-        squared_norm += a.square().sum().item()
-    return (squared_error / squared_norm) ** 0.5 if squared_norm else squared_error**0.5
 
 
 def _pad(groups: Sequence[RolloutGroup], longest: int | None, device: torch.device) -> _Rows:

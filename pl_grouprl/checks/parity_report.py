@@ -6,31 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pl_grouprl.utilities.tolerances import Tolerance
+
 
 class ParityError(RuntimeError):
     """The shared and the repeated path differ by more than the dtype explains."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What rounding explains in one dtype.
-
-    Attributes:
-        logprob: Difference of a log-probability, in nats: the largest in float32 and float64, the mean below. A
-            critic's quantity, of about 1 as well, has the same.
-        gradient: Norm of the difference of all gradients over the norm of the gradients.
-    """
-
-    logprob: float
-    gradient: float
-
-
-TOLERANCES = {
-    torch.float64: Tolerance(1e-4, 1e-3),  # transformers takes norms and rotary angles in float32 all the same
-    torch.float32: Tolerance(1e-4, 1e-3),
-    torch.bfloat16: Tolerance(5e-2, 1e-1),
-    torch.float16: Tolerance(1e-2, 5e-2),
-}
 
 
 @dataclass(frozen=True)

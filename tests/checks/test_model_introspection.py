@@ -6,7 +6,7 @@ from helpers.tiny_models import FAMILIES, tiny_model
 from torch import nn
 
 from pl_grouprl.attention import find_decoder, in_force, shared_prefix
-from pl_grouprl.models.probe import check_causal, check_score_head, hidden_size
+from pl_grouprl.checks.model_introspection import check_causal, check_score_head, hidden_size
 
 _TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 

@@ -1,4 +1,4 @@
-"""Is it the same? A small group through the repeated and the shared path: log-probabilities and gradients compared.
+"""Compare log-probabilities and gradients of a small group on the repeated and the shared path.
 
 Legend: N response tokens of all rollouts one after another.
 """
@@ -6,26 +6,28 @@ Legend: N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.padded_parity import padded_parity, relative_difference
-from pl_grouprl.attention.parity_report import TOLERANCES, LayerParity, PaddedParity, ParityReport
 from pl_grouprl.attention.patch import SharedPrefix, shared_prefix
 from pl_grouprl.attention.support import find_decoder, frequencies_move
+from pl_grouprl.checks.padded_parity import padded_parity
+from pl_grouprl.checks.parity_report import LayerParity, PaddedParity, ParityReport
+from pl_grouprl.checks.probes import token_logprobs, weighted_sum
 from pl_grouprl.packing import ScoringBatch, pack
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.modes import evaluating
+from pl_grouprl.utilities.tolerances import compare, computing_dtype, gradient_difference, tolerance_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_COMPARED_WEIGHTS = 200_000_000
 """Gradients of larger models are compared on the first and the last decoder layer only."""
-
 
 MAX_SPANNED = {"cpu": 1024, "cuda": 8192}
 """The default groups are longer than the model's windows and chunks, where those are not longer than this."""
@@ -60,11 +62,11 @@ def check_parity(
 
     def from_sequence(tokens: Tensor, prompt_length: int) -> Tensor:
         logits = model(input_ids=tokens, use_cache=False, return_dict=True).logits[0, prompt_length - 1 : -1]
-        return _gather(logits, tokens[0, prompt_length:])
+        return token_logprobs(logits, tokens[0, prompt_length:])
 
     def from_batch(batch: ScoringBatch) -> Tensor:
         logits = model(**batch.model_inputs, use_cache=False, return_dict=True).logits[0]
-        return _gather(logits.index_select(0, batch.predict_index_N), batch.targets_N)
+        return token_logprobs(logits.index_select(0, batch.predict_index_N), batch.targets_N)
 
     report = compare_paths(model, from_sequence, from_batch, groups, backend=backend)
     return replace(report, padded=_padded(model, backend)) if padded_rows else report
@@ -92,7 +94,7 @@ def compare_paths(
     Args:
         model: A decoder, with or without a head.
         from_sequence: Takes the tokens [1, L] of one sequence and the length of its prompt; returns one number for
-            each token behind that.
+            each token after it.
         from_batch: Takes a packed batch; returns one number for each of its N response tokens.
         groups: As in `check_parity`, like all that is raised.
         backend: Attention backend of the shared path.
@@ -109,8 +111,7 @@ def compare_paths(
         )
     batch = pack(groups, device=model.device)
     weights = _compared_weights(model)
-    autocast = torch.is_autocast_enabled(model.device.type)
-    dtype = torch.get_autocast_dtype(model.device.type) if autocast else model.dtype
+    dtype = computing_dtype(model)
     patch = shared_prefix(model, backend)
     # Frequencies that depend on the longest sequence of a call are those of the longest for all.
     width = max(batch.layout.repeated_lengths) if frequencies_move(decoder) else 0
@@ -118,7 +119,7 @@ def compare_paths(
         repeated_N = torch.cat(
             [_repeated(from_sequence, tokens, start, width) for tokens, start in _sequences(groups, model)]
         )
-        repeated = repeated_N.detach(), torch.autograd.grad(_probe(repeated_N), weights, allow_unused=True)
+        repeated = repeated_N.detach(), torch.autograd.grad(weighted_sum(repeated_N), weights, allow_unused=True)
         del repeated_N
         with patch:
             whole = _shared_run(patch, from_batch, batch, weights, repeated, None)
@@ -138,7 +139,7 @@ def compare_paths(
         gradient_difference=whole[2],
         compared_weights=sum(weight.numel() for weight in weights),
         token_ratio=batch.layout.token_ratio,
-        tolerance=TOLERANCES[dtype],
+        tolerance=tolerance_of(dtype),
         quantity=quantity,
         longest_sequence=max(batch.layout.repeated_lengths),
         longest_span=max(spans, default=0),
@@ -180,12 +181,11 @@ def _shared_run(
     try:
         with stance:
             shared_N = from_batch(batch)
-            gradients = torch.autograd.grad(_probe(shared_N), weights, allow_unused=True)
+            gradients = torch.autograd.grad(weighted_sum(shared_N), weights, allow_unused=True)
     finally:
         patch.only = None
-    difference_N = (repeated[0] - shared_N).detach().abs()
-    largest, mean = (difference_N.max().item(), difference_N.mean().item()) if len(difference_N) else (0.0, 0.0)
-    return largest, mean, relative_difference(repeated[1], gradients)
+    difference = compare(shared_N, repeated[0])
+    return difference.largest, difference.mean, gradient_difference(gradients, repeated[1])
 
 
 def _spans(config: Any) -> list[int]:
@@ -218,16 +218,6 @@ def random_groups(
     return [RolloutGroup(tokens(prefix), [Rollout(tokens(n)) for n in suffixes]) for prefix, suffixes in shapes]
 
 
-def _gather(logits: Tensor, targets_N: Tensor) -> Tensor:
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide).log_softmax(dim=-1).gather(1, targets_N[:, None])[:, 0]
-
-
-def _probe(logprobs_N: Tensor) -> Tensor:
-    """A loss whose gradient differs from token to token, so that no error cancels."""
-    return (logprobs_N * torch.linspace(0.5, 1.5, len(logprobs_N), device=logprobs_N.device)).sum()
-
-
 def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
@@ -240,20 +230,14 @@ def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     return [weight for layer in (layers[0], layers[-1]) for weight in layer.parameters() if weight.requires_grad]
 
 
-@contextmanager
-def _comparable_mode(model: PreTrainedModel) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
+def _comparable_mode(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Evaluation mode where the model's own mode is not deterministic, or its checkpointing knows only `backward`."""
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     attention_drops = any(
         getattr(model.config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
     )
-    if drops or attention_drops or any(_checkpoints_reentrantly(module) for module in model.modules()):
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    reentrant = any(_checkpoints_reentrantly(module) for module in model.modules())
+    return evaluating(model) if drops or attention_drops or reentrant else nullcontext()
 
 
 def _checkpoints_reentrantly(module: nn.Module) -> bool:

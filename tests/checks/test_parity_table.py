@@ -57,7 +57,7 @@ def test_the_kind_that_is_off_is_named(monkeypatch, broken_kind):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 1.5  # scores that are far enough from zero for their scale to matter
-    monkeypatch.setattr("pl_grouprl.attention.patch.check_structure", lambda *args: None)
+    monkeypatch.setattr("pl_grouprl.attention.patch.check_layers", lambda *args: None)
     report = check_parity(model, random_groups(0, SHAPES), backend="cascade")
     failed = {line.split("  ")[1].split(" differs")[0] for line in str(report).splitlines() if line.endswith("FAILED")}
     assert failed == {broken_kind, "whole model", "a padded batch"}

@@ -1,4 +1,4 @@
-"""What a layout costs in floating-point operations, and what the same sequences cost with their prefixes repeated."""
+"""Floating-point operations of a model for a layout, and for the same sequences with their prefixes repeated."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pl_grouprl.packing.batch import Sharing
-from pl_grouprl.packing.layout import SharedPrefixLayout
+from pl_grouprl.packing import SharedPrefixLayout, Sharing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,14 +1,13 @@
-"""A first look at a model by running it: a few tokens through the shared and the repeated path, forward only.
+"""Run a few tokens through the shared and the repeated path, forward only, before a model shares prefixes.
 
-What a decoder does beside attention cannot be read off its config: layers may mix tokens in ways that nobody thought
-of. A forest of a few tokens costs two short calls and shows it.
+Configs do not say how layers mix tokens outside attention. A forest of a few tokens shows it, in two short calls.
+It belongs to `attention`, which runs it before the first shared call; the other self-checks are in `pl_grouprl.checks`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,14 +15,11 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention.support import find_decoder, positions_are_relative, refusal
 from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
+from pl_grouprl.utilities.modes import examining, is_whole
+from pl_grouprl.utilities.tolerances import compare, tolerance_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_ALLOWED = {torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Mean difference of hidden states over their mean size that rounding explains; of wider types `_ALLOWED_WIDE`."""
-
-_ALLOWED_WIDE = 1e-4
 
 Padding = Literal["padding", "padding on the left"]
 """Padding with which rows are not shared, because a trial on a few tokens gave different results."""
@@ -35,26 +31,26 @@ _FORESTS = {
 """By the deepest forest that a backend runs."""
 
 
-def check_structure(model: PreTrainedModel, max_depth: int | None) -> bool | None:
-    """Compare both paths on a few tokens. A model whose weights are not whole here (sharded, on meta) is not looked at.
+def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
+    """Compare both paths on a few tokens. Skips a model whose weights are not whole here (sharded, on meta).
 
     Args:
         model: In a `shared_prefix` context that lets ordinary calls through.
         max_depth: Deepest forest that the context's backend runs.
 
     Returns:
-        Whether the model gives the same at positions moved by a constant; None if it was not looked at.
+        Whether the model gives the same at positions moved by a constant; None if it was skipped.
 
     Raises:
         UnsupportedModelError: If the results differ, or the shared path refuses.
     """
     decoder = find_decoder(model)
-    if not _is_whole(decoder):
+    if not is_whole(decoder):
         return None
     layout = _FORESTS[max_depth]
     vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     tokens = torch.arange(layout.num_tokens, device=decoder.device)[None] % vocabulary
-    with _plainly(decoder):
+    with examining(decoder):
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(decoder, repeat_rows(layout, tokens))
@@ -72,8 +68,8 @@ def check_structure(model: PreTrainedModel, max_depth: int | None) -> bool | Non
         for row, leaf in enumerate(layout.leaves)
     ]
     found, expected = (torch.cat(states) for states in zip(*pairs, strict=True))
-    difference = _relative_difference(found, expected)
-    if not difference <= _allowed(found):  # a NaN is refused too
+    difference = compare(found, expected).relative_mean
+    if not difference <= tolerance_of(found.dtype).hidden:  # a NaN is refused too
         raise refusal(model, *_what_differs(found, expected, difference))
     return relative
 
@@ -84,14 +80,14 @@ def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], Non
     Prompts are padded on the left and completions on the right. If that differs, right padding alone is tried.
 
     Args:
-        decoder: One that `check_structure` has accepted, in a `shared_prefix` context.
+        decoder: One that `check_layers` has accepted, in a `shared_prefix` context.
         set_paused: Turns sharing of ordinary calls in that context off or on.
     """
     kinds: tuple[tuple[Padding, int], ...] = (("padding on the left", 6), ("padding", 0))
     differing: Padding | None = None
-    with _plainly(decoder):
+    with examining(decoder):
         for kind, left in kinds:
-            inputs = _padded_rows(decoder, left)
+            inputs = _padded_batch(decoder, left)
             kept = inputs["attention_mask"].bool()
             try:
                 set_paused(True)
@@ -101,13 +97,13 @@ def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], Non
             except Exception:  # if it is the model's own error, an unshared call raises it again
                 differing = kind
                 continue
-            if _relative_difference(found, expected) <= _allowed(found):
+            if compare(found, expected).relative_mean <= tolerance_of(found.dtype).hidden:
                 break
             differing = kind
     return differing
 
 
-def _padded_rows(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
+def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
     """Two groups of two rows, shape [4, 18]; the first group's prompt begins after `left` columns of padding."""
     vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     columns = torch.arange(18, device=decoder.device)
@@ -117,15 +113,6 @@ def _padded_rows(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
     ]
     kept = [(columns >= first) & (columns < stop) for first, _, stop in spans]
     return {"input_ids": torch.stack(rows) % vocabulary, "attention_mask": torch.stack(kept).long()}
-
-
-def _relative_difference(found: Tensor, expected: Tensor) -> float:
-    size = expected.float().abs().sum().item()
-    return (found.float() - expected.float()).abs().sum().item() / max(size, 1e-30)
-
-
-def _allowed(states: Tensor) -> float:
-    return _ALLOWED.get(states.dtype, _ALLOWED_WIDE)
 
 
 def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[str, ...]:
@@ -155,9 +142,8 @@ def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:
     longest = getattr(decoder.config, "max_position_embeddings", None) or 0
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     moved = positions + max(min(longest - tokens.shape[1], 4096), 64)
-    here, there = (_run(decoder, {"input_ids": tokens, "position_ids": p}).float() for p in (positions, moved))
-    allowed = max(_ALLOWED.get(decoder.dtype, 0.0), 1e-3)
-    return bool((here - there).abs().sum() <= allowed * here.abs().sum())
+    here, there = (_run(decoder, {"input_ids": tokens, "position_ids": p}) for p in (positions, moved))
+    return compare(there, here).relative_mean <= tolerance_of(decoder.dtype).moved
 
 
 def _without_remedy(reason: str) -> str:
@@ -167,36 +153,3 @@ def _without_remedy(reason: str) -> str:
 
 def _run(decoder: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state
-
-
-def _is_whole(decoder: nn.Module) -> bool:
-    """Whether every parameter is an ordinary tensor with its data: not on meta, sharded or quantized."""
-    if any("FullyShardedDataParallel" in type(module).__name__ for module in decoder.modules()):
-        return False
-    return all(type(p) is nn.Parameter and not p.is_meta and p.numel() for p in decoder.parameters())
-
-
-@contextmanager
-def _plainly(decoder: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode, no gradient, no compilation, no autocast (its rounding would be taken for a difference)."""
-    training = [module for module in decoder.modules() if module.training]
-    frequencies = [
-        (module, dict(module.__dict__), dict(module._buffers))
-        for module in decoder.modules()
-        if hasattr(module, "rope_type")
-    ]
-    decoder.eval()
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(decoder.device.type, enabled=False),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-    finally:
-        for module, attributes, buffers in frequencies:  # dynamic ones are those of the longest call so far
-            module.__dict__.update(attributes)
-            module._buffers.update(buffers)
-        for module in training:
-            module.training = True

@@ -1,6 +1,6 @@
-"""What a forward pass of a few tokens says of a model: how wide its states are, what they see, what its head reads.
+"""Read facts off a forward pass of a few tokens: the width of states, whether they are causal, what a head reads.
 
-Configs do not say it reliably: a family may project its last states, pool them, or look ahead.
+Configs are not reliable here: a family may project its last states, pool them, or look ahead.
 
 Legend: L tokens of a probe, D hidden size, C labels.
 """
@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder, sharing_paused
+from pl_grouprl.utilities.modes import examining
+from pl_grouprl.utilities.tolerances import compare, tolerance_of
 
 _LENGTH = 4
-_ROUNDINGS = 4
-"""How many roundings of the model's dtype a result may always be off."""
-_STATE_TOLERANCE = 1e-5
-"""States before the last token: rounding comes from a mixture of experts alone; untrained BERT differs by 5e-3."""
-_SCORE_TOLERANCE = 1e-3
-"""Scores, as the head runs on other shapes, on a GPU perhaps in TF32; untrained encoders differ by more than 1e-2."""
+"""Tokens of a probe."""
 
 
 def hidden_size(decoder: Any) -> int:
@@ -36,7 +33,7 @@ def hidden_size(decoder: Any) -> int:
 
 
 def check_causal(decoder: Any, owner: str) -> None:
-    """Refuse a model whose state at a token depends on the tokens behind it.
+    """Refuse a model whose state at a token depends on later tokens.
 
     Two sequences that differ in their last token alone must have the same states before it.
 
@@ -50,11 +47,11 @@ def check_causal(decoder: Any, owner: str) -> None:
     first, second = _probe_rows(decoder)
     with _undisturbed(decoder):
         one, other = (_states(decoder, row)[:-1] for row in (first, second))
-    error = (one - other).abs().max() / _not_zero(one.abs().max())
-    if not error <= max(_STATE_TOLERANCE, _rounding(decoder)):
+    error = compare(other, one).relative_largest
+    if not error <= tolerance_of(decoder.dtype).causal:
         raise ValueError(
             f"{owner}: {type(decoder).__name__} is not causal: two sequences that differ in their last token alone "
-            f"have states before it that differ by {error.item():.1e} of the largest; use a decoder, such as Qwen2."
+            f"have states before it that differ by {error:.1e} of the largest; use a decoder, such as Qwen2."
         )
 
 
@@ -79,8 +76,8 @@ def check_score_head(model: Any, head: nn.Linear, owner: str) -> None:
             read_C = head(states_LD[-1].to(head.weight.dtype)).float()
         # Relative to the largest possible product: a score itself may be near zero.
         scale = (head.weight.float().norm(dim=1) * states_LD[-1].norm()).max()
-        error = (expected_C - read_C).abs().max() / _not_zero(scale)
-        if not error <= max(_SCORE_TOLERANCE, _rounding(model)):
+        error = compare(read_C, expected_C).largest / max(scale.item(), 1e-30)
+        if not error <= tolerance_of(model.dtype).score:
             raise ValueError(
                 f"{owner}: {type(model).__name__} scores the tokens {row[0].tolist()} with {_rounded(expected_C)}, and "
                 f"its head gives {_rounded(read_C)} at the last of them: it reads its score elsewhere, or through "
@@ -107,23 +104,9 @@ def _states(decoder: Any, row: Tensor) -> Tensor:
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """Run a model as it is in evaluation: no dropout, gradient, autocast or sharing; then all is as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad(), sharing_paused(model), torch.autocast(model.device.type, enabled=False):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _rounding(model: Any) -> float:
-    return _ROUNDINGS * torch.finfo(model.dtype).eps
-
-
-def _not_zero(scale: Tensor) -> Tensor:
-    return scale.clamp(min=torch.finfo(scale.dtype).tiny)
+    """Run a model as it is in evaluation, without sharing."""
+    with examining(model), sharing_paused(model):
+        yield
 
 
 def _rounded(values_C: Tensor) -> list[float]:

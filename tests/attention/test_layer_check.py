@@ -1,4 +1,4 @@
-"""The first look at a model: whatever mixes tokens in an unknown way is refused at entry, and nothing else changes."""
+"""The check of layers: whatever mixes tokens in an unknown way is refused at entry, and nothing else changes."""
 
 import pickle
 

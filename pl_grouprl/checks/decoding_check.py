@@ -1,0 +1,93 @@
+"""Sample a few tokens as rollouts do, and compare their log-probabilities with those of forwards without a cache.
+
+Configs do not say whether decoding continues exactly from a padded, copied cache: models keep states of their own, read
+masks in their own way, or compute a single token by other arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from pl_grouprl.checks.probes import token_logprobs
+from pl_grouprl.types import Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.modes import is_whole, uncompiled
+from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_of
+
+LENGTHS = (3, 8, 9)
+"""Of the prompts: the last two are padded to one batch where the model allows it, and all three are decoded in one."""
+
+SAMPLING = SamplingConfig(max_new_tokens=4)
+LONGEST = max(LENGTHS) + SAMPLING.max_new_tokens
+
+_PASSED: WeakSet[nn.Module] = WeakSet()
+
+Sample = Callable[[list[Prompt], SamplingConfig], list[list[Rollout]]]
+
+
+def check_decoding(
+    model: Any,
+    sample: Sample,
+    *,
+    placeholders: Collection[int] = (),
+    scoring: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Compare log-probabilities of a few sampled tokens with those of forwards without a cache, once per model.
+
+    Models whose weights are not whole here (sharded, on meta, quantized) are skipped.
+
+    Args:
+        model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.
+        sample: Samples one rollout per prompt or more, without end tokens.
+        placeholders: Tokens that `sample` never draws (those that stand for images).
+        scoring: Context of the forwards without a cache.
+
+    Raises:
+        ValueError: If they differ by more than rounding.
+    """
+    if model in _PASSED or not is_whole(model):
+        return
+    tokens = _ordinary_tokens(model, placeholders)
+    prompts = [Prompt(tokens[start : start + length]) for start, length in enumerate(LENGTHS)]
+    with uncompiled():
+        groups = sample(prompts, SAMPLING)
+        with scoring():
+            worst = max(
+                _difference(model, prompt.token_ids, rollout, placeholders)
+                for prompt, group in zip(prompts, groups, strict=True)
+                for rollout in group
+            )
+    if worst > _allowed(model):
+        raise ValueError(
+            f"HFRolloutEngine cannot sample from {type(model).__name__}: behind its cache a log-probability differs by "
+            f"{worst:.1e} from that of a forward over the whole sequence, so rollouts would not be what is scored. "
+            "Choose another rollout engine for this model."
+        )
+    _PASSED.add(model)
+
+
+def _ordinary_tokens(model: Any, placeholders: Collection[int]) -> list[int]:
+    size = int(model.get_input_embeddings().weight.shape[0])
+    ordinary = sorted(set(range(1, min(size, 500))) - set(placeholders)) or [0]
+    return [ordinary[7 * place % len(ordinary)] for place in range(LONGEST)]
+
+
+def _difference(model: Any, prompt: list[int], rollout: Rollout, placeholders: Collection[int]) -> float:
+    """Largest difference of a sampled token's log-probability, in nats."""
+    tokens = torch.tensor(rollout.token_ids, device=next(model.parameters()).device)
+    row = torch.cat([tokens.new_tensor(prompt), tokens])[None]
+    logits_TV = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    logits_TV[:, [token for token in placeholders if token < logits_TV.shape[-1]]] = -torch.inf
+    return compare(torch.tensor(rollout.logprobs), token_logprobs(logits_TV, tokens).cpu()).largest
+
+
+def _allowed(model: Any) -> float:
+    dtype = computing_dtype(model)
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = torch.float16  # TF32 rounds factors to as many bits
+    return tolerance_of(dtype).decoded_logprob

@@ -1,0 +1,65 @@
+"""Compare log-probabilities of a sampler that is a program of its own with the policy's.
+
+Equal weights do not make an equal model. Another program may read the config in its own way (a window of one token
+more, rotary positions on a part of each head), and what it samples would be scored as if it were the policy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.types import RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.tolerances import compare
+
+_ROLLOUTS = 8
+
+Score = Callable[[RolloutGroup], Sequence[Tensor]]
+"""The policy's log-probabilities of a group's tokens: one tensor per rollout."""
+
+
+def can_compare(sampling: SamplingConfig) -> bool:
+    """Whether log-probabilities of single tokens say anything: not under top-k or min-p."""
+    return not (sampling.top_k or sampling.min_p)
+
+
+def sampler_difference(score: Score, groups: Sequence[RolloutGroup], sampling: SamplingConfig) -> float | None:
+    """Mean difference of log-probabilities in nats on the group with the longest sequence.
+
+    Args:
+        score: Runs the policy, with the temperature of `sampling`.
+        groups: What was just sampled from the policy's present weights.
+        sampling: How.
+
+    Returns:
+        None where no rollout has tokens with log-probabilities.
+    """
+    chosen = _longest(groups)
+    return None if chosen is None else mean_difference(score(chosen), chosen, sampling)
+
+
+def mean_difference(expected: Sequence[Tensor], group: RolloutGroup, sampling: SamplingConfig) -> float:
+    """Mean absolute difference over the tokens of a group, apart from what top-p explains.
+
+    Args:
+        expected: The policy's log-probabilities, one tensor per rollout.
+        group: With the sampler's.
+        sampling: Its `top_p` makes the tokens that it keeps likelier, by 1 / top_p at most.
+    """
+    ours = torch.cat([own.cpu().double() for own in expected])
+    theirs = torch.cat([torch.tensor(rollout.logprobs, dtype=torch.float64) for rollout in group.rollouts])
+    explained = -math.log(sampling.top_p) if sampling.temperature else 0.0
+    return compare(theirs - (theirs - ours).clamp(0, explained), ours).mean
+
+
+def _longest(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
+    """The group with the longest sequence, and a few of its rollouts; None where there is nothing to compare."""
+    candidates = [
+        RolloutGroup(group.prompt_ids, reported[:_ROLLOUTS], media=group.media)
+        for group in groups
+        if (reported := [rollout for rollout in group.rollouts if rollout.token_ids and rollout.logprobs is not None])
+    ]
+    return max(candidates, key=lambda group: len(group.prompt_ids) + len(group.rollouts[0].token_ids), default=None)

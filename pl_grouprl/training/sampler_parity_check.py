@@ -1,0 +1,80 @@
+"""Verify once in a run that a sampler of its own computes what the policy computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from pl_grouprl.checks.sampler_parity import can_compare, sampler_difference
+from pl_grouprl.models.score import rollout_logprobs
+from pl_grouprl.rollout.engine import SyncedRolloutEngine, WeightsMismatchError
+from pl_grouprl.training.weight_sync import together
+from pl_grouprl.types import RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.tolerances import tolerance_of
+
+if TYPE_CHECKING:
+    from pl_grouprl.training.run import Run
+
+
+class SamplerParityCheck:
+    """Compares a sampler's log-probabilities with the policy's, once in a run.
+
+    Compares the longest of the first rollouts of rank 0. Under top-k and min-p single tokens say nothing; it waits for
+    rollouts sampled without.
+    """
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def forget(self) -> None:
+        """Compare again: another run may have another sampler."""
+        self._done = False
+
+    def run(
+        self,
+        module: Run,
+        engine: SyncedRolloutEngine,
+        groups: Sequence[RolloutGroup],
+        sampling: SamplingConfig,
+    ) -> None:
+        """Compare, unless that has been done. All ranks call it.
+
+        Args:
+            module: Has the policy.
+            engine: Has sampled.
+            groups: What was just sampled from its present weights on this rank.
+            sampling: How.
+
+        Raises:
+            WeightsMismatchError: On rank 0, if the log-probabilities are not those of the policy.
+            RuntimeError: On the others then.
+        """
+        if self._done or not can_compare(sampling):
+            return
+        with module.support.whole_weights(module.policy):
+            together(lambda: None if module.global_rank else _compare(module, engine, groups, sampling), module.device)
+        self._done = True
+
+
+def _compare(
+    module: Run, engine: SyncedRolloutEngine, groups: Sequence[RolloutGroup], sampling: SamplingConfig
+) -> None:
+    def score(group: RolloutGroup) -> list[Tensor]:
+        with torch.inference_mode(False), torch.no_grad(), module.support.trainer.precision_plugin.forward_context():
+            return rollout_logprobs(module.policy, [group], sharing="repeated", temperature=sampling.temperature or 1.0)
+
+    difference = sampler_difference(score, groups, sampling)
+    if difference is None:
+        return
+    name, allowed = type(engine).__name__, tolerance_of(module.policy.dtype).sampler_logprob
+    if not difference <= allowed:
+        raise WeightsMismatchError(
+            f"{name} has the weights of {type(module.policy).__name__}, but its log-probabilities differ from the "
+            f"policy's by {difference:.3g} nats on average (at most {allowed} is rounding): it computes another "
+            "model with them, or in too narrow a dtype. Sample with HFRolloutEngine, or set the engine's dtype."
+        )
+    rank_zero_info(f"{name} and the policy agree: log-probabilities differ by {difference:.1e} nats on average.")

@@ -1,0 +1,39 @@
+"""A sampler of its own against the policy: which tokens are compared, and what filters explain."""
+
+import math
+
+import pytest
+import torch
+
+from pl_grouprl.checks.sampler_parity import can_compare, mean_difference, sampler_difference
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
+
+
+def test_what_top_p_explains_is_no_difference():
+    group = RolloutGroup([1], [Rollout([2, 3], [-0.5, -1.0]), Rollout([4], [-2.0])])
+    expected = [torch.tensor([-0.6, -1.0]), torch.tensor([-2.5])]
+    assert mean_difference(expected, group, SamplingConfig()) == pytest.approx((0.1 + 0.5) / 3)
+    # 1 / top_p = e^0.3: of 0.5 nats, 0.2 remain
+    assert mean_difference(expected, group, SamplingConfig(top_p=math.exp(-0.3))) == pytest.approx(0.2 / 3)
+    likelier = [torch.tensor([-0.4, -1.0]), torch.tensor([-2.0])]  # filters make no token less likely
+    assert mean_difference(likelier, group, SamplingConfig(top_p=math.exp(-0.3))) == pytest.approx(0.1 / 3)
+    assert mean_difference(expected, group, SamplingConfig(temperature=0.0, top_p=0.5)) == pytest.approx(0.6 / 3)
+
+
+def test_the_group_with_the_longest_sequence_is_scored():
+    short = RolloutGroup([1], [Rollout([2], [-1.0])])
+    long = RolloutGroup([1, 2], [Rollout([]), Rollout([3, 4], [-1.0, -2.0]), Rollout([5, 6, 7])])
+    scored = []
+
+    def score(group):
+        scored.append(group)
+        return [torch.full((len(rollout.token_ids),), -1.25) for rollout in group.rollouts]
+
+    assert sampler_difference(score, [short, long], SamplingConfig()) == pytest.approx((0.25 + 0.75) / 2)
+    assert [[rollout.token_ids for rollout in group.rollouts] for group in scored] == [[[3, 4]]]
+    assert sampler_difference(score, [RolloutGroup([1], [Rollout([2])])], SamplingConfig()) is None
+
+
+@pytest.mark.parametrize(("option", "says_something"), [({"top_k": 4}, False), ({"min_p": 0.1}, False), ({}, True)])
+def test_filters_under_which_single_tokens_say_nothing(option, says_something):
+    assert can_compare(SamplingConfig(**option)) is says_something
