@@ -14,10 +14,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.algorithms.weight_sync import together
 from pl_grouprl.models.score import rollout_logprobs
-from pl_grouprl.rollout.engine import SyncedRolloutEngine, WeightsMismatchError
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.sync.sampler import WeightsMismatchError
 from pl_grouprl.types import RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.distributed import raise_on_all_ranks
 
 if TYPE_CHECKING:
     from pl_grouprl.algorithms.policy_module import PolicyModule
@@ -64,7 +65,7 @@ class SamplerCheck:
         if self._done or sampling.top_k or sampling.min_p:
             return
         with module.support.whole_weights(module.policy):
-            self._done = together(lambda: self._compare(module, engine, groups, sampling), module.device)
+            self._done = raise_on_all_ranks(lambda: self._compare(module, engine, groups, sampling), module.device)
 
     def _compare(
         self,

@@ -15,7 +15,6 @@ from pl_grouprl.algorithms.metrics import Record, summarize
 from pl_grouprl.algorithms.policy_module import PolicyModule, evaluating
 from pl_grouprl.algorithms.prompt_checks import check_prompts, limits_of_source
 from pl_grouprl.algorithms.sampler_check import SamplerCheck
-from pl_grouprl.algorithms.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import (
@@ -32,6 +31,7 @@ from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.sync.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments

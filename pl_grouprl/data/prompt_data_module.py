@@ -128,13 +128,8 @@ class PromptDataModule(LightningDataModule):
             FileNotFoundError: If a path matches no file.
             RuntimeError: If this failed on another rank.
         """
-        failure: Exception | None = None
-        try:
-            self._set_up(stage)
-        except Exception as error:
-            failure = error
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", "cpu")
-        raise_on_all_ranks(failure, device)
+        raise_on_all_ranks(lambda: self._set_up(stage), device)
         self._compare_ranks(device)
 
     def _compare_ranks(self, device: Any) -> None:

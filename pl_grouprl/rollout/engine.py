@@ -6,13 +6,16 @@ An engine samples from the policy itself (`RolloutEngine`), or from a copy of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
-
+from pl_grouprl.sync.sampler import SyncedSampler
 from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.moved import moved
+
+_MOVED = ("AdapterWeights", "SamplerLostError", "WeightsMismatchError")
+
+__getattr__ = moved(__name__, {name: f"pl_grouprl.sync.sampler.{name}" for name in _MOVED})
 
 
 @runtime_checkable
@@ -61,73 +64,12 @@ class RolloutEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class AdapterWeights:
-    """A LoRA adapter on its way to a sampler, as PEFT would save it.
-
-    Attributes:
-        config: What its `adapter_config.json` would hold.
-        weights: Name, as in its `adapter_model.safetensors`, and whole value of each; read like the other weights, and
-            after them.
-    """
-
-    config: Mapping[str, Any]
-    weights: Iterable[tuple[str, Tensor]]
-
-
 @runtime_checkable
-class SyncedRolloutEngine(RolloutEngine, Protocol):
-    """Samples from a copy of the policy's weights, which it is given after updates.
+class SyncedRolloutEngine(RolloutEngine, SyncedSampler, Protocol):
+    """Samples from a copy of the policy's weights, which it receives after updates.
 
-    All ranks call `bind`, `update_weights` and `generate` together, a rank without prompts too. They tell each other
-    afterwards what was raised, so an engine whose ranks wait for each other inside of a method lets them all go before
-    it raises there. `bind` reads the policy's config; its weights may be shards.
-
-    Attributes:
-        adapter: How it is given a policy with an adapter: `merged` into the weights, or `separate`, the adapter alone
-            once the base is there.
-        version: Of the weights that the sampler has, as far as this process knows; None where it has none of ours.
+    All ranks call `bind`, `update_weights` and `generate` together, also a rank without prompts; see `SyncedSampler`.
     """
-
-    adapter: Literal["merged", "separate"]
-    version: int | None
-
-    def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
-    ) -> dict[str, float]:
-        """Give the sampler new weights, and see that it has them.
-
-        Args:
-            weights: Name, as in a checkpoint in Hugging Face format, and whole value of each. Read once, in order; what
-                is left unread is gathered all the same, by the caller. A tensor may change once the next one is asked
-                for.
-            version: Larger than any before.
-            adapter: The adapter on those weights, where `self.adapter` is `separate`. The first time `weights` are the
-                base; later they are empty, and the base that the sampler has stays.
-
-        Returns:
-            Figures for the log, `bytes` among them. (`seconds`, of gathering too, are taken by the caller.)
-
-        Raises:
-            SamplerLostError: If the sampler was restarted meanwhile.
-            WeightsMismatchError: If the weights that the sampler computes with are not those.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of the sampler; the next call of `update_weights` starts it again.
-
-        Calling it again is harmless. A rank may call it alone, after an exception.
-        """
-        ...
-
-
-class SamplerLostError(RuntimeError):
-    """The sampler was restarted, so it has none of the policy's weights: give it them and sample again."""
-
-
-class WeightsMismatchError(RuntimeError):
-    """The sampler has other weights than the policy; what it samples is not to be trained."""
 
 
 def check_request(

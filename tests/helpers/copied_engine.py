@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, WeightsMismatchError
-from pl_grouprl.rollout.weights import checksum
+from pl_grouprl.sync.checksum import checksum
+from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
 
 Fault = Literal["lost", "lost at once", "failed", "failed at once"]
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
-from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, WeightsMismatchError
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
 from pl_grouprl.rollout.server.fleet import Fleet, share
 from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
 from pl_grouprl.rollout.stopping import tokenizer_fingerprint
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
 from pl_grouprl.rollout.vllm.requests import check_temperature
-from pl_grouprl.rollout.weights.casting import cast
-from pl_grouprl.rollout.weights.compare import check_weights
+from pl_grouprl.sync.compare import check_weights
+from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
+from pl_grouprl.sync.transfer import cast
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
-from pl_grouprl.rollout.weights.buckets import Bucket, buckets
+from pl_grouprl.sync.transfer import Bucket, buckets
 
 if TYPE_CHECKING:
     from pl_grouprl.rollout.server.nccl import Broadcaster

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
-from pl_grouprl.rollout.engine import AdapterWeights
 from pl_grouprl.rollout.media import check_media
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype, sampler_dtype
 from pl_grouprl.rollout.vllm.requests import check_temperature
-from pl_grouprl.rollout.weights.buckets import buckets
-from pl_grouprl.rollout.weights.casting import cast
-from pl_grouprl.rollout.weights.compare import check_weights
+from pl_grouprl.sync.compare import check_weights
+from pl_grouprl.sync.sampler import AdapterWeights
+from pl_grouprl.sync.transfer import buckets, cast
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -211,7 +210,7 @@ class VLLMRolloutEngine:
             check_temperature(sampling)
             return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
 
-        seeds, stop = self._vllm.agree(plan)
+        seeds, stop = self._vllm.raise_on_its_ranks(plan)
         end_ids = policy.end_ids(sampling)
         groups = self._vllm.sample(prompts, given, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
         policy.decode(rollout for group in groups for rollout in group)

@@ -20,7 +20,6 @@ from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.model_folder import check_native, write_model_folder
 from pl_grouprl.rollout.vllm.process import EngineProcess
 from pl_grouprl.rollout.vllm.ranks import (
-    agree,
     engine_arguments,
     engine_environment,
     engine_group,
@@ -29,6 +28,7 @@ from pl_grouprl.rollout.vllm.ranks import (
 )
 from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
 from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import raise_on_all_ranks
 from pl_grouprl.utilities.progress import tick
 
 if TYPE_CHECKING:
@@ -239,9 +239,9 @@ class VLLMInstance:
             own += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
         return gather_from(self._group, [list(weight) for weight in own])
 
-    def agree(self, run: Callable[[], T]) -> T:
-        """Run something that a rank may refuse, before ranks with one engine sample together; see `ranks.agree`."""
-        return agree(self._group, run)
+    def raise_on_its_ranks(self, run: Callable[[], T]) -> T:
+        """Run something that may raise, before the ranks of this engine sample together; see `raise_on_all_ranks`."""
+        return run() if self._group is None else raise_on_all_ranks(run, group=self._group)
 
     def sample(
         self,

@@ -8,16 +8,14 @@ is spread over the t ranks, so they sample the same prompts at the same time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
-
-T = TypeVar("T")
 
 
 def check_ranks(tensor_parallel_size: int) -> None:
@@ -77,31 +75,6 @@ def gather_from(group: Any, value: Any) -> list[Any]:
         value: Numbers, strings, tensors, and lists and dictionaries of them.
     """
     return [value] if group is None else gather_plain(value, group=group)
-
-
-def agree(group: Any, run: Callable[[], T]) -> T:
-    """Run something on every rank of an engine that one of them may refuse: then none goes on. They all call it.
-
-    Args:
-        group: Of `engine_group`.
-        run: Waits for no other rank.
-
-    Raises:
-        Exception: What it raises on this rank.
-        RuntimeError: If it has raised on another one.
-    """
-    error: Exception | None = None
-    try:
-        result = run()
-    except Exception as raised:
-        error = raised
-    told = gather_from(group, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    refused = [said for said in told if said is not None]
-    if refused:
-        raise RuntimeError(f"another rank of this engine cannot go on: {refused[0]}")
-    return result
 
 
 def share_requests(requests: Sequence[Any], group: Any) -> tuple[list[Any], slice]:

@@ -23,11 +23,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from pl_grouprl.rollout.vllm.applied import applied_checksums
+from pl_grouprl.rollout.vllm.loaded_weights import loaded_checksums
 from pl_grouprl.rollout.vllm.lora_layers import adapter_checksums, without_lora
 
 if TYPE_CHECKING:
-    from pl_grouprl.rollout.weights.compare import LoadedWeight
+    from pl_grouprl.sync.compare import LoadedWeight
 
 BACKEND = "pl_grouprl"
 """Name of the transfer in vLLM's `WeightTransferConfig`."""
@@ -138,7 +138,7 @@ class WeightReceiver:
         """
         model = self.model_runner.get_model()
         with without_lora(model):
-            return list(applied_checksums(model, names, self.model_config.dtype, tied=self._tied))
+            return list(loaded_checksums(model, names, self.model_config.dtype, tied=self._tied))
 
     def adapter_checksums(self, number: int, names: list[str]) -> list[LoadedWeight]:
         """Checksums of the LoRA adapter that this worker computes with; see `lora_layers.adapter_checksums`."""
