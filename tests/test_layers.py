@@ -12,6 +12,7 @@ LAYERS = [
     {"functional"},
     {"packing"},
     {"attention"},
+    {"media"},
     {"models"},
     {"strategies"},
     {"sync"},

@@ -14,7 +14,7 @@ from pl_grouprl.data.encoding import EncodingOptions, encode_rows
 from pl_grouprl.data.length_policy import KeptPrompts, LengthPolicy, OverlongPrompts
 from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
-from pl_grouprl.models.media import load_processor, reads_media
+from pl_grouprl.media.processor import load_processor, reads_media
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks

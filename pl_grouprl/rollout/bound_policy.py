@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout.engine import check_request
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout.packed_linear import own_weights
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
+from pl_grouprl.media.inputs import check_prompt_media, media_key
 from pl_grouprl.rollout.engine import check_request
 from pl_grouprl.rollout.first_look import LONGEST, check_decoding, uncompiled
 from pl_grouprl.rollout.limits import counts_padding, length_limits, vocabulary
-from pl_grouprl.rollout.media import check_media, media_key
 from pl_grouprl.rollout.packed_linear import packed_linears
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
@@ -121,8 +121,8 @@ class HFRolloutEngine:
 
         Raises:
             ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`,
-                `media.check_media`), or stop strings are given without a tokenizer, or a layer of the model keeps a
-                state that cannot be copied (`kv_cache.gather_cache`), or decodes other than it is scored
+                `media.inputs.check_prompt_media`), or stop strings are given without a tokenizer, or a layer of the
+                model keeps a state that cannot be copied (`kv_cache.gather_cache`), or decodes other than it is scored
                 (`first_look.check_decoding`, at the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
@@ -133,7 +133,7 @@ class HFRolloutEngine:
         limits = length_limits(self.model)
         check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
         media = [{} for _ in prompts] if media is None else media
-        check_media(self.model, prompts, media)
+        check_prompt_media(self.model, prompts, media)
         asked = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
         stop = StopStrings(self.tokenizer, sampling.stop)
         end_ids = end_token_ids(self.model, self.tokenizer, sampling)

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from pl_grouprl.media.inputs import check_prompt_media
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
-from pl_grouprl.rollout.media import check_media
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
@@ -206,7 +206,7 @@ class VLLMRolloutEngine:
 
         def plan() -> tuple[list[list[int]], StopStrings]:
             policy.check(prompts, sampling, num_generations, self.max_model_len)
-            check_media(policy.model, prompts, given)
+            check_prompt_media(policy.model, prompts, given)
             check_temperature(sampling)
             return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
 
