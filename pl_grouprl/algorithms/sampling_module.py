@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from pl_grouprl.rewards import (
 )
 from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
-from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.sync.weight_sync import CloseEngine, WeightSync, check_adapter
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
@@ -231,7 +230,7 @@ class SamplingModule(PolicyModule):
         prompts = [prompt.open() for prompt in prompts]
         media = [dict(prompt.media) for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
-        named = num_ranks() > 1 and _takes(engine.generate, "prompt_indices")
+        named = num_ranks() > 1 and declares(engine, "takes_prompt_indices")
         if named:
             options["prompt_indices"] = self._places(prompts)
         rollouts = engine.generate(
@@ -323,11 +322,6 @@ class SamplingModule(PolicyModule):
     def _derive_seed(self, *parts: int | str) -> int:
         """A seed of this rank's own."""
         return derive_seed(*parts, self.seed, self.global_rank)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def check_batch(batch: Any) -> None:

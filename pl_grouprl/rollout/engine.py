@@ -7,7 +7,7 @@ An engine samples from the policy itself (`RolloutEngine`), or from a copy of it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pl_grouprl.sync.sampler import SyncedSampler
 from pl_grouprl.types import Media, Rollout, SamplingConfig
@@ -22,8 +22,14 @@ __getattr__ = moved(__name__, {name: f"pl_grouprl.sync.sampler.{name}" for name 
 class RolloutEngine(Protocol):
     """Samples completions from the policy.
 
-    An engine that refuses prompts without room for `max_new_tokens` declares so with the class attribute
-    `reserves_max_new_tokens = True`; a run then finds such prompts when it is set up.
+    An engine declares what else it can do with attributes; a missing one means that it cannot (see `declares`):
+
+    - `reserves_max_new_tokens = True`: it refuses prompts without room for `max_new_tokens`; a run then finds such
+      prompts when it is set up.
+    - `takes_prompt_indices = True`: `generate` takes `prompt_indices`.
+    - `samples_from_copies = True`: a shallow copy of the engine, bound to a copy of the policy, may sample in another
+      thread while the policy is updated (`rollout_ahead`).
+    - `max_model_len`, an int: the longest sequence, prompt and completion together, that it is configured to serve.
     """
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
@@ -55,8 +61,8 @@ class RolloutEngine(Protocol):
             media: Images and videos of each prompt, empty where it has none; None where no prompt has any. An engine
                 that cannot serve them raises a ValueError.
             prompt_indices: The place of each prompt in the whole batch of all ranks, which names its random numbers
-                beside the seed; None where the prompts are the whole batch. Only given where there are several ranks,
-                and only to engines that take it: it lets any number of ranks sample the same.
+                together with the seed; None if the prompts are the whole batch. Passed only if there are several ranks
+                and the engine declares `takes_prompt_indices`: it lets any number of ranks sample the same.
 
         Returns:
             For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.
@@ -70,6 +76,14 @@ class SyncedRolloutEngine(RolloutEngine, SyncedSampler, Protocol):
 
     All ranks call `bind`, `update_weights` and `generate` together, also a rank without prompts; see `SyncedSampler`.
     """
+
+
+Capability = Literal["reserves_max_new_tokens", "takes_prompt_indices", "samples_from_copies"]
+
+
+def declares(engine: object, capability: Capability) -> bool:
+    """Whether an engine says that it can do something; see `RolloutEngine`."""
+    return bool(getattr(engine, capability, False))
 
 
 def check_request(

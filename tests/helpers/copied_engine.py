@@ -32,6 +32,8 @@ class CopiedPolicyEngine:
             raised, `failed`. It does so amid the call (behind the first weight), or `at once`.
     """
 
+    takes_prompt_indices = True
+
     def __init__(
         self,
         adapter: Literal["merged", "separate"] = "merged",

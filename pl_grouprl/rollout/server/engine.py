@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
-from pl_grouprl.rollout.server.fleet import Fleet, share
-from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
+from pl_grouprl.rollout.server.fleet import Fleet, map_over_servers
+from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
 from pl_grouprl.rollout.stopping import tokenizer_fingerprint
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
 from pl_grouprl.rollout.vllm.requests import check_temperature
@@ -59,6 +59,7 @@ class VLLMServerRolloutEngine:
     """
 
     reserves_max_new_tokens = True
+    takes_prompt_indices = True
 
     def __init__(
         self,
@@ -219,7 +220,7 @@ class VLLMServerRolloutEngine:
         with self._understood():
             if asked and not self._updates:
                 self._updates = [self._present_update(client) for client in self._clients]
-            groups = share(ask, len(asked), len(self._clients), self.max_concurrent_requests)
+            groups = map_over_servers(ask, len(asked), len(self._clients), self.max_concurrent_requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 

@@ -63,6 +63,7 @@ class VLLMRolloutEngine:
     """
 
     reserves_max_new_tokens = True
+    takes_prompt_indices = True
 
     def __init__(
         self,

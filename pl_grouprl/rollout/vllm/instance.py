@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.stopping import StopStrings
-from pl_grouprl.rollout.vllm.arguments import common_arguments
+from pl_grouprl.rollout.vllm.arguments import DECIDED_IN_PROCESS, common_arguments
 from pl_grouprl.rollout.vllm.lora import adapter_folder
 from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.model_folder import check_native, write_model_folder
@@ -35,43 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
-
-_DECIDED_HERE = {
-    "model": "the policy",
-    "dtype": "the engine's dtype",
-    "load_format": "the trainer, which sends the weights",
-    "tokenizer": "the policy's tokenizer, which stays in the trainer",
-    "skip_tokenizer_init": "the policy's tokenizer, which stays in the trainer",
-    "logprobs_mode": "the loss, which needs the log-probabilities of the distribution sampled from",
-    "model_impl": "the trainer, whose own models vLLM's other way would change",
-    "quantization": "the comparison of weights, which has none",
-    "worker_extension_cls": "the transfer of weights",
-    "weight_transfer_config": "the transfer of weights",
-    "enable_sleep_mode": "sleep_level",
-    "enable_chunked_prefill": "the device",
-    "enable_prefix_caching": "the group, whose rollouts share their prompt",
-    "generation_config": "the sampling of the module",
-    "runner": "the policy",
-    "disable_log_stats": "the trainer, which logs",
-    "kv_cache_memory_bytes": "kv_cache_gib",
-    "distributed_executor_backend": "tensor_parallel_size",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "data_parallel_size": "the ranks of the Trainer",
-    "hf_overrides": "the policy's config",
-    "mm_processor_cache_gb": "the trainer, which processes images itself",
-    "speculative_config": "the loss, whose log-probabilities tokens of a draft do not have",
-    "pipeline_parallel_size": "tensor_parallel_size alone",
-    **dict.fromkeys(
-        [
-            *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules"),
-            *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora"),
-            *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
-        ],
-        "the engine's own adapter",
-    ),
-}
-"""Arguments of vLLM that are refused, and what decides about them."""
-
 
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
 """One at most: its process groups are those of the process."""
@@ -101,8 +64,8 @@ class VLLMInstance:
         sleep_level: int,
     ) -> None:
         for name in further:
-            if name in _DECIDED_HERE or name in options:
-                decides = _DECIDED_HERE.get(name, f"the engine's own {name}")
+            if name in DECIDED_IN_PROCESS or name in options:
+                decides = DECIDED_IN_PROCESS.get(name, f"the engine's own {name}")
                 raise ValueError(f"engine_kwargs has {name!r}, about which {decides} decides; leave it out.")
         self._options = {**options, **further}
         self._kv_cache_gib = kv_cache_gib
