@@ -62,7 +62,7 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     media = {name: prompts(value) if is_per_token(name) else value for name, value in media.items()}
     tokens = input_ids.cpu()
     positions = prompt_positions(backbone, prompts(tokens), prompts(torch.ones_like(tokens)), media)
-    lay_out = _packed_row if batch.sharing == "shared" else _padded_rows
+    lay_out = _positions_of_row if batch.sharing == "shared" else _positions_of_rows
     return lay_out(batch, positions).to(input_ids.device)
 
 
@@ -91,7 +91,7 @@ def prompt_positions(
     return PromptPositions(position_ids, torch.where(ends_in_text_S, after_last_S, largest_S))
 
 
-def _packed_row(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
+def _positions_of_row(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
     runs: list[Tensor] = []
     following: list[Tensor] = []  # for each segment the position after its last token
     prompt = 0
@@ -107,7 +107,7 @@ def _packed_row(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
     return torch.cat(runs, dim=1)[:, None]
 
 
-def _padded_rows(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
+def _positions_of_rows(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
     segments = batch.layout.segments
     prompt_lengths = [segments[s.parent].length for s in segments if s.parent is not None]
     width = batch.model_inputs["input_ids"].shape[1]

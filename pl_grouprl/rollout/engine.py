@@ -1,7 +1,7 @@
-"""What every rollout engine does: a policy is bound once, then prompts go in and groups of rollouts come out.
+"""The interface of rollout engines: bind a policy once, then turn prompts into groups of rollouts.
 
-An engine samples from the policy itself (`RolloutEngine`), or from a copy of its weights that it is given after updates
-(`SyncedRolloutEngine`).
+An engine samples from the policy itself (`RolloutEngine`), or from its own copy of the weights, which it receives after
+updates (`SyncedRolloutEngine`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RolloutEngine(Protocol):
 
         Args:
             model: The policy. Later calls of `generate` see its weights as they are then.
-            tokenizer: Decodes completions and knows the end token; None where only tokens are wanted.
+            tokenizer: Decodes completions and knows the end token; None if only tokens are wanted.
         """
         ...
 
@@ -58,8 +58,8 @@ class RolloutEngine(Protocol):
             sampling: How to sample.
             num_generations: Rollouts per prompt, at least 1.
             seed: The same (weights, prompts, sampling, seed) give the same rollouts.
-            media: Images and videos of each prompt, empty where it has none; None where no prompt has any. An engine
-                that cannot serve them raises a ValueError.
+            media: Images and videos of each prompt, empty if it has none; None if no prompt has any. An engine that
+                cannot serve them raises a ValueError.
             prompt_indices: The place of each prompt in the whole batch of all ranks, which names its random numbers
                 together with the seed; None if the prompts are the whole batch. Passed only if there are several ranks
                 and the engine declares `takes_prompt_indices`: it lets any number of ranks sample the same.
@@ -100,8 +100,8 @@ def check_request(
         prompts: Tokens of each prompt.
         sampling: How to sample; `max_new_tokens` is read.
         num_generations: Rollouts per prompt.
-        limits: Longest sequences that the model can serve, and what sets each limit.
-        vocab_size: Number of tokens the model knows; None where that is not known.
+        limits: Longest sequences that the model can serve, by the name of what sets each limit.
+        vocab_size: Number of tokens that the model knows; None if unknown.
 
     Raises:
         ValueError: If a prompt is empty, too long, or holds an unknown token, or if `num_generations` is below 1.

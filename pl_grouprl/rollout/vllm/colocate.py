@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM in the trainer's own process, on the same devices."""
+"""Rollouts by a vLLM in the trainer's process, on the same devices."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from pl_grouprl.utilities.options import check_options
 
 @checked_arguments
 class VLLMRolloutEngine:
-    """Samples with vLLM (0.32), which has a copy of the weights beside the trainer's.
+    """Samples with vLLM (0.32), which holds its own copy of the weights.
 
-    vLLM is started by the first `update_weights`, from the policy's config alone; all weights come from the policy,
-    straight into vLLM's layers, and after each update checksums of what the layers compute with are compared with those
-    of what was sent. Rollouts of one prompt share its blocks in vLLM's prefix cache, which an update empties.
+    The first `update_weights` starts vLLM from the policy's config alone; all weights come from the policy, straight
+    into vLLM's layers. After each update, checksums of what the layers compute with are compared with those of what was
+    sent. Rollouts of one prompt share its blocks in vLLM's prefix cache, which an update empties.
 
     Reproducible: each sequence has a seed of its own, made from (seed, place of the prompt, number of the rollout), and
     draws other numbers than with `HFRolloutEngine`. What else is in the batch may change the last bits of a
@@ -41,20 +41,19 @@ class VLLMRolloutEngine:
     before the two others.
 
     Args:
-        tensor_parallel_size: Ranks side by side that share one vLLM. 1: each rank has its own.
+        tensor_parallel_size: Adjacent ranks that share one vLLM. 1: each rank has its own.
         gpu_memory_utilization: Share of each GPU's memory that vLLM may use, weights included.
         kv_cache_gib: Memory of vLLM's key and value cache in GiB instead; on CPUs 1 by default.
         max_model_len: Longest sequence, prompt and completion together; None is what the model can serve.
         max_num_seqs: Most sequences that are decoded at once.
-        dtype: Of vLLM's weights and activations; `auto` is that of the policy's weights.
-        enforce_eager: Run layers as they are written, without CUDA graphs and compilation: starts sooner, samples
-            slower.
-        sleep_level: What vLLM gives back between rollouts: 0 nothing; 1 its cache and its weights, which wait in main
-            memory; 2 both, and the weights come anew before the next rollout. On GPUs.
-        bucket_mib: Weights are sent in buckets of so many MiB.
+        dtype: Dtype of vLLM's weights and activations; `auto` is that of the policy's weights.
+        enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
+        sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
+            memory; 2 both, and the weights are sent again before the next rollout. On GPUs.
+        bucket_mib: Size of the buckets in which weights are sent, in MiB.
         adapter: `merged` gives vLLM the weights with the adapter merged in; `separate` the base once, then the adapter
             alone: LoRA without DoRA on linear layers of the decoder, on GPUs in 16 bits. vLLM then computes with both.
-        seed: Of what vLLM draws outside of sequences; nothing that reaches a rollout.
+        seed: Seed of what vLLM draws outside of sequences; it does not affect rollouts.
         engine_kwargs: Further arguments of vLLM's `EngineArgs`.
 
     Raises:
@@ -142,11 +141,11 @@ class VLLMRolloutEngine:
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
     ) -> dict[str, float]:
-        """Give vLLM new weights, and see that it has them; see `SyncedRolloutEngine.update_weights`.
+        """Load new weights into vLLM, and verify them; see `SyncedRolloutEngine.update_weights`.
 
         Raises:
-            ValueError: If vLLM does not serve such an adapter, or has no base for it.
-            WeightsMismatchError: If the weights that vLLM computes with are not those.
+            ValueError: If vLLM cannot serve such an adapter, or has no base for it.
+            WeightsMismatchError: If vLLM computes with other weights.
         """
         started = time.perf_counter()
         self.version = None
@@ -172,7 +171,7 @@ class VLLMRolloutEngine:
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
     def _lora_arguments(self, adapter: AdapterWeights | None) -> dict[str, Any]:
-        """What vLLM is started with for an adapter; one that it does not serve is refused."""
+        """Arguments of vLLM for an adapter; one that it cannot serve is refused."""
         if (adapter is not None) != (self.adapter == "separate"):
             raise ValueError(
                 f"adapter is {'not ' if adapter is None else ''}given, but {type(self).__name__}.adapter is "

@@ -1,4 +1,4 @@
-"""One vLLM in this process: started, given weights, asked for sequences, put to sleep, ended."""
+"""One vLLM in this process: start, load weights, sample, sleep, shut down."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
-"""One at most: its process groups are those of the process."""
+"""At most one: its process groups are those of the process."""
 
 
 class VLLMInstance:
@@ -45,13 +45,13 @@ class VLLMInstance:
 
     Args:
         options: Arguments of vLLM's `EngineArgs`.
-        further: More of them, from the user.
-        kv_cache_gib: Memory of its cache; None leaves it to vLLM on GPUs and is 1 on CPUs.
-        tensor_parallel_size: Ranks that share it.
-        sleep_level: How deep it sleeps.
+        further: Further arguments, from the user.
+        kv_cache_gib: Size of its cache in GiB; None leaves it to vLLM on GPUs and is 1 on CPUs.
+        tensor_parallel_size: Number of ranks that share it.
+        sleep_level: What it releases between rollouts; see `VLLMRolloutEngine`.
 
     Raises:
-        ValueError: If `further` has what is decided elsewhere.
+        ValueError: If `further` has an argument that users cannot set.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class VLLMInstance:
         self._group: Any = None
 
     def start(self, model: Any, dtype: torch.dtype, lora: dict[str, Any]) -> None:
-        """Start vLLM with a policy's config, with weights of no meaning. Does nothing where it runs.
+        """Start vLLM with a policy's config and dummy weights, unless it runs already.
 
         Args:
             model: The policy.
-            dtype: Of vLLM's weights.
-            lora: Further arguments for an adapter beside them.
+            dtype: Dtype of vLLM's weights.
+            lora: Further arguments for a separate adapter.
         """
         if self._engine is not None:
             return
@@ -143,7 +143,7 @@ class VLLMInstance:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around all that is loaded; whatever was cached of the old weights is forgotten behind it."""
+        """Surround all loading of one update; afterwards nothing is cached of the old weights."""
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up(["weights"])
@@ -172,7 +172,7 @@ class VLLMInstance:
         self._call("update_weights", update_info={"weights": bucket})
 
     def load_adapter(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Put another adapter in the place of the one before; its name and number are new, since vLLM caches by them.
+        """Replace the adapter. Its name and number are new each time, since vLLM caches by them.
 
         Args:
             config: What its `adapter_config.json` holds.
@@ -191,11 +191,11 @@ class VLLMInstance:
             self._adapter = adapter
 
     def checksums(self, names: list[str], adapter_names: list[str]) -> list[Any]:
-        """What each rank of this engine computes with; see `compare.check_weights`.
+        """Checksums of what each rank of this engine computes with; see `compare.check_weights`.
 
         Args:
-            names: Of all weights that were sent.
-            adapter_names: Of the adapter's that were sent beside them.
+            names: Names of all weights that were sent.
+            adapter_names: Names of the separate adapter's weights that were sent.
         """
         (own,) = self._call("weight_checksums", names=names)
         if self._adapter is not None:
@@ -255,7 +255,7 @@ class VLLMInstance:
         ]
 
     def sleep(self) -> bool:
-        """Give memory back until it is needed; says whether the weights are gone."""
+        """Release memory until the next rollout; returns whether the weights are gone."""
         if self._sleep_level:
             with self._process.inside():
                 self._engine.sleep(self._sleep_level)
@@ -263,7 +263,7 @@ class VLLMInstance:
         return self._sleep_level == 2
 
     def close(self) -> None:
-        """End vLLM."""
+        """Shut vLLM down."""
         if self._engine is not None:
             engine, self._engine, self._model = self._engine, None, None
             _RUNNING.discard(self)
