@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns
 from benchmarks.options import positive
-from pl_grouprl.models.weight_stream import checkpoint_weights
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine
+from pl_grouprl.sync.stream import checkpoint_weights
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities import optional
 

@@ -20,6 +20,12 @@ Names that end in `token_type_ids` (`mm_token_type_ids`, `token_type_ids`) have 
 axis.
 """
 
+
+def is_per_token(name: str) -> bool:
+    """Whether the media of this name have one entry per token of the prompt, not per image, video or patch."""
+    return name.endswith("token_type_ids")
+
+
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended by itself (end token, stop token or stop string). `length`: cut at the limit."""
 

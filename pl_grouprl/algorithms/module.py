@@ -32,6 +32,7 @@ from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.strategies import StrategySupport, support_of
+from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
@@ -68,7 +69,6 @@ from pl_grouprl.training.step_timer import StepTimer, Throughput
 from pl_grouprl.training.token_rewards import outcome_rewards
 from pl_grouprl.training.trainer_options import check_trainer, check_updates, refuse_compiled
 from pl_grouprl.training.updater import Updater
-from pl_grouprl.training.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy

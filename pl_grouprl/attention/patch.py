@@ -229,7 +229,7 @@ class SharedPrefix:
         if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and media:
             raise ValueError(
                 f"{', '.join(media)} without position_ids: {type(backbone).__name__} would count positions "
-                "along the packed row; pass those of pl_grouprl.models.media, or score with pl_grouprl.models.score."
+                "along the packed row; pass those of pl_grouprl.media.positions, or score with pl_grouprl.models.score."
             )
         return (), self._start_packed_row(kwargs, layout)
 

@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.utilities.checkpoint_files import process_name
-from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.last_checkpoint import runs_folder
 from pl_grouprl.utilities.writes import remedy
 
@@ -96,20 +96,9 @@ def is_trial(trainer: Trainer) -> bool:
 
 def on_rank_zero(trainer: Trainer, action: Callable[[], T]) -> T:
     """Run an action on rank 0 and return its result (plain values) on all ranks; if it fails, all ranks fail."""
-    result: Any = None
-    failure: Exception | None = None
-    if trainer.is_global_zero:
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-    reason = None if failure is None else str(failure) or type(failure).__name__
-    result, reason = gather_plain([result, reason], trainer.strategy.root_device)[0]
-    if failure is not None:
-        raise failure
-    if reason is not None:
-        raise OSError(f"rank 0: {reason}")
-    return result
+    device = trainer.strategy.root_device
+    result = raise_on_all_ranks(lambda: action() if trainer.is_global_zero else None, device, shared=OSError)
+    return gather_plain(result, device)[0]
 
 
 def _take_folder(trainer: Trainer) -> Path:

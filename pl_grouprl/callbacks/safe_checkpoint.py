@@ -32,7 +32,7 @@ from pl_grouprl.utilities.checkpoint_files import (
     unfinished_path,
 )
 from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
-from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.origin import lineage
@@ -249,7 +249,7 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
         _on_all_ranks(
             trainer, what, lambda: commit(unfinished, target, facts, owner) if trainer.is_global_zero else None
         )
-    except OSError:
+    except Exception:
         if trainer.is_global_zero:
             _clear(unfinished)
         raise
@@ -266,20 +266,11 @@ def _refuse_nonfinite(trainer: Trainer, target: Path) -> None:
 
 
 def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> None:
-    """Do something on each rank; where it fails on one, all ranks fail, instead of waiting for that one."""
-    failure: Exception | None = None
+    """Do something with files on each rank; an OSError on one is raised on all, with the remedy."""
     try:
-        action()
-    except Exception as error:
-        failure = error
-    own = "" if failure is None else str(failure) or type(failure).__name__
-    reasons = gather_plain(own, trainer.strategy.root_device)
-    if failure is not None and not isinstance(failure, OSError):
-        raise failure
-    for rank, reason in enumerate(reasons):
-        if reason:
-            place = f" (rank {rank})" if len(reasons) > 1 else ""
-            raise OSError(f"{what}: {reason}{place}. The folder must be writable and have space.") from failure
+        raise_on_all_ranks(action, trainer.strategy.root_device, shared=OSError)
+    except OSError as error:
+        raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
 
 
 def _stopped(trainer: Trainer, signum: int) -> StoppedBySignal:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pl_grouprl.data.media_places import (
+from pl_grouprl.data.row_checks import check_columns_of, shorten
+from pl_grouprl.data.sources import SourceRow
+from pl_grouprl.media.places import (
     check_contents,
     check_tokens,
     has_parts,
@@ -15,9 +17,8 @@ from pl_grouprl.data.media_places import (
     place_media,
     without_empty_keys,
 )
-from pl_grouprl.data.media_prompts import MediaPrompt, check_media, check_processor_options, count_media
-from pl_grouprl.data.row_checks import check_columns_of, shorten
-from pl_grouprl.data.sources import SourceRow
+from pl_grouprl.media.processor import check_processor_options
+from pl_grouprl.media.prompts import MediaPrompt, check_row_media, count_media
 from pl_grouprl.types import Messages, Prompt
 
 log = logging.getLogger(__name__)
@@ -125,11 +126,12 @@ def _media_prompts(
             template = processor if getattr(processor, "chat_template", None) else tokenizer
             text = _render(place_media(prompt, counts, row.where), row.where, template, options)
         processor_options = {"add_special_tokens": special_tokens, **options.processor_kwargs}
+        columns = options.media_columns(row.values)
         made[index] = MediaPrompt(
             list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"]),
             prompt,
             **_other_columns(row, options),
-            encode=check_media(row, text, processor, options.media_columns(row.values), processor_options),
+            encode=check_row_media(row.values, text, processor, columns, processor_options, where=row.where),
         )
     return made
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pl_grouprl.data.media_prompts import MediaPrompt
+from pl_grouprl.media.prompts import MediaPrompt
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.options import check_options
 

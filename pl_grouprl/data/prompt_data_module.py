@@ -14,7 +14,7 @@ from pl_grouprl.data.encoding import EncodingOptions, encode_rows
 from pl_grouprl.data.length_policy import KeptPrompts, LengthPolicy, OverlongPrompts
 from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
-from pl_grouprl.models.media import load_processor, reads_media
+from pl_grouprl.media.processor import load_processor, reads_media
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
@@ -128,13 +128,8 @@ class PromptDataModule(LightningDataModule):
             FileNotFoundError: If a path matches no file.
             RuntimeError: If this failed on another rank.
         """
-        failure: Exception | None = None
-        try:
-            self._set_up(stage)
-        except Exception as error:
-            failure = error
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", "cpu")
-        raise_on_all_ranks(failure, device)
+        raise_on_all_ranks(lambda: self._set_up(stage), device)
         self._compare_ranks(device)
 
     def _compare_ranks(self, device: Any) -> None:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from pl_grouprl.attention import find_backbone, find_decoder
 from pl_grouprl.attention.prefix_states import Name, PrefixStates
 from pl_grouprl.attention.support import frequencies_move
+from pl_grouprl.media.inputs import check_batch_media
+from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.adapter_layers import adapter_layers
-from pl_grouprl.models.media import check_media, media_position_ids
 from pl_grouprl.models.score import run_decoder
 from pl_grouprl.packing import ScoringBatch, pack
-from pl_grouprl.packing.media import is_per_token
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +86,7 @@ class PrefixPass:
         whole = replace(
             self.batch, layout=batch.layout, targets_N=batch.targets_N, rollout_index_N=batch.rollout_index_N
         )
-        check_media(model, whole)
+        check_batch_media(model, whole)
         tokens = batch.model_inputs["input_ids"]
         inputs = {name: torch.zeros_like(tokens) for name in self.batch.media if is_per_token(name)}
         positions = media_position_ids(model, whole)

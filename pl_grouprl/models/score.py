@@ -16,8 +16,9 @@ from pl_grouprl.attention import SharedPrefix, find_backbone, in_force, shared_p
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
+from pl_grouprl.media.inputs import check_batch_media
+from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.head import logits_function, plain_weight
-from pl_grouprl.models.media import check_media, media_position_ids
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.types import RolloutGroup
 
@@ -41,7 +42,7 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     Raises:
         RuntimeError: If the batch has shared prefixes and no `shared_prefix(model)` is in force: the model would ignore
             the layout.
-        ValueError: If the model cannot place the batch's images and videos; see `media.check_media`.
+        ValueError: If the model cannot place the batch's images and videos; see `media.inputs.check_batch_media`.
     """
     if batch.sharing == "shared" and in_force(model) is None:
         raise RuntimeError(
@@ -68,7 +69,7 @@ def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Ten
             )
         inputs = inputs | {"sequence_group": batch.sequence_group}
     if batch.media:
-        check_media(model, batch)
+        check_batch_media(model, batch)
         positions = media_position_ids(model, batch)
         inputs = inputs if positions is None else inputs | {"position_ids": positions}
     # In a context the rows of a repeated batch would be found to share their prompts.

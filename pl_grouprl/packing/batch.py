@@ -45,8 +45,8 @@ class ScoringBatch:
         sharing: Which way that is.
         sequence_group: The process group whose ranks run this row together, each of them with the same batch; None
             where this rank runs it alone. See `attention.sequence_parallel`.
-        prefix: The pass of the prompt that a slice of rollouts stands behind (`models.PrefixPass`); None where the
-            batch has its prompts.
+        prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch has
+            its prompts.
     """
 
     model_inputs: dict[str, Any]

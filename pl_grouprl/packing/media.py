@@ -12,14 +12,7 @@ from torch import Tensor
 
 from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.packing.repeat import repeat_values
-from pl_grouprl.types import RolloutGroup
-
-_PER_TOKEN = "token_type_ids"  # noqa: S105 (the end of a name)
-
-
-def is_per_token(name: str) -> bool:
-    """Whether the media of this name have an entry per token of the prompt, not per image, video or patch."""
-    return name.endswith(_PER_TOKEN)
+from pl_grouprl.types import RolloutGroup, is_per_token
 
 
 def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A slice of a group: some of its rollouts, to be run behind a prompt that has been run before.
+"""A slice of a group: some of its rollouts, which continue a prompt that was run before.
 
 Legend: B rollouts of the slice, S their tokens, N response tokens, P tokens of the prompt.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -15,20 +15,29 @@ from pl_grouprl.packing.batch import ScoringBatch, pack
 from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.types import RolloutGroup
 
-if TYPE_CHECKING:
-    from pl_grouprl.models.prefix_pass import PrefixPass
+
+class PromptRun(Protocol):
+    """One run of a group's prompt, which its slices continue; `models.PrefixPass` is one.
+
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        batch: The prompt alone.
+    """
+
+    num_tokens: int
+    batch: ScoringBatch
 
 
 def pack_slice(
-    group: RolloutGroup, rollout_indices: Sequence[int], prefix: PrefixPass, device: torch.device | str = "cpu"
+    group: RolloutGroup, rollout_indices: Sequence[int], prefix: PromptRun, device: torch.device | str = "cpu"
 ) -> ScoringBatch:
     """Lay out some rollouts of a group for a decoder call that continues the prompt of `prefix`.
 
     Args:
-        group: Whose rollouts they are; its own prompt is not read.
+        group: The group; its prompt is not read.
         rollout_indices: Which of its rollouts, in this order.
-        prefix: The pass of the prompt.
-        device: Where the tensors are put.
+        prefix: The run of the prompt.
+        device: Device of the batch's tensors.
 
     Returns:
         A batch whose indices point into [1 + S, D]: the hidden state of the prompt's last token, then those of the
@@ -41,7 +50,7 @@ def pack_slice(
     rollouts = [group.rollouts[index] for index in rollout_indices]
     if not rollouts:
         raise ValueError("rollout_indices is empty; a slice holds at least one rollout.")
-    # Packed behind a prompt of one token, whose hidden state comes first: exactly the indices that are wanted.
+    # Packed after a prompt of one token, whose hidden state comes first: exactly the indices that are wanted.
     batch = pack([RolloutGroup([0], rollouts, group.group_id)], device=device)
     tokens, given = batch.model_inputs["input_ids"][:, 1:], prefix.num_tokens
     lengths = [len(rollout.token_ids) for rollout in rollouts]

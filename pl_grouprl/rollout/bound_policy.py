@@ -1,11 +1,11 @@
-"""What an engine has to know of the policy that it is bound to, whoever samples."""
+"""What every engine needs to know of the policy that it is bound to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout.engine import check_request
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
@@ -14,14 +14,14 @@ from pl_grouprl.utilities.distributed import derive_seed
 
 
 class BoundPolicy:
-    """A policy and its tokenizer, as an engine asks about them.
+    """A policy and its tokenizer, with the questions that engines ask about them.
 
     Args:
         model: A transformers decoder; its weights may be shards.
         tokenizer: Its tokenizer, or None.
 
     Attributes:
-        never: Tokens that are not sampled: they stand for images and videos.
+        never: Tokens that are never sampled, because they stand for images and videos.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
@@ -42,7 +42,7 @@ class BoundPolicy:
         check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
 
     def end_ids(self, sampling: SamplingConfig) -> list[int]:
-        """Tokens that end a completion, of those that the model has."""
+        """Tokens that end a completion, without those beyond the model's vocabulary."""
         size = vocabulary(self.model)
         ids = end_token_ids(self.model, self.tokenizer, sampling)
         return [token for token in ids if size is None or token < size]
@@ -52,7 +52,7 @@ class BoundPolicy:
         return StopStrings(self.tokenizer, sampling.stop)
 
     def decode(self, rollouts: Iterable[Rollout]) -> None:
-        """Give rollouts their text, where there is a tokenizer."""
+        """Set the text of rollouts, if there is a tokenizer."""
         if self.tokenizer is not None:
             for rollout in rollouts:
                 rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
@@ -61,13 +61,13 @@ class BoundPolicy:
 def sequence_seeds(
     seed: int, num_prompts: int, num_generations: int, prompt_indices: Sequence[int] | None
 ) -> list[list[int]]:
-    """A seed for each sequence, named by the prompt's place and the rollout's number.
+    """Derive a seed for each sequence from the prompt's place and the rollout's number.
 
     Args:
-        seed: Of the call.
+        seed: Seed of the call.
         num_prompts: P.
         num_generations: G.
-        prompt_indices: The prompts' places in the batch of all ranks; None where they are all.
+        prompt_indices: The prompts' places in the batch of all ranks; None if they are the whole batch.
 
     Returns:
         P lists of G seeds in [0, 2^63).

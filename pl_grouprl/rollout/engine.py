@@ -1,26 +1,35 @@
-"""What every rollout engine does: a policy is bound once, then prompts go in and groups of rollouts come out.
+"""The interface of rollout engines: bind a policy once, then turn prompts into groups of rollouts.
 
-An engine samples from the policy itself (`RolloutEngine`), or from a copy of its weights that it is given after updates
-(`SyncedRolloutEngine`).
+An engine samples from the policy itself (`RolloutEngine`), or from its own copy of the weights, which it receives after
+updates (`SyncedRolloutEngine`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
-
+from pl_grouprl.sync.sampler import SyncedSampler
 from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.moved import moved
+
+_MOVED = ("AdapterWeights", "SamplerLostError", "WeightsMismatchError")
+
+__getattr__ = moved(__name__, {name: f"pl_grouprl.sync.sampler.{name}" for name in _MOVED})
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples completions from the policy.
 
-    An engine that refuses prompts without room for `max_new_tokens` declares so with the class attribute
-    `reserves_max_new_tokens = True`; a run then finds such prompts when it is set up.
+    An engine declares what else it can do with attributes; a missing one means that it cannot (see `declares`):
+
+    - `reserves_max_new_tokens = True`: it refuses prompts without room for `max_new_tokens`; a run then finds such
+      prompts when it is set up.
+    - `takes_prompt_indices = True`: `generate` takes `prompt_indices`.
+    - `samples_from_copies = True`: a shallow copy of the engine, bound to a copy of the policy, may sample in another
+      thread while the policy is updated (`rollout_ahead`).
+    - `max_model_len`, an int: the longest sequence, prompt and completion together, that it is configured to serve.
     """
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
@@ -28,7 +37,7 @@ class RolloutEngine(Protocol):
 
         Args:
             model: The policy. Later calls of `generate` see its weights as they are then.
-            tokenizer: Decodes completions and knows the end token; None where only tokens are wanted.
+            tokenizer: Decodes completions and knows the end token; None if only tokens are wanted.
         """
         ...
 
@@ -49,11 +58,11 @@ class RolloutEngine(Protocol):
             sampling: How to sample.
             num_generations: Rollouts per prompt, at least 1.
             seed: The same (weights, prompts, sampling, seed) give the same rollouts.
-            media: Images and videos of each prompt, empty where it has none; None where no prompt has any. An engine
-                that cannot serve them raises a ValueError.
+            media: Images and videos of each prompt, empty if it has none; None if no prompt has any. An engine that
+                cannot serve them raises a ValueError.
             prompt_indices: The place of each prompt in the whole batch of all ranks, which names its random numbers
-                beside the seed; None where the prompts are the whole batch. Only given where there are several ranks,
-                and only to engines that take it: it lets any number of ranks sample the same.
+                together with the seed; None if the prompts are the whole batch. Passed only if there are several ranks
+                and the engine declares `takes_prompt_indices`: it lets any number of ranks sample the same.
 
         Returns:
             For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.
@@ -61,73 +70,20 @@ class RolloutEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class AdapterWeights:
-    """A LoRA adapter on its way to a sampler, as PEFT would save it.
-
-    Attributes:
-        config: What its `adapter_config.json` would hold.
-        weights: Name, as in its `adapter_model.safetensors`, and whole value of each; read like the other weights, and
-            after them.
-    """
-
-    config: Mapping[str, Any]
-    weights: Iterable[tuple[str, Tensor]]
-
-
 @runtime_checkable
-class SyncedRolloutEngine(RolloutEngine, Protocol):
-    """Samples from a copy of the policy's weights, which it is given after updates.
+class SyncedRolloutEngine(RolloutEngine, SyncedSampler, Protocol):
+    """Samples from a copy of the policy's weights, which it receives after updates.
 
-    All ranks call `bind`, `update_weights` and `generate` together, a rank without prompts too. They tell each other
-    afterwards what was raised, so an engine whose ranks wait for each other inside of a method lets them all go before
-    it raises there. `bind` reads the policy's config; its weights may be shards.
-
-    Attributes:
-        adapter: How it is given a policy with an adapter: `merged` into the weights, or `separate`, the adapter alone
-            once the base is there.
-        version: Of the weights that the sampler has, as far as this process knows; None where it has none of ours.
+    All ranks call `bind`, `update_weights` and `generate` together, also a rank without prompts; see `SyncedSampler`.
     """
 
-    adapter: Literal["merged", "separate"]
-    version: int | None
 
-    def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
-    ) -> dict[str, float]:
-        """Give the sampler new weights, and see that it has them.
-
-        Args:
-            weights: Name, as in a checkpoint in Hugging Face format, and whole value of each. Read once, in order; what
-                is left unread is gathered all the same, by the caller. A tensor may change once the next one is asked
-                for.
-            version: Larger than any before.
-            adapter: The adapter on those weights, where `self.adapter` is `separate`. The first time `weights` are the
-                base; later they are empty, and the base that the sampler has stays.
-
-        Returns:
-            Figures for the log, `bytes` among them. (`seconds`, of gathering too, are taken by the caller.)
-
-        Raises:
-            SamplerLostError: If the sampler was restarted meanwhile.
-            WeightsMismatchError: If the weights that the sampler computes with are not those.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of the sampler; the next call of `update_weights` starts it again.
-
-        Calling it again is harmless. A rank may call it alone, after an exception.
-        """
-        ...
+Capability = Literal["reserves_max_new_tokens", "takes_prompt_indices", "samples_from_copies"]
 
 
-class SamplerLostError(RuntimeError):
-    """The sampler was restarted, so it has none of the policy's weights: give it them and sample again."""
-
-
-class WeightsMismatchError(RuntimeError):
-    """The sampler has other weights than the policy; what it samples is not to be trained."""
+def declares(engine: object, capability: Capability) -> bool:
+    """Whether an engine says that it can do something; see `RolloutEngine`."""
+    return bool(getattr(engine, capability, False))
 
 
 def check_request(
@@ -144,8 +100,8 @@ def check_request(
         prompts: Tokens of each prompt.
         sampling: How to sample; `max_new_tokens` is read.
         num_generations: Rollouts per prompt.
-        limits: Longest sequences that the model can serve, and what sets each limit.
-        vocab_size: Number of tokens the model knows; None where that is not known.
+        limits: Longest sequences that the model can serve, by the name of what sets each limit.
+        vocab_size: Number of tokens that the model knows; None if unknown.
 
     Raises:
         ValueError: If a prompt is empty, too long, or holds an unknown token, or if `num_generations` is below 1.

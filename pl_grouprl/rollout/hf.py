@@ -12,12 +12,11 @@ import torch
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
 from pl_grouprl.checks.decoding_check import LONGEST, check_decoding
-from pl_grouprl.models.media import placeholder_ids
-from pl_grouprl.rollout.engine import check_request
-from pl_grouprl.rollout.limits import counts_padding, length_limits, vocabulary
-from pl_grouprl.rollout.media import check_media, media_key
+from pl_grouprl.media.inputs import check_prompt_media, media_key, placeholder_ids
+from pl_grouprl.rollout.bound_policy import BoundPolicy
+from pl_grouprl.rollout.limits import counts_padding, length_limits
 from pl_grouprl.rollout.packed_linear import own_weights, packed_linears
-from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
+from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.memory import naming_memory
@@ -62,6 +61,8 @@ class HFRolloutEngine:
     """
 
     reserves_max_new_tokens = True
+    takes_prompt_indices = True
+    samples_from_copies = True
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class HFRolloutEngine:
 
         Raises:
             ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`,
-                `media.check_media`), or stop strings are given without a tokenizer, or a layer of the model keeps a
-                state that cannot be copied (`kv_cache.gather_cache`), or decodes other than it is scored
+                `media.inputs.check_prompt_media`), or stop strings are given without a tokenizer, or a layer of the
+                model keeps a state that cannot be copied (`kv_cache.gather_cache`), or decodes other than it is scored
                 (`checks.decoding_check.check_decoding`, at the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
@@ -133,13 +134,12 @@ class HFRolloutEngine:
             raise ValueError(
                 "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
             )
-        limits = length_limits(self.model)
-        check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
+        policy = BoundPolicy(self.model, self.tokenizer)
+        policy.check(prompts, sampling, num_generations)
         media = [{} for _ in prompts] if media is None else media
-        check_media(self.model, prompts, media)
+        check_prompt_media(self.model, prompts, media)
         asked = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
-        stop = StopStrings(self.tokenizer, sampling.stop)
-        end_ids = end_token_ids(self.model, self.tokenizer, sampling)
+        stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts  # imports transformers
 
         memory = naming_memory(
@@ -149,7 +149,7 @@ class HFRolloutEngine:
             "themselves are too long at once",
         )
         with memory, _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
-            if min(limits.values(), default=LONGEST) >= LONGEST:
+            if min(length_limits(self.model).values(), default=LONGEST) >= LONGEST:
                 check_decoding(
                     self.model,
                     self._sample_freely,
@@ -159,9 +159,7 @@ class HFRolloutEngine:
             groups = self._generate(
                 asked, sampling, num_generations, seed, end_ids=end_ids, stop=stop, indices=prompt_indices
             )
-        if self.tokenizer is not None:
-            for rollout in (rollout for group in groups for rollout in group):
-                rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        policy.decode(rollout for group in groups for rollout in group)
         return groups
 
     def _sample_freely(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:

@@ -3,8 +3,8 @@
 Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head size.
 
 Layers with full attention share the prompts where that is worth it (`shared_prompt`), and grow without copying
-(`growing`). A row that leaves is replaced by the last one: dropping k rows copies k rows at most, and is done whenever
-something finishes.
+(`preallocated_cache`). A row that leaves is replaced by the last one: dropping k rows copies at most k rows, and
+happens whenever something finishes.
 
 Layers that stay small keep transformers' own class and are copied row by row: sliding windows and chunks, which hold
 the last positions only, and the states of convolutions and linear attention, which have no positions at all. Other
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from pl_grouprl.rollout.growing import GrowingLayer
+from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts
 
 Part = tuple[Cache, Tensor]

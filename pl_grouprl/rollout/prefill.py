@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.models.media import placeholder_ids
-from pl_grouprl.rollout.media import media_inputs
+from pl_grouprl.media.inputs import media_inputs, placeholder_ids
 from pl_grouprl.types import Prompt
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from pl_grouprl.rollout.growing import GrowingLayer
+from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 
 MIN_SAVED_TOKENS = 256
 """Copies of tokens that sharing must save per prompt and layer. A call of its own for a prompt costs about as much."""

@@ -27,6 +27,11 @@ class Weight(NamedTuple):
         return own.detach()
 
 
+def plain_name(name: str) -> str:
+    """Remove from a name what wrappers have added."""
+    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
+
+
 def named_places(model: nn.Module) -> dict[str, Weight]:
     """Parameters and persistent buffers by every name, module after module; all names of a tied one have its first."""
     found: dict[int, Weight] = {}
@@ -35,8 +40,7 @@ def named_places(model: nn.Module) -> dict[str, Weight]:
         for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is None or attribute in owner._non_persistent_buffers_set:
                 continue
-            parts = (*prefix.split("."), attribute)
-            name = ".".join(part for part in parts if part and part not in _WRAPPERS)
+            name = plain_name(f"{prefix}.{attribute}")
             places[name] = found.setdefault(id(tensor), Weight(name, owner, attribute))
     return places
 

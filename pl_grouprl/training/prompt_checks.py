@@ -7,6 +7,7 @@ from typing import Any
 
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
+from pl_grouprl.rollout.engine import declares
 from pl_grouprl.types import Prompt, SamplingConfig
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
@@ -48,7 +49,7 @@ def check_prompts(
     Raises:
         ValueError: If there is such a prompt. Names its row, its length, the limit, how many there are, and the remedy.
     """
-    new_tokens = sampling.max_new_tokens if getattr(engine, "reserves_max_new_tokens", False) else 1
+    new_tokens = sampling.max_new_tokens if declares(engine, "reserves_max_new_tokens") else 1
     for name, limit in (limits | _engine_limit(engine)).items():
         reason = f"with {new_tokens} new ones exceeds the model's {name}={limit}"
         _refuse_longer(prompts, split, limit - new_tokens, reason, f"lower {option}.max_new_tokens")

@@ -14,11 +14,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
 from pl_grouprl.models.reference import frozen_copy
-from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.engine import RolloutEngine, declares
 from pl_grouprl.strategies.support import StrategySupport
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
-Sample = Callable[[Sequence[Prompt], int, HFRolloutEngine], list[RolloutGroup]]
+Sample = Callable[[Sequence[Prompt], int, RolloutEngine], list[RolloutGroup]]
 """Samples the rollouts of prompts, for the rollout of that number, with an engine that is bound; runs in a thread."""
 
 Regroup = Callable[[list[list[Rollout]]], list[RolloutGroup]]
@@ -47,7 +47,7 @@ class RolloutAhead:
         self._engine: Any = None
         self._sample: Any = None
 
-    def attach(self, policy: nn.Module, engine: HFRolloutEngine, tokenizer: Any, sample: Sample) -> None:
+    def attach(self, policy: nn.Module, engine: RolloutEngine, tokenizer: Any, sample: Sample) -> None:
         """Get ready for a run.
 
         Args:
@@ -149,7 +149,7 @@ def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: Strate
             "for one",
         ),
         (
-            not isinstance(engine, HFRolloutEngine),
+            not declares(engine, "samples_from_copies"),
             f"only HFRolloutEngine samples from a copy of the policy beside its updates, and engine is "
             f"{type(engine).__name__}",
         ),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
-from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
+from pl_grouprl.sync.weight_sync import WeightSync
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
-from pl_grouprl.training.weight_sync import WeightSync
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.copying import private_copy
@@ -101,7 +100,7 @@ class Sampler:
         prompts = [prompt.open() for prompt in prompts]
         media = [dict(prompt.media) for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
-        by_prompt = num_ranks() > 1 and _takes(engine.generate, "prompt_indices")
+        by_prompt = num_ranks() > 1 and declares(engine, "takes_prompt_indices")
         if by_prompt:
             options["prompt_indices"] = self._indices(prompts)
         rollouts = engine.generate(
@@ -129,8 +128,3 @@ class Sampler:
         """Where this rank's prompts are in the batch of all ranks."""
         rank = self._run.global_rank
         return list(range(rank, rank + num_ranks() * len(prompts), num_ranks()))
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pl_grouprl.checks.sampler_parity import can_compare, sampler_difference
 from pl_grouprl.models.score import rollout_logprobs
-from pl_grouprl.rollout.engine import SyncedRolloutEngine, WeightsMismatchError
-from pl_grouprl.training.weight_sync import together
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.sync.sampler import WeightsMismatchError
 from pl_grouprl.types import RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.distributed import raise_on_all_ranks
 from pl_grouprl.utilities.tolerances import tolerance_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class SamplerParityCheck:
         if self._done or not can_compare(sampling):
             return
         with module.support.whole_weights(module.policy):
-            together(lambda: None if module.global_rank else _compare(module, engine, groups, sampling), module.device)
+            raise_on_all_ranks(
+                lambda: None if module.global_rank else _compare(module, engine, groups, sampling), module.device
+            )
         self._done = True
 
 

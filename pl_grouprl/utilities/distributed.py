@@ -1,13 +1,15 @@
-"""What the ranks of a run tell each other, beside gradients."""
+"""What the ranks of a run exchange besides gradients."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def num_ranks() -> int:
@@ -64,23 +66,45 @@ def sum_over_ranks(values: Sequence[torch.Tensor], device: torch.device | str = 
     return reduce_over_ranks(stacked, device).tolist()
 
 
-def raise_on_all_ranks(failure: Exception | None, device: torch.device | str = "cpu") -> None:
-    """Raise what failed on this rank, and on the others say which rank it was. All ranks must call it.
+def raise_on_all_ranks(
+    run: Callable[[], T],
+    device: torch.device | str = "cpu",
+    *,
+    group: Any = None,
+    shared: type[Exception] | None = None,
+) -> T:
+    """Run something on every rank; if it raises on one, raise on all. All ranks must call it.
 
     Args:
-        failure: What this rank caught; None if it succeeded.
+        run: Returns or raises on each rank, whatever happens on the others.
         device: As for `gather_plain`.
+        group: As for `gather_plain`.
+        shared: Exceptions of this type are raised as this type on the other ranks too, unless one raised something
+            else, which takes precedence.
+
+    Returns:
+        What `run` returned on this rank.
 
     Raises:
-        RuntimeError: On ranks that succeeded, if another one failed.
+        Exception: What `run` raised on this rank.
+        RuntimeError: If it raised on another rank; names the first one.
     """
-    own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    reasons = gather_plain(own, device)
-    if failure is not None:
-        raise failure
-    for rank, reason in enumerate(reasons):
-        if reason:
-            raise RuntimeError(f"rank {rank} failed with {reason}")
+    error: Exception | None = None
+    try:
+        result = run()
+    except Exception as raised:
+        error = raised
+    is_shared = shared is not None and isinstance(error, shared)
+    own = None if error is None else [is_shared, f"{type(error).__name__}: {error}"]
+    failed = [(rank, *told) for rank, told in enumerate(gather_plain(own, device, group)) if told is not None]
+    failed.sort(key=lambda failure: failure[1])  # what is not shared first
+    if error is not None and (not is_shared or failed[0][1]):
+        raise error
+    if failed:
+        rank, as_shared, text = failed[0]
+        kind = shared if as_shared and shared is not None else RuntimeError
+        raise kind(f"rank {rank} failed with {text}") from error
+    return result
 
 
 def derive_seed(*parts: int | str) -> int:

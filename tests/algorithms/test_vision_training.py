@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models.score import predicting_hidden_states
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, SamplingConfig

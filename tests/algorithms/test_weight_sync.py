@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.engine import SamplerLostError, SyncedRolloutEngine, WeightsMismatchError
-from pl_grouprl.training.weight_sync import read_to_the_end, together
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.sync.sampler import WeightsMismatchError
+from pl_grouprl.sync.weight_sync import read_to_the_end
 
 FAST = OptimizerConfig(learning_rate=1.0, eps=1.0)
 """So large steps that rollouts of older weights are other rollouts."""
@@ -373,18 +374,3 @@ def test_what_a_reader_leaves_is_read():
     with pytest.raises(OSError, match="amid"):
         fail()
     assert read == [(part, name) for part in ("first", "second") for name in "abc"]
-
-
-def test_one_rank_alone_raises_its_own():
-    assert together(lambda: 3, "cpu") == 3
-    for error in (SamplerLostError("x"), KeyError("x")):
-        with pytest.raises(type(error)) as raised:
-            together(_raise(error), "cpu")
-        assert raised.value is error
-
-
-def _raise(error):
-    def run():
-        raise error
-
-    return run

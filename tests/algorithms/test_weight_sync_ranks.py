@@ -91,7 +91,7 @@ def test_all_ranks_sample_again_what_one_has_lost(runs):
 def test_what_one_rank_raises_ends_the_run_on_all(runs):
     errors = [rank["error"] for rank in runs["failed"]]
     assert errors[1] == "OSError: no space left"
-    assert errors[0].startswith("RuntimeError: rank 1 has failed, so this one cannot go on: OSError: no space left")
+    assert errors[0].startswith("RuntimeError: rank 1 failed with OSError: no space left")
     assert [rank["closes"] for rank in runs["failed"]] == [1, 1]
 
 

@@ -117,7 +117,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "a sampling server that is stopped, slow or lying; weights that did not arrive",
         "retried, then an error; checksums after each sync; nothing is trained on stale samples",
-        ("tests/rollout/server", "tests/algorithms/test_weight_sync.py", "tests/rollout/test_weights.py"),
+        ("tests/rollout/server", "tests/algorithms/test_weight_sync.py", "tests/sync"),
     ),
     Row(
         "300 steps",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, WeightsMismatchError
-from pl_grouprl.rollout.weights import checksum
+from pl_grouprl.sync.checksum import checksum
+from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
 
 Fault = Literal["lost", "lost at once", "failed", "failed at once"]
 
@@ -31,6 +31,8 @@ class CopiedPolicyEngine:
         faults: What goes wrong, by method and the number of its call from 1: the sampler is `lost`, or an error is
             raised, `failed`. It does so amid the call (behind the first weight), or `at once`.
     """
+
+    takes_prompt_indices = True
 
     def __init__(
         self,

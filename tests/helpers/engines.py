@@ -107,7 +107,7 @@ class Subject:
 def sync(engine: Any, model: Any) -> None:
     """Give an engine that samples from a copy of the weights those of `model`."""
     if hasattr(engine, "update_weights"):
-        from pl_grouprl.models.weight_stream import checkpoint_weights
+        from pl_grouprl.sync.stream import checkpoint_weights
 
         stream = checkpoint_weights(model, iter(model.named_parameters()), adapter="merged")
         engine.update_weights(stream, version=(engine.version or 0) + 1)

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from safetensors.torch import load
 
-from pl_grouprl.rollout.weights.checksum import checksum
+from pl_grouprl.sync.checksum import checksum
 
 
 class FakeSampler:

@@ -12,7 +12,7 @@ import torch
 from helpers import tiny_vision
 from torch import Tensor
 
-from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.types import Media, Rollout
 
 _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")

@@ -67,7 +67,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "page", ["shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "vision_language.md"]
+    "page", ["shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "vision_language.md", "rollouts.md"]
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -10,8 +10,8 @@ from helpers.tiny_models import gradients, worst_gradient_error
 from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
 
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models import hidden_states, score
-from pl_grouprl.models.media import placeholder_ids
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.packing import pack
 from pl_grouprl.packing.slices import pack_slice

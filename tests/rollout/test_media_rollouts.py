@@ -7,9 +7,8 @@ import torch
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
 from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
 
-from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.media.inputs import media_key, placeholder_ids
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.media import media_key
 from pl_grouprl.types import SamplingConfig
 
 

@@ -9,7 +9,7 @@ INSIDE = {  # parts of a process of vLLM's or of the server's, which begins only
     "pl_grouprl.rollout.server.app": "fastapi",
     "pl_grouprl.rollout.server.connections": "uvicorn",
     "pl_grouprl.rollout.server.serve": "uvicorn",
-    "pl_grouprl.rollout.vllm.applied": "vllm",
+    "pl_grouprl.rollout.vllm.loaded_weights": "vllm",
     "pl_grouprl.rollout.vllm.lora_layers": "vllm",
     "pl_grouprl.rollout.vllm.preprocessed": "vllm",
     "pl_grouprl.rollout.vllm.worker": "vllm",

@@ -8,23 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pl_grouprl.rollout.server.guard import check_host
-from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
-
-DECIDED_HERE = (
-    "data_parallel_size",  # start several servers instead
-    "disable_log_stats",
-    "enable_prefix_caching",
-    "generation_config",
-    "logprobs_mode",
-    "quantization",
-    "runner",
-    "skip_tokenizer_init",
-    "speculative_config",  # its drafts have no log-probabilities
-    "weight_transfer_config",
-    "worker_extension_cls",
-)
-"""Arguments of vLLM that the server decides about: rollouts and the comparison of weights depend on them."""
+from pl_grouprl.rollout.server.auth import check_host
+from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
+from pl_grouprl.rollout.vllm.arguments import DECIDED_ALWAYS
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -93,7 +79,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--max-bucket-mib is {options.max_bucket_mib}; it must be at least 1.")
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION is set, with which vLLM unpickles messages; unset it.")
-    known = {name for name in vars(options) if name != "option"} | set(DECIDED_HERE)
+    known = {name for name in vars(options) if name != "option"} | DECIDED_ALWAYS.keys()
     for name, _ in options.option:
         if name in known:
             raise ValueError(

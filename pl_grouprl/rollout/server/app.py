@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
-from pl_grouprl.rollout.server.bodies import BodyGuard
-from pl_grouprl.rollout.server.guard import TokenGuard
+from pl_grouprl.rollout.server.auth import TokenAuth
+from pl_grouprl.rollout.server.bodies import BodyLimit
+from pl_grouprl.rollout.server.protocol import MAX_JSON
 from pl_grouprl.rollout.server.sampler import Asked, RefusalError, Sampler
-from pl_grouprl.rollout.server.wire import MAX_JSON
 from pl_grouprl.types import SamplingConfig
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
@@ -128,7 +128,7 @@ def make_app(sampler: Sampler, *, token: str | None, max_bucket_bytes: int) -> A
         return StreamingResponse(_lines(rollouts), media_type="application/x-ndjson")
 
     _add_weights(app, sampler, max_bucket_bytes)
-    return TokenGuard(BodyGuard(app), token)
+    return TokenAuth(BodyLimit(app), token)
 
 
 def _add_weights(app: FastAPI, sampler: Sampler, max_bucket_bytes: int) -> None:

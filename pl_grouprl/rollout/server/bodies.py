@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pl_grouprl.rollout.server.guard import Application, Scope, answer_and_close
+from pl_grouprl.rollout.server.auth import Application, Scope, answer_and_close
 from pl_grouprl.rollout.server.sampler import RefusalError
 
 _PATIENCE = 30.0
@@ -15,8 +15,8 @@ _MIN_RATE = 1 << 20
 """Bytes per second that a large body must average."""
 
 
-class BodyGuard:
-    """Lets an ASGI application read as much as a request's Content-Length announces, and no more, in bounded time.
+class BodyLimit:
+    """Limits what an ASGI application reads to the request's Content-Length, in bounded time.
 
     Requests with a Transfer-Encoding are refused, because it overrides the Content-Length. If a body was not read to
     its end, the connection is closed after the answer.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlencode, urlsplit
 
-from pl_grouprl.rollout.server.wire import HEARTBEAT, MAX_JSON
+from pl_grouprl.rollout.server.protocol import HEARTBEAT, MAX_JSON
 from pl_grouprl.utilities.progress import tick
 
 T = TypeVar("T")
@@ -128,11 +128,11 @@ class ServerClient:
         return self._call("POST", "/weights/end", body)["workers"]
 
     def abort_weights(self, update: str) -> None:
-        """Drop an update if it is the server's present one. Asked once: whoever aborts has other troubles."""
+        """Drop an update if it is the server's present one. Not retried: abort is best effort."""
         self._once("POST", "/weights/abort", json.dumps({"update": update}).encode(), timeout=min(self.timeout, 10.0))
 
     def _meet(self, path: str, told: Mapping[str, Any]) -> None:
-        """Let the workers take part in something. Asked once: the others would not come again."""
+        """Let the workers join a collective. Not retried: the others would not join again."""
         try:
             self._once("POST", path, json.dumps(told).encode())
         except TimeoutError as error:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
-from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, WeightsMismatchError
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
-from pl_grouprl.rollout.server.fleet import Fleet, share
-from pl_grouprl.rollout.server.wire import TOKEN_VARIABLE
+from pl_grouprl.rollout.server.fleet import Fleet, map_over_servers
+from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
 from pl_grouprl.rollout.stopping import tokenizer_fingerprint
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
 from pl_grouprl.rollout.vllm.requests import check_temperature
-from pl_grouprl.rollout.weights.casting import cast
-from pl_grouprl.rollout.weights.compare import check_weights
+from pl_grouprl.sync.compare import check_weights
+from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
+from pl_grouprl.sync.transfer import cast
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
@@ -31,34 +31,35 @@ from pl_grouprl.utilities.options import check_options
 class VLLMServerRolloutEngine:
     """Samples with servers that were started by `python -m pl_grouprl.rollout.server`, with the policy's model.
 
-    Rank 0 sends the weights to all servers, side by side; afterwards checksums of what their layers compute with are
-    compared with those of what was sent. Every rank sends its own prompts, and several servers share them: one that is
-    free takes the next. The trainer itself needs no vLLM, unless weights go by NCCL.
+    Rank 0 sends the weights to all servers in parallel; afterwards checksums of what their layers compute with are
+    compared with those of what was sent. Every rank sends its own prompts, which the servers share: a free one takes
+    the next. The trainer itself does not need vLLM, unless weights go by NCCL.
 
     Reproducible: each sequence has a seed of its own, made from (seed, place of the prompt, number of the rollout), so
     neither the number of servers nor that of ranks matters. What else is in the batch may change the last bits of a
     probability, and so, rarely, a token.
 
-    A server that does not answer is waited for. One that comes back anew has none of the weights, which is a
-    `SamplerLostError`; a server whose weights another trainer has changed is a `WeightsMismatchError`.
+    A server that does not answer is waited for. One that was restarted has none of the weights: `SamplerLostError`.
+    One whose weights another trainer has changed: `WeightsMismatchError`.
 
     Args:
-        urls: Of the servers, `http://host:port`; an empty list is refused.
-        token: What the servers were started with; None reads the environment variable PL_GROUPRL_TOKEN. It travels as
-            it is: beyond this machine, put TLS (`https://`) or a tunnel in front of the servers.
+        urls: URLs of the servers, `http://host:port`; an empty list is refused.
+        token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It travels in clear: beyond
+            this machine, put TLS (`https://`) or a tunnel in front of the servers.
         timeout: Seconds that a server may be away before the run ends, and that a call other than for rollouts may
             take. Rollouts may take any time: servers send signs of life meanwhile.
         transfer: How the weights go: `http`, or `nccl` from GPU to GPU, for servers with `--transfer nccl`.
-        dtype: Of the servers, which are refused if they have another; `auto` takes what they have.
-        bucket_mib: Weights are sent in buckets of so many MiB.
+        dtype: Required dtype of the servers, which are refused if they have another; `auto` accepts any.
+        bucket_mib: Size of the buckets in which weights are sent, in MiB.
         adapter: `merged`: servers get the weights with the adapter merged in; they take no other.
-        max_concurrent_requests: Prompts of one rank that one server works on at once.
+        max_concurrent_requests: Number of prompts of one rank that one server works on at a time.
 
     Raises:
-        ValueError: If an option is out of range, or a url is none.
+        ValueError: If an option is out of range, or a url is malformed.
     """
 
     reserves_max_new_tokens = True
+    takes_prompt_indices = True
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class VLLMServerRolloutEngine:
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
     ) -> dict[str, float]:
-        """Give the servers new weights, and see that they have them; see `SyncedRolloutEngine.update_weights`.
+        """Send new weights to the servers, and verify them; see `SyncedRolloutEngine.update_weights`.
 
         Raises:
             ValueError: If a server has another model, dtype or transfer.
@@ -219,19 +220,19 @@ class VLLMServerRolloutEngine:
         with self._understood():
             if asked and not self._updates:
                 self._updates = [self._present_update(client) for client in self._clients]
-            groups = share(ask, len(asked), len(self._clients), self.max_concurrent_requests)
+            groups = map_over_servers(ask, len(asked), len(self._clients), self.max_concurrent_requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 
     def _fingerprint(self) -> str:
-        """What the servers' tokenizer must be for stop strings to be found."""
+        """Fingerprint that the servers' tokenizer must have for stop strings to be found."""
         if self._tokenizer is None:
             size = self.policy.model.config.get_text_config(decoder=True).vocab_size
             self._tokenizer = tokenizer_fingerprint(self.policy.tokenizer, size)
         return self._tokenizer
 
     def _present_update(self, client: ServerClient) -> str:
-        """What rank 0 has sent, as the server knows it."""
+        """The server's id of the update that rank 0 has sent."""
         info = client.info()
         if info["version"] != self.version:
             raise RefusedError(client.url, 409, {**info, "error": f"version {self.version} is asked for"})
@@ -239,7 +240,7 @@ class VLLMServerRolloutEngine:
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """Say what a refusal means: weights that are gone, or are another's."""
+        """Translate a refusal: the weights are lost, or another trainer's."""
         try:
             yield
         except RefusedError as error:
@@ -253,7 +254,7 @@ class VLLMServerRolloutEngine:
             ) from error
 
     def close(self) -> None:
-        """Let go of the servers, which go on; the next `update_weights` finds them again."""
+        """Release the servers, which keep running; the next `update_weights` finds them again."""
         self.version, self._updates = None, []
         self._leave()
 
@@ -274,7 +275,7 @@ def _rollout(found: dict[str, Any]) -> Rollout:
 
 @contextmanager
 def _served() -> Iterator[None]:
-    """Raise what the server has raised, where the request is at fault, or the model."""
+    """Raise the server's error as ours, if the request or the model is at fault."""
     try:
         yield
     except RefusedError as error:

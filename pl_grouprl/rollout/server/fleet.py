@@ -1,4 +1,4 @@
-"""Several servers as one: they get the same weights side by side, and share the prompts."""
+"""Several servers used as one: they receive the same weights in parallel, and share the prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
-from pl_grouprl.rollout.weights.buckets import Bucket, buckets
+from pl_grouprl.sync.transfer import Bucket, buckets
 
 if TYPE_CHECKING:
     from pl_grouprl.rollout.server.nccl import Broadcaster
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def share(ask: Callable[[int, int], T], tasks: int, servers: int, at_once: int) -> list[T]:
-    """Deal tasks to servers: one that is free takes the next.
+def map_over_servers(ask: Callable[[int, int], T], tasks: int, servers: int, at_once: int) -> list[T]:
+    """Distribute tasks over servers; a free server takes the next task.
 
     Args:
-        ask: Has a server do a task; takes the numbers of both. Called on several threads.
-        tasks: How many tasks.
-        servers: How many servers.
-        at_once: Most tasks that one server has at the same time.
+        ask: Runs a task on a server; takes the numbers of server and task. Called on several threads.
+        tasks: Number of tasks.
+        servers: Number of servers.
+        at_once: Maximum number of tasks that one server works on at a time.
 
     Returns:
-        What `ask` returned, task by task.
+        What `ask` returned for each task, in order.
 
     Raises:
-        Exception: The first that `ask` raises; tasks that no server has begun are left.
+        Exception: The first that `ask` raises; tasks that have not begun are dropped.
     """
     waiting = deque(range(tasks))
     found: dict[int, T] = {}
@@ -64,16 +64,16 @@ def share(ask: Callable[[int, int], T], tasks: int, servers: int, at_once: int) 
 
 
 class Fleet:
-    """Servers that get the same weights.
+    """Servers that receive the same weights.
 
     Args:
-        clients: Of the servers.
-        infos: What they have said of themselves.
+        clients: One for each server.
+        infos: What each server has said of itself.
         transfer: `http` or `nccl`.
 
     Attributes:
-        dtype: Of their weights.
-        updates: Their names of the present update.
+        dtype: Dtype of their weights.
+        updates: Each server's id of the present update.
     """
 
     def __init__(self, clients: Sequence[ServerClient], infos: Sequence[dict[str, Any]], transfer: str) -> None:
@@ -116,20 +116,20 @@ class Fleet:
         return total
 
     def end(self, version: int, names: list[str]) -> list[Any]:
-        """Let the weights take effect; returns what the workers of each server have."""
+        """Let the weights take effect; returns what the workers of each server hold."""
         return self._on_all(lambda server, client: client.end_weights(self.updates[server], version, names))
 
     def abort(self) -> None:
-        """Drop the update where it is there."""
+        """Drop the update on every server that has it."""
 
         def drop(server: int, client: ServerClient) -> None:
-            with suppress(OSError, RuntimeError):  # whoever aborts has other troubles
+            with suppress(OSError, RuntimeError):  # abort is best effort
                 client.abort_weights(self.updates[server])
 
         self._on_all(drop)
 
     def close(self) -> None:
-        """Let go of the servers."""
+        """Release the servers."""
         if self._broadcaster is not None:
             self._broadcaster.close()
         self._pool.shutdown(wait=False)
@@ -159,7 +159,7 @@ class Fleet:
 
 
 def _wait(calls: Sequence[Future[T]]) -> list[T]:
-    """Wait for all, and then raise what one of them has raised."""
+    """Wait for all, then raise what one of them raised."""
     for call in calls:
         call.exception()
     return [call.result() for call in calls]

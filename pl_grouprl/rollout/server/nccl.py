@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.rollout.weights.buckets import Bucket
+from pl_grouprl.sync.transfer import Bucket
 
 BACKEND = "nccl"
 """vLLM's name of the transfer."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pl_grouprl.rollout.engine import check_request
-from pl_grouprl.rollout.server.wire import HEARTBEAT
+from pl_grouprl.rollout.server.protocol import HEARTBEAT
 from pl_grouprl.rollout.stopping import StopStrings, tokenizer_fingerprint
 from pl_grouprl.types import SamplingConfig
 

@@ -13,7 +13,7 @@ import uvicorn
 
 from pl_grouprl.rollout.server.app import leftovers, make_app
 from pl_grouprl.rollout.server.connections import MAX_HEADER_BYTES, LimitedProtocol
-from pl_grouprl.rollout.server.orphans import start_guard
+from pl_grouprl.rollout.server.reaper import start_reaper
 from pl_grouprl.rollout.server.sampler import Sampler
 
 _GRACE = 5
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit code: 0, or 1 if the engine has died.
     """
-    start_guard(leftovers())
+    start_reaper(leftovers())
     return asyncio.run(_serve(options))
 
 

@@ -1,15 +1,56 @@
-"""Arguments that every vLLM of ours is started with, whether in the trainer's process or as a server."""
+"""Arguments of vLLM that this package sets, in the trainer's process and in a server, and who decides about them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+DECIDED_ALWAYS = {
+    "data_parallel_size": "the number of engines or servers",
+    "disable_log_stats": "the trainer, which logs",
+    "enable_prefix_caching": "the group, whose rollouts share their prompt",
+    "generation_config": "the sampling of the module",
+    "logprobs_mode": "the loss, which needs the log-probabilities of the distribution sampled from",
+    "quantization": "the comparison of weights, which has none",
+    "runner": "the policy",
+    "skip_tokenizer_init": "the policy's tokenizer, which stays in the trainer",
+    "speculative_config": "the loss, whose log-probabilities tokens of a draft do not have",
+    "weight_transfer_config": "the transfer of weights",
+    "worker_extension_cls": "the transfer of weights",
+}
+"""Arguments that users cannot set, and what decides about each."""
+
+DECIDED_IN_PROCESS = DECIDED_ALWAYS | {
+    "model": "the policy",
+    "dtype": "the engine's dtype",
+    "load_format": "the trainer, which sends the weights",
+    "tokenizer": "the policy's tokenizer, which stays in the trainer",
+    "model_impl": "the trainer, whose own models vLLM's other way would change",
+    "enable_sleep_mode": "sleep_level",
+    "enable_chunked_prefill": "the device",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+    "distributed_executor_backend": "tensor_parallel_size",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "tensor_parallel_size alone",
+    "data_parallel_size": "the ranks of the Trainer",
+    "hf_overrides": "the policy's config",
+    "mm_processor_cache_gb": "the trainer, which processes images itself",
+    **dict.fromkeys(
+        [
+            *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules"),
+            *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora"),
+            *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+        ],
+        "the engine's own adapter",
+    ),
+}
+"""The same for a vLLM in the trainer's process."""
+
 
 def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
-    """What rollouts and the comparison of weights depend on.
+    """Arguments that rollouts and the comparison of weights depend on.
 
-    vLLM 0.32 forgets the random number that it has drawn behind a part of a prompt, which it cannot do on CPUs: there
-    prompts are not cut.
+    On CPUs prompts are not chunked: vLLM 0.32 cannot undo the random number that it draws after a part of a prompt
+    there.
 
     Args:
         transfer: Name of vLLM's weight transfer.

@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM in the trainer's own process, on the same devices."""
+"""Rollouts by a vLLM in the trainer's process, on the same devices."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from pl_grouprl.media.inputs import check_prompt_media
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
-from pl_grouprl.rollout.engine import AdapterWeights
-from pl_grouprl.rollout.media import check_media
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype, sampler_dtype
 from pl_grouprl.rollout.vllm.requests import check_temperature
-from pl_grouprl.rollout.weights.buckets import buckets
-from pl_grouprl.rollout.weights.casting import cast
-from pl_grouprl.rollout.weights.compare import check_weights
+from pl_grouprl.sync.compare import check_weights
+from pl_grouprl.sync.sampler import AdapterWeights
+from pl_grouprl.sync.transfer import buckets, cast
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -28,11 +27,11 @@ from pl_grouprl.utilities.options import check_options
 
 @checked_arguments
 class VLLMRolloutEngine:
-    """Samples with vLLM (0.32), which has a copy of the weights beside the trainer's.
+    """Samples with vLLM (0.32), which holds its own copy of the weights.
 
-    vLLM is started by the first `update_weights`, from the policy's config alone; all weights come from the policy,
-    straight into vLLM's layers, and after each update checksums of what the layers compute with are compared with those
-    of what was sent. Rollouts of one prompt share its blocks in vLLM's prefix cache, which an update empties.
+    The first `update_weights` starts vLLM from the policy's config alone; all weights come from the policy, straight
+    into vLLM's layers. After each update, checksums of what the layers compute with are compared with those of what was
+    sent. Rollouts of one prompt share its blocks in vLLM's prefix cache, which an update empties.
 
     Reproducible: each sequence has a seed of its own, made from (seed, place of the prompt, number of the rollout), and
     draws other numbers than with `HFRolloutEngine`. What else is in the batch may change the last bits of a
@@ -42,20 +41,19 @@ class VLLMRolloutEngine:
     before the two others.
 
     Args:
-        tensor_parallel_size: Ranks side by side that share one vLLM. 1: each rank has its own.
+        tensor_parallel_size: Adjacent ranks that share one vLLM. 1: each rank has its own.
         gpu_memory_utilization: Share of each GPU's memory that vLLM may use, weights included.
         kv_cache_gib: Memory of vLLM's key and value cache in GiB instead; on CPUs 1 by default.
         max_model_len: Longest sequence, prompt and completion together; None is what the model can serve.
         max_num_seqs: Most sequences that are decoded at once.
-        dtype: Of vLLM's weights and activations; `auto` is that of the policy's weights.
-        enforce_eager: Run layers as they are written, without CUDA graphs and compilation: starts sooner, samples
-            slower.
-        sleep_level: What vLLM gives back between rollouts: 0 nothing; 1 its cache and its weights, which wait in main
-            memory; 2 both, and the weights come anew before the next rollout. On GPUs.
-        bucket_mib: Weights are sent in buckets of so many MiB.
+        dtype: Dtype of vLLM's weights and activations; `auto` is that of the policy's weights.
+        enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
+        sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
+            memory; 2 both, and the weights are sent again before the next rollout. On GPUs.
+        bucket_mib: Size of the buckets in which weights are sent, in MiB.
         adapter: `merged` gives vLLM the weights with the adapter merged in; `separate` the base once, then the adapter
             alone: LoRA without DoRA on linear layers of the decoder, on GPUs in 16 bits. vLLM then computes with both.
-        seed: Of what vLLM draws outside of sequences; nothing that reaches a rollout.
+        seed: Seed of what vLLM draws outside of sequences; it does not affect rollouts.
         engine_kwargs: Further arguments of vLLM's `EngineArgs`.
 
     Raises:
@@ -64,6 +62,7 @@ class VLLMRolloutEngine:
     """
 
     reserves_max_new_tokens = True
+    takes_prompt_indices = True
 
     def __init__(
         self,
@@ -142,11 +141,11 @@ class VLLMRolloutEngine:
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
     ) -> dict[str, float]:
-        """Give vLLM new weights, and see that it has them; see `SyncedRolloutEngine.update_weights`.
+        """Load new weights into vLLM, and verify them; see `SyncedRolloutEngine.update_weights`.
 
         Raises:
-            ValueError: If vLLM does not serve such an adapter, or has no base for it.
-            WeightsMismatchError: If the weights that vLLM computes with are not those.
+            ValueError: If vLLM cannot serve such an adapter, or has no base for it.
+            WeightsMismatchError: If vLLM computes with other weights.
         """
         started = time.perf_counter()
         self.version = None
@@ -172,7 +171,7 @@ class VLLMRolloutEngine:
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
     def _lora_arguments(self, adapter: AdapterWeights | None) -> dict[str, Any]:
-        """What vLLM is started with for an adapter; one that it does not serve is refused."""
+        """Arguments of vLLM for an adapter; one that it cannot serve is refused."""
         if (adapter is not None) != (self.adapter == "separate"):
             raise ValueError(
                 f"adapter is {'not ' if adapter is None else ''}given, but {type(self).__name__}.adapter is "
@@ -207,11 +206,11 @@ class VLLMRolloutEngine:
 
         def plan() -> tuple[list[list[int]], StopStrings]:
             policy.check(prompts, sampling, num_generations, self.max_model_len)
-            check_media(policy.model, prompts, given)
+            check_prompt_media(policy.model, prompts, given)
             check_temperature(sampling)
             return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
 
-        seeds, stop = self._vllm.agree(plan)
+        seeds, stop = self._vllm.raise_on_its_ranks(plan)
         end_ids = policy.end_ids(sampling)
         groups = self._vllm.sample(prompts, given, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
         policy.decode(rollout for group in groups for rollout in group)

@@ -1,4 +1,4 @@
-"""One vLLM in this process: started, given weights, asked for sequences, put to sleep, ended."""
+"""One vLLM in this process: start, load weights, sample, sleep, shut down."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.stopping import StopStrings
-from pl_grouprl.rollout.vllm.arguments import common_arguments
+from pl_grouprl.rollout.vllm.arguments import DECIDED_IN_PROCESS, common_arguments
 from pl_grouprl.rollout.vllm.lora import adapter_folder
 from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.model_folder import check_native, write_model_folder
 from pl_grouprl.rollout.vllm.process import EngineProcess
 from pl_grouprl.rollout.vllm.ranks import (
-    agree,
     engine_arguments,
     engine_environment,
     engine_group,
@@ -29,6 +28,7 @@ from pl_grouprl.rollout.vllm.ranks import (
 )
 from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
 from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import raise_on_all_ranks
 from pl_grouprl.utilities.progress import tick
 
 if TYPE_CHECKING:
@@ -36,45 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DECIDED_HERE = {
-    "model": "the policy",
-    "dtype": "the engine's dtype",
-    "load_format": "the trainer, which sends the weights",
-    "tokenizer": "the policy's tokenizer, which stays in the trainer",
-    "skip_tokenizer_init": "the policy's tokenizer, which stays in the trainer",
-    "logprobs_mode": "the loss, which needs the log-probabilities of the distribution sampled from",
-    "model_impl": "the trainer, whose own models vLLM's other way would change",
-    "quantization": "the comparison of weights, which has none",
-    "worker_extension_cls": "the transfer of weights",
-    "weight_transfer_config": "the transfer of weights",
-    "enable_sleep_mode": "sleep_level",
-    "enable_chunked_prefill": "the device",
-    "enable_prefix_caching": "the group, whose rollouts share their prompt",
-    "generation_config": "the sampling of the module",
-    "runner": "the policy",
-    "disable_log_stats": "the trainer, which logs",
-    "kv_cache_memory_bytes": "kv_cache_gib",
-    "distributed_executor_backend": "tensor_parallel_size",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "data_parallel_size": "the ranks of the Trainer",
-    "hf_overrides": "the policy's config",
-    "mm_processor_cache_gb": "the trainer, which processes images itself",
-    "speculative_config": "the loss, whose log-probabilities tokens of a draft do not have",
-    "pipeline_parallel_size": "tensor_parallel_size alone",
-    **dict.fromkeys(
-        [
-            *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules"),
-            *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora"),
-            *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
-        ],
-        "the engine's own adapter",
-    ),
-}
-"""Arguments of vLLM that are refused, and what decides about them."""
-
-
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
-"""One at most: its process groups are those of the process."""
+"""At most one: its process groups are those of the process."""
 
 
 class VLLMInstance:
@@ -82,13 +45,13 @@ class VLLMInstance:
 
     Args:
         options: Arguments of vLLM's `EngineArgs`.
-        further: More of them, from the user.
-        kv_cache_gib: Memory of its cache; None leaves it to vLLM on GPUs and is 1 on CPUs.
-        tensor_parallel_size: Ranks that share it.
-        sleep_level: How deep it sleeps.
+        further: Further arguments, from the user.
+        kv_cache_gib: Size of its cache in GiB; None leaves it to vLLM on GPUs and is 1 on CPUs.
+        tensor_parallel_size: Number of ranks that share it.
+        sleep_level: What it releases between rollouts; see `VLLMRolloutEngine`.
 
     Raises:
-        ValueError: If `further` has what is decided elsewhere.
+        ValueError: If `further` has an argument that users cannot set.
     """
 
     def __init__(
@@ -101,8 +64,8 @@ class VLLMInstance:
         sleep_level: int,
     ) -> None:
         for name in further:
-            if name in _DECIDED_HERE or name in options:
-                decides = _DECIDED_HERE.get(name, f"the engine's own {name}")
+            if name in DECIDED_IN_PROCESS or name in options:
+                decides = DECIDED_IN_PROCESS.get(name, f"the engine's own {name}")
                 raise ValueError(f"engine_kwargs has {name!r}, about which {decides} decides; leave it out.")
         self._options = {**options, **further}
         self._kv_cache_gib = kv_cache_gib
@@ -118,12 +81,12 @@ class VLLMInstance:
         self._group: Any = None
 
     def start(self, model: Any, dtype: torch.dtype, lora: dict[str, Any]) -> None:
-        """Start vLLM with a policy's config, with weights of no meaning. Does nothing where it runs.
+        """Start vLLM with a policy's config and dummy weights, unless it runs already.
 
         Args:
             model: The policy.
-            dtype: Of vLLM's weights.
-            lora: Further arguments for an adapter beside them.
+            dtype: Dtype of vLLM's weights.
+            lora: Further arguments for a separate adapter.
         """
         if self._engine is not None:
             return
@@ -180,7 +143,7 @@ class VLLMInstance:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around all that is loaded; whatever was cached of the old weights is forgotten behind it."""
+        """Surround all loading of one update; afterwards nothing is cached of the old weights."""
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up(["weights"])
@@ -209,7 +172,7 @@ class VLLMInstance:
         self._call("update_weights", update_info={"weights": bucket})
 
     def load_adapter(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Put another adapter in the place of the one before; its name and number are new, since vLLM caches by them.
+        """Replace the adapter. Its name and number are new each time, since vLLM caches by them.
 
         Args:
             config: What its `adapter_config.json` holds.
@@ -228,20 +191,20 @@ class VLLMInstance:
             self._adapter = adapter
 
     def checksums(self, names: list[str], adapter_names: list[str]) -> list[Any]:
-        """What each rank of this engine computes with; see `compare.check_weights`.
+        """Checksums of what each rank of this engine computes with; see `compare.check_weights`.
 
         Args:
-            names: Of all weights that were sent.
-            adapter_names: Of the adapter's that were sent beside them.
+            names: Names of all weights that were sent.
+            adapter_names: Names of the separate adapter's weights that were sent.
         """
         (own,) = self._call("weight_checksums", names=names)
         if self._adapter is not None:
             own += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
         return gather_from(self._group, [list(weight) for weight in own])
 
-    def agree(self, run: Callable[[], T]) -> T:
-        """Run something that a rank may refuse, before ranks with one engine sample together; see `ranks.agree`."""
-        return agree(self._group, run)
+    def raise_on_its_ranks(self, run: Callable[[], T]) -> T:
+        """Run something that may raise, before the ranks of this engine sample together; see `raise_on_all_ranks`."""
+        return run() if self._group is None else raise_on_all_ranks(run, group=self._group)
 
     def sample(
         self,
@@ -292,7 +255,7 @@ class VLLMInstance:
         ]
 
     def sleep(self) -> bool:
-        """Give memory back until it is needed; says whether the weights are gone."""
+        """Release memory until the next rollout; returns whether the weights are gone."""
         if self._sleep_level:
             with self._process.inside():
                 self._engine.sleep(self._sleep_level)
@@ -300,7 +263,7 @@ class VLLMInstance:
         return self._sleep_level == 2
 
     def close(self) -> None:
-        """End vLLM."""
+        """Shut vLLM down."""
         if self._engine is not None:
             engine, self._engine, self._model = self._engine, None, None
             _RUNNING.discard(self)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import adapter_layers, base_of
-from pl_grouprl.rollout.engine import AdapterWeights
-from pl_grouprl.rollout.weights.checksum import checksum
+from pl_grouprl.sync.checksum import checksum
+from pl_grouprl.sync.sampler import AdapterWeights
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM 0.32 can be started with."""

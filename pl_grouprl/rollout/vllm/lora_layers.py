@@ -12,8 +12,8 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
-from pl_grouprl.rollout.weights.checksum import checksum
-from pl_grouprl.rollout.weights.compare import LoadedWeight
+from pl_grouprl.sync.checksum import checksum
+from pl_grouprl.sync.compare import LoadedWeight
 
 
 @contextmanager

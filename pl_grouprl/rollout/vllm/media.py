@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pl_grouprl.media.inputs import media_key, placeholder_ids
 from pl_grouprl.models.adapter_layers import base_of
-from pl_grouprl.models.media import placeholder_ids
-from pl_grouprl.packing.media import is_per_token
-from pl_grouprl.rollout.media import media_key
 from pl_grouprl.rollout.vllm.image_items import IMAGES, image_items
-from pl_grouprl.types import Media
+from pl_grouprl.types import Media, is_per_token
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import MultiModalInput, TokensInput

@@ -1,23 +1,21 @@
-"""Which ranks sample with which engine: each with one of its own, or several side by side with one together.
+"""Which ranks share an engine: none, or groups of adjacent ones.
 
-With `tensor_parallel_size=1` an engine is its rank's alone: after the start it samples whatever prompts the rank has,
-at any time, or none. With t > 1, ranks 0 to t-1 have one engine, ranks t to 2t-1 the next, as vLLM counts them: a layer
-is spread over the t ranks, so they sample the same prompts at the same time.
+With `tensor_parallel_size=1` each rank has its own engine: once started, it samples the rank's prompts at any time, or
+none. With t > 1, ranks 0 to t-1 share one engine, ranks t to 2t-1 the next, as vLLM counts them: each layer is spread
+over t ranks, so they sample the same prompts at the same time.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
-
-T = TypeVar("T")
 
 
 def check_ranks(tensor_parallel_size: int) -> None:
@@ -38,7 +36,7 @@ def check_ranks(tensor_parallel_size: int) -> None:
 
 
 def engine_arguments(tensor_parallel_size: int) -> dict[str, Any]:
-    """What vLLM's `EngineArgs` are told of the ranks.
+    """Arguments of vLLM's `EngineArgs` about the ranks.
 
     Raises:
         ValueError: If this run cannot have so many ranks per engine.
@@ -48,19 +46,19 @@ def engine_arguments(tensor_parallel_size: int) -> dict[str, Any]:
 
 
 def engine_environment(device: torch.device) -> dict[str, str]:
-    """What vLLM reads of this rank in the environment.
+    """Environment variables that tell vLLM about this rank.
 
     Args:
-        device: Of the trainer in this rank. vLLM takes the GPU of its index, whichever rank it is.
+        device: The trainer's device on this rank. vLLM uses the GPU with its index.
     """
     rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
     return {"RANK": str(rank), "LOCAL_RANK": str(device.index or 0), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def engine_group(tensor_parallel_size: int) -> Any:
-    """The process group, on CPUs, of the ranks that share this rank's engine; None where it has its own.
+    """The process group, on CPUs, of the ranks that share this rank's engine; None if it has its own.
 
-    There is one once the engine is built.
+    It exists once the engine is built.
     """
     if tensor_parallel_size == 1:
         return None
@@ -73,47 +71,22 @@ def gather_from(group: Any, value: Any) -> list[Any]:
     """Collect a value from every rank of an engine, in rank order. They all call it.
 
     Args:
-        group: Of `engine_group`.
+        group: From `engine_group`.
         value: Numbers, strings, tensors, and lists and dictionaries of them.
     """
     return [value] if group is None else gather_plain(value, group=group)
 
 
-def agree(group: Any, run: Callable[[], T]) -> T:
-    """Run something on every rank of an engine that one of them may refuse: then none goes on. They all call it.
-
-    Args:
-        group: Of `engine_group`.
-        run: Waits for no other rank.
-
-    Raises:
-        Exception: What it raises on this rank.
-        RuntimeError: If it has raised on another one.
-    """
-    error: Exception | None = None
-    try:
-        result = run()
-    except Exception as raised:
-        error = raised
-    told = gather_from(group, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    refused = [said for said in told if said is not None]
-    if refused:
-        raise RuntimeError(f"another rank of this engine cannot go on: {refused[0]}")
-    return result
-
-
 def share_requests(requests: Sequence[Any], group: Any) -> tuple[list[Any], slice]:
-    """Put the requests of the ranks of an engine together. They all call it.
+    """Combine the requests of all ranks of an engine. They all call it.
 
     Args:
-        requests: Of this rank, as `gather_from` takes them. May be empty.
-        group: Of `engine_group`.
+        requests: This rank's requests, as `gather_from` takes them. May be empty.
+        group: From `engine_group`.
 
     Returns:
-        The requests of all ranks of the engine, in rank order, which each of them samples; and where among them this
-        rank's are.
+        The requests of all ranks of the engine, in rank order, all of which each rank samples; and the slice of this
+        rank's own.
     """
     shares = gather_from(group, list(requests))
     start = sum(map(len, shares[: _rank_in(group)]))
@@ -126,9 +99,9 @@ def _rank_in(group: Any) -> int:
 
 @contextmanager
 def own_shared_memory(device: torch.device) -> Iterator[None]:
-    """Where engines are built: on CPUs, their ranks' shared memory gets a name that no other run has.
+    """While an engine is built on CPUs, give its ranks' shared memory a name that is unique to this run.
 
-    vLLM 0.32 calls it the same in every run that starts its ranks itself, and the second one on a machine fails.
+    vLLM 0.32 uses one name in all runs that start their ranks themselves, so that a second run on a machine fails.
     """
     if device.type != "cpu" or num_ranks() == 1:
         yield

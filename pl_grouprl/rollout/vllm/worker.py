@@ -1,8 +1,8 @@
-"""What runs inside vLLM's workers: weights are loaded, and checksums say which ones the layers compute with.
+"""What runs inside vLLM's workers: loading weights, and checksums of those that the layers compute with.
 
-Imported by vLLM alone, as its `worker_extension_cls`. Loading is vLLM's own layerwise reload, in the phases of its
-weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), behind which
-`settle_weights` mends what a reload leaves old.
+Only vLLM imports this, as its `worker_extension_cls`. Loading is vLLM's own layerwise reload, in the phases of its
+weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), after which
+`settle_weights` updates what a reload leaves stale.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from pl_grouprl.rollout.vllm.applied import applied_checksums
+from pl_grouprl.rollout.vllm.loaded_weights import loaded_checksums
 from pl_grouprl.rollout.vllm.lora_layers import adapter_checksums, without_lora
 
 if TYPE_CHECKING:
-    from pl_grouprl.rollout.weights.compare import LoadedWeight
+    from pl_grouprl.sync.compare import LoadedWeight
 
 BACKEND = "pl_grouprl"
 """Name of the transfer in vLLM's `WeightTransferConfig`."""
@@ -35,7 +35,7 @@ BACKEND = "pl_grouprl"
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """There is nothing to agree upon."""
+    """Empty: nothing has to be set up."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
-    """Loads buckets that are handed over by reference, or as files."""
+    """Loads buckets that are passed by reference, or as files."""
 
     init_info_cls = NoInitInfo
     update_info_cls = BucketInfo
@@ -61,10 +61,10 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         """Nothing to connect."""
 
     def start_weight_update(self) -> None:
-        """Get the layers ready to be loaded anew.
+        """Prepare the layers for a reload.
 
         Raises:
-            ValueError: If there are experts on a CPU, whose packed weights a reload of vLLM 0.32 leaves as they are.
+            ValueError: If there are experts on a CPU, whose packed weights vLLM 0.32 does not reload.
         """
         if self.device.type == "cpu" and any(hasattr(layer, "moe_config") for layer in self.model.modules()):
             raise ValueError(
@@ -75,7 +75,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a bucket; a layer takes its weights once all of them are there."""
+        """Load a bucket; a layer takes over its weights once all have arrived."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -90,7 +90,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
             self.model.load_weights(iter(weights))
 
     def finish_weight_update(self) -> None:
-        """Put the layers back to work."""
+        """Finish the reload, so that the layers can compute again."""
         with without_lora(self.model):
             finalize_layerwise_reload(self.model, self.model_config)
 
@@ -111,7 +111,7 @@ class WeightReceiver:
     _weight_update_active: bool
 
     def settle_weights(self) -> None:
-        """Make an update take effect everywhere: in heads that are tied to embeddings, and in what was cached."""
+        """Make an update effective everywhere: in heads tied to embeddings, and in caches."""
         model = self.model_runner.get_model()
         with without_lora(model):
             for head, embedding in _tied_heads(model, self._tied):
@@ -122,7 +122,7 @@ class WeightReceiver:
             getattr(self.model_runner, name, lambda: None)()
 
     def abandon_weights(self) -> None:
-        """Give up an update that has begun or failed, so that another can begin. What was loaded stays."""
+        """Abandon an unfinished update, so that another can begin. What was loaded stays."""
         for layer in self.model_runner.get_model().modules():
             info = get_layerwise_info(layer)
             if info.can_load():  # or the weights that have come for it would be taken for those of the next update
@@ -134,11 +134,11 @@ class WeightReceiver:
         """Checksums of the weights that this worker computes with.
 
         Args:
-            names: Of all weights that were sent.
+            names: Names of all weights that were sent.
         """
         model = self.model_runner.get_model()
         with without_lora(model):
-            return list(applied_checksums(model, names, self.model_config.dtype, tied=self._tied))
+            return list(loaded_checksums(model, names, self.model_config.dtype, tied=self._tied))
 
     def adapter_checksums(self, number: int, names: list[str]) -> list[LoadedWeight]:
         """Checksums of the LoRA adapter that this worker computes with; see `lora_layers.adapter_checksums`."""
@@ -150,7 +150,7 @@ class WeightReceiver:
 
 
 def _tied_heads(model: nn.Module, tied: bool) -> list[tuple[Any, Any]]:
-    """Heads without weights of their own, and the embeddings that they take them from."""
+    """Heads without their own weights, and the embeddings whose weights they use."""
     modules = list(model.modules()) if tied else []
     embeddings = [module for module in modules if type(module) is VocabParallelEmbedding]
     return [

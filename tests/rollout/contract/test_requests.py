@@ -8,6 +8,7 @@ from helpers.engines import ENGINES, new_engine, on, surroundings
 from helpers.rollouts import PROMPTS
 
 from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.rollout.engine import declares
 from pl_grouprl.types import SamplingConfig
 
 
@@ -83,6 +84,9 @@ def test_an_empty_stop_string_is_refused(subject):
 def test_an_engine_without_a_policy_says_so(name):
     engine = new_engine(name)
     assert isinstance(engine, RolloutEngine)
+    assert declares(engine, "reserves_max_new_tokens")
+    assert declares(engine, "takes_prompt_indices")
+    assert declares(engine, "samples_from_copies") == (name == "hf")
     with pytest.raises(ValueError, match=r"has no model; .*bind"):
         engine.generate([[1]], SamplingConfig(), num_generations=1, seed=0)
 

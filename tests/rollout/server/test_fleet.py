@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from pl_grouprl.rollout.server.fleet import share
+from pl_grouprl.rollout.server.fleet import map_over_servers
 
 
 def test_tasks_come_back_in_their_places():
-    assert share(lambda server, task: (task, server < 2), 7, 2, 3) == [(task, True) for task in range(7)]
-    assert share(lambda server, task: task, 0, 2, 3) == []
+    assert map_over_servers(lambda server, task: (task, server < 2), 7, 2, 3) == [(task, True) for task in range(7)]
+    assert map_over_servers(lambda server, task: task, 0, 2, 3) == []
 
 
 def test_after_an_interruption_no_task_is_begun():
@@ -26,7 +26,7 @@ def test_after_an_interruption_no_task_is_begun():
     try:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            share(ask, 100, 1, 2)
+            map_over_servers(ask, 100, 1, 2)
     finally:
         signal.signal(signal.SIGINT, before)
     count = len(begun)
@@ -44,5 +44,5 @@ def test_after_a_failure_no_task_is_begun():
             raise KeyError("one")
 
     with pytest.raises(KeyError, match="one"):
-        share(ask, 100, 2, 1)
+        map_over_servers(ask, 100, 2, 1)
     assert len(begun) < 10

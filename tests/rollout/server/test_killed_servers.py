@@ -9,8 +9,8 @@ from helpers.serving import Server
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+from pl_grouprl.sync.sampler import SamplerLostError
 from pl_grouprl.types import SamplingConfig
 
 pytest.importorskip("vllm")

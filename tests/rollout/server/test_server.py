@@ -15,8 +15,8 @@ from helpers.tiny_models import tiny_model
 from safetensors.torch import load, save
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.engine import SamplerLostError, WeightsMismatchError
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
 
 pytest.importorskip("vllm")

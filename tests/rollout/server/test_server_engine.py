@@ -8,10 +8,11 @@ import torch
 from helpers.fake_sampler import FakeSampler
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, SyncedRolloutEngine, WeightsMismatchError
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
 from pl_grouprl.rollout.server import client as client_module
 from pl_grouprl.rollout.server import engine as engine_module
+from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.tiny_vision import tiny_image, tiny_processor, tiny_tokenizer, tiny_vision_model, vision_group
 
-from pl_grouprl.models.media import placeholder_ids
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.types import SamplingConfig
 
 pytestmark = pytest.mark.vllm

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pl_grouprl.rollout.vllm import ranks
-from pl_grouprl.rollout.vllm.ranks import agree, engine_arguments, engine_environment, engine_group, share_requests
+from pl_grouprl.rollout.vllm.ranks import engine_arguments, engine_environment, engine_group, share_requests
 
 SCRIPT = Path(__file__).with_name("sharing_ranks.py")
 
@@ -53,21 +53,3 @@ def test_ranks_that_an_engine_cannot_have_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4 .* it has 6; .*divisor of the number of ranks"):
         engine_arguments(4)
     assert engine_arguments(3) == {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 3}
-
-
-def test_what_one_rank_refuses_is_raised():
-    assert agree(None, lambda: 3) == 3
-    with pytest.raises(ValueError, match="too long"):
-        agree(None, refuse)
-
-
-def test_what_another_rank_refuses_ends_it_here_too(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.rollout.vllm.ranks.gather_plain", lambda own, group: [own, "ValueError: too long"])
-    with pytest.raises(RuntimeError, match="another rank of this engine cannot go on: ValueError: too long"):
-        agree("the group", lambda: 3)
-    with pytest.raises(ValueError, match="too long"):
-        agree("the group", refuse)
-
-
-def refuse():
-    raise ValueError("too long")

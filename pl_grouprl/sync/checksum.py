@@ -1,12 +1,12 @@
-"""A checksum of weights that does not see how they are fused and sharded.
+"""A checksum of weights that is independent of how they are fused and sharded.
 
-Samplers keep the rows of several weights in one (query, key and value; gate and up), and with tensor parallelism a part
-of the rows or columns on each rank. The checksum of a weight w with bit patterns b(w) is
+Samplers keep the rows of several weights in one tensor (query, key and value; gate and up), and with tensor parallelism
+some of the rows or columns on each rank. The checksum of a weight w with bit patterns b(w) is
 
     sum over rows r and columns c of b(w[r, c]) * m(c)   modulo 2^64,  m(c) = (2 c + 1) * 0x9E3779B97F4A7C15,
 
-so those of parts add up to that of the whole, in any order of rows, and a single bit anywhere changes it (m is odd). It
-is made of integers alone: the same on every device.
+so the checksums of parts add up to that of the whole, in any order of rows, and a single bit anywhere changes it (m is
+odd). All arithmetic is on integers, so it is the same on every device.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
-"""Rows are added up so many entries at a time, which bounds the memory beside the weight."""
+"""Entries that are summed at a time, which bounds the extra memory."""
 
 
 def checksum(weight: Tensor, first_column: int = 0) -> int:
-    """The checksum of a weight, or of a shard of one.
+    """Compute the checksum of a weight, or of a shard of one.
 
     Args:
-        weight: Of any dtype and device. The last axis are the columns; of four axes and more (convolutions) all but the
-            first together. The entries of a vector are rows of one column.
+        weight: Any dtype and device. The last axis holds the columns; with four or more axes (convolutions), all axes
+            but the first do. The entries of a vector are rows of one column.
         first_column: Where the columns of a shard begin in the whole weight.
 
     Returns:
-        A signed 64-bit integer. Zero rows add nothing: padding does not count. Zeros have no sign.
+        A signed 64-bit integer. Rows of zeros add nothing, so padding does not count. Zeros have no sign.
     """
     weight_RC = _rows(weight.detach())
     rows = max(1, _CHUNK // max(1, weight_RC.shape[-1]))
@@ -43,7 +43,7 @@ def checksum(weight: Tensor, first_column: int = 0) -> int:
 
 
 def add(*checksums: int) -> int:
-    """Checksum of what some parts make up together."""
+    """Combine the checksums of parts into that of the whole."""
     total = sum(checksums) % 2**64
     return total - 2**64 if total >= 2**63 else total
 

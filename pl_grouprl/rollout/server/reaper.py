@@ -1,4 +1,4 @@
-"""A process that outlives the server, to end vLLM's, which go on where the server is killed, and to clear up."""
+"""A process that outlives the server: it kills vLLM's processes, which survive a killed server, and cleans up."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import time
 from collections.abc import Sequence
 
 _INTERVAL = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 
-def start_guard(leftovers: Sequence[str] = ()) -> None:
-    """Start it beside this process, which it needs no telling about.
+def start_reaper(leftovers: Sequence[str] = ()) -> None:
+    """Start the reaper; it finds this process as its parent.
 
     Args:
-        leftovers: Patterns of folders that are removed in the end.
+        leftovers: Patterns of folders that it removes in the end.
     """
     command = [sys.executable, __file__, str(os.getpid()), *leftovers]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 (our own)
 
 
 def watch(server: int, leftovers: Sequence[str] = ()) -> None:
-    """Wait until the server has ended, then kill what is left of the processes that it has started, and clear up.
+    """Wait until the server has ended, then kill its remaining processes and remove its folders.
 
     Args:
-        server: The parent of this process.
-        leftovers: Patterns of folders that are removed.
+        server: Process id of the server, the parent of this process.
+        leftovers: Patterns of folders to remove.
     """
     import psutil  # vLLM needs it too
 

@@ -1,4 +1,4 @@
-"""Who may ask: the token, and the addresses that a server may listen on."""
+"""Authentication: the token, and the addresses that a server may listen on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Scope = dict[str, Any]
 Application = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
-class TokenGuard:
-    """Lets requests through to an ASGI application that carry `Authorization: Bearer TOKEN`.
+class TokenAuth:
+    """Passes requests with `Authorization: Bearer TOKEN` to an ASGI application, and refuses others.
 
     Args:
         app: The application.
-        token: The token, compared in constant time. None lets everything through that asks for this machine by one of
-            its own names: a page in a browser cannot, even if its name is made to lead here.
+        token: The token, compared in constant time. None passes every request whose Host is a loopback name, which
+            excludes pages in a browser, even if their domain is made to resolve to this machine.
     """
 
     def __init__(self, app: Application, token: str | None) -> None:
@@ -60,10 +60,10 @@ async def answer_and_close(send: Any, status: int, error: str) -> None:
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Refuse to listen where other machines can ask, if there is no token.
+    """Refuse to listen where other machines can connect, if there is no token.
 
     Raises:
-        ValueError: If the host is not this machine's own, and there is no token.
+        ValueError: If the host is not a loopback address, and there is no token.
     """
     if token is None and not _is_loopback(host):
         raise ValueError(

@@ -10,17 +10,17 @@ from typing import Any
 
 
 def as_list(value: Any) -> list[Any]:
-    """The images or videos of a row: a list as it is, a single one as a list, None and nothing as an empty one."""
+    """List the images or videos of a row: a list as it is, a single one in a list, None as an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def check_image(image: Any) -> None:
-    """Read as much of an image as tells that it is one.
+    """Verify that something is an image, without decoding it.
 
     Raises:
-        ValueError: If it is none, or cannot be opened.
+        ValueError: If it is not an image, or cannot be opened.
     """
     opened = _open(image)
     if opened is not image:
@@ -29,10 +29,10 @@ def check_image(image: Any) -> None:
 
 
 def read_image(image: Any) -> Any:
-    """Decode an image, turned upright as its camera says, in RGB.
+    """Decode an image to RGB, rotated according to its EXIF data.
 
     Raises:
-        ValueError: If it is none, or cannot be decoded.
+        ValueError: If it is not an image, or cannot be decoded.
     """
     from PIL import ImageOps
 
@@ -41,7 +41,7 @@ def read_image(image: Any) -> Any:
 
 
 def check_video(video: Any) -> None:
-    """See that a video's file is there, or that its frames are images.
+    """Verify that a video's file exists, or that its frames are images.
 
     Raises:
         ValueError: If not.
@@ -57,7 +57,7 @@ def check_video(video: Any) -> None:
 
 
 def read_video(video: Any) -> Any:
-    """Decode the frames of a video that is given by frames; a file is left to the processor.
+    """Decode a video that is a list of frames; a file is left to the processor.
 
     Raises:
         ValueError: If a frame cannot be decoded.
@@ -83,7 +83,7 @@ def _open(image: Any) -> Any:
 
 
 def _inside(value: Any, kind: str) -> Any:
-    """What a dictionary holds: bytes before a path, which may be that of another machine."""
+    """The content of a dictionary; bytes before a path, which may be from another machine."""
     if not isinstance(value, Mapping):
         return value
     found = next((value[key] for key in ("bytes", kind, "path") if value.get(key) is not None), None)
@@ -105,7 +105,7 @@ def _path(path: str | Path) -> Path:
 
 @contextmanager
 def _naming(image: Any) -> Iterator[None]:
-    """Turn what PIL raises about an image into one kind of error that names it."""
+    """Turn any error of PIL into a ValueError that names the image."""
     try:
         yield
     except ValueError:

@@ -1,9 +1,9 @@
-"""A cache layer that grows without copying: a buffer with room to spare, and rows that can leave.
+"""A cache layer over a preallocated buffer: appending does not copy, and rows can leave.
 
 Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head size.
 
-transformers' own dynamic layer concatenates at every step, which copies the whole cache once per token. Here a layer
-keeps a buffer with room to spare, writes new entries into it and hands out a view, so a step costs what it adds.
+transformers' own dynamic layer concatenates at every step, which copies the whole cache once per token. This layer
+writes new entries into a buffer with spare capacity and returns a view, so a step costs what it adds.
 """
 
 from __future__ import annotations

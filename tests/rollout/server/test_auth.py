@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pl_grouprl.rollout.server.guard import TokenGuard
+from pl_grouprl.rollout.server.auth import TokenAuth
 
 
 def status_of(path="/info", token=None, **headers):
@@ -22,7 +22,7 @@ def status_of(path="/info", token=None, **headers):
         sent.append(message)
 
     named = [(name.encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(TokenGuard(app, token)({"type": "http", "path": path, "headers": named}, None, send))
+    asyncio.run(TokenAuth(app, token)({"type": "http", "path": path, "headers": named}, None, send))
     return sent[0]["status"]
 
 
@@ -67,8 +67,8 @@ def test_what_a_killed_server_leaves_is_removed(tmp_path):
     (tmp_path / "mine-1" / "bucket").touch()
     (tmp_path / "other").mkdir()
     code = (
-        "import sys, time\nfrom pl_grouprl.rollout.server.orphans import start_guard\n"
-        "start_guard([sys.argv[1]])\nprint('on', flush=True)\ntime.sleep(60)"
+        "import sys, time\nfrom pl_grouprl.rollout.server.reaper import start_reaper\n"
+        "start_reaper([sys.argv[1]])\nprint('on', flush=True)\ntime.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "mine-*")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -14,8 +14,8 @@ from torch import nn
 
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.models.adapter_layers import base_of, merged_copy
-from pl_grouprl.models.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 from pl_grouprl.strategies.support import StrategySupport
+from pl_grouprl.sync.stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 

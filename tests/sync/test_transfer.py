@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from pl_grouprl.rollout.engine import WeightsMismatchError
-from pl_grouprl.rollout.weights import buckets, checksum
-from pl_grouprl.rollout.weights.checksum import add
-from pl_grouprl.rollout.weights.compare import check_weights
+from pl_grouprl.sync.checksum import add, checksum
+from pl_grouprl.sync.compare import check_weights
+from pl_grouprl.sync.sampler import WeightsMismatchError
+from pl_grouprl.sync.transfer import buckets
 
 GOLDEN = 0x9E3779B97F4A7C15
 

@@ -1,8 +1,8 @@
-"""The form in which transformers saves a model: which weights, by what names, fused or in pieces.
+"""The form in which transformers saves a model: which weights, by what names, fused or separate.
 
 Transformers 5 keeps the weights of some models in memory in another form than in their checkpoints, such as all experts
-of a layer in one tensor. What follows reverses that as `save_pretrained` does, but for a stream, in which never more is
-held than the weights that one conversion needs.
+of a layer in one tensor. `CheckpointForm` reverses that as `save_pretrained` does, but for a stream: it never holds
+more than the weights that one conversion needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Gatherer(Generic[Key]):
-    """Collects weights until all of a group are there.
+    """Collects weights until all of a group have arrived.
 
     Args:
         sizes: How many weights each group has.
@@ -30,10 +30,10 @@ class Gatherer(Generic[Key]):
         self._held: dict[Key, dict[str, Tensor]] = {}
 
     def add(self, group: Key, name: str, weight: Tensor) -> dict[str, Tensor] | None:
-        """Take one more weight.
+        """Add one weight.
 
         Returns:
-            All of the group by name, which is forgotten then, if this was the last; otherwise None.
+            All weights of the group by name if this was the last one, which are then forgotten; otherwise None.
         """
         held = self._held.setdefault(group, {})
         held[name] = weight
@@ -41,14 +41,15 @@ class Gatherer(Generic[Key]):
 
 
 def saved_names(model: Any, names: Mapping[str, Hashable]) -> set[str]:
-    """Names under which `save_pretrained` saves weights: one of each, though it may have several in the model.
+    """Names under which `save_pretrained` saves weights: one for each, though a tied one has several in the model.
 
     Args:
         model: A transformers model.
-        names: Names of all weights, and for each something that those of one tied weight have in common.
+        names: Names of all weights, each with a key that the names of one tied weight share.
 
     Raises:
-        RuntimeError: If weights are tied that the model's class does not declare so; transformers saves no such model.
+        RuntimeError: If weights are tied that the model's class does not declare as tied, which transformers cannot
+            save.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -62,7 +63,7 @@ class CheckpointForm:
 
     Args:
         model: A transformers model. Its tensors are not read.
-        names: Of all weights that the stream is to have.
+        names: Names of all weights that the stream will have.
 
     Raises:
         ValueError: If the model is quantized, or its form cannot be reversed.
@@ -81,7 +82,7 @@ class CheckpointForm:
         self._gatherer = Gatherer(Counter(map(self._group, names)))
 
     def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and weights as in a checkpoint; those that need no conversion at once.
+        """Yield names and weights as in a checkpoint; those that need no conversion immediately.
 
         Raises:
             ValueError: If the model has weights in a form that cannot be reversed.
@@ -106,7 +107,7 @@ class CheckpointForm:
             yield name, reverted.pop(name)
 
     def _reversed_converters(self) -> list[Any]:
-        """What changes more than names, in the order in which `revert_weight_conversion` looks for one."""
+        """Conversions that change more than names, in the order in which `revert_weight_conversion` tries them."""
         from transformers.core_model_loading import WeightConverter
 
         try:
@@ -116,7 +117,7 @@ class CheckpointForm:
         return [own for own in backwards if isinstance(own, WeightConverter)]
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """What the weights that one conversion takes have in common: the name that it begins to write."""
+        """A key that the weights of one conversion share: the first name that it writes."""
         from transformers.core_model_loading import apply_converters
 
         target, pattern = apply_converters(name, self._converters)
@@ -130,13 +131,13 @@ class CheckpointForm:
 
 
 _IRREVERSIBLE = (ValueError, NotImplementedError, RuntimeError, TypeError, re.error)
-"""What conversions of transformers raise that have no reverse."""
+"""Errors of transformers for conversions that have no reverse."""
 
 
 class _Structure:
-    """What conversions may know of a model: its config, and the weights that they convert.
+    """What conversions may see of a model: its config, and the weights that they convert.
 
-    Nothing can be read off the model itself, whose tensors may be shards.
+    Nothing is read from the model itself, whose tensors may be shards.
     """
 
     def __init__(self, config: Any, conversions: list[Any], weights: dict[str, Tensor]) -> None:
@@ -154,7 +155,7 @@ class _Structure:
 
 
 def _conversions(model: Any) -> list[Any]:
-    """How transformers has made the model's form of that of its checkpoints; empty if they are the same."""
+    """How transformers converted the checkpoint's form to the model's; empty if they are the same."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
         return list(conversions)

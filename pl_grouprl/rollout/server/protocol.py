@@ -1,4 +1,4 @@
-"""What both ends of the wire know."""
+"""Constants that client and server share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ TOKEN_VARIABLE = "PL_GROUPRL_TOKEN"  # noqa: S105 (its name, not a token)
 """Environment variable that holds the token, for the server and for the engine."""
 
 MAX_JSON = 256 << 20
-"""Largest size in bytes of a request or answer in JSON."""
+"""Maximum size in bytes of a request or answer in JSON."""
 
 HEARTBEAT = 5.0
-"""Seconds between the blank lines that an answer with rollouts has while none is finished."""
+"""Seconds between the blank lines that keep a streamed answer alive while no rollout finishes."""

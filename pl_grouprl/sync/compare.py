@@ -1,24 +1,24 @@
-"""Compare what a sampler computes with with what it was sent."""
+"""Verify that a sampler loaded exactly the weights that it was sent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from pl_grouprl.rollout.engine import WeightsMismatchError
-from pl_grouprl.rollout.weights.checksum import add
+from pl_grouprl.sync.checksum import add
+from pl_grouprl.sync.sampler import WeightsMismatchError
 
 _NAMED = 5
-"""So many differences are named in an error."""
+"""Differences that an error names."""
 
 
 class LoadedWeight(NamedTuple):
-    """What one worker of the sampler has of one of its parameters.
+    """What one worker of the sampler holds of one parameter.
 
     Attributes:
-        name: The sampler's own.
-        parts: Names of the weights that were sent and that it is made of.
-        checksum: Of what this worker holds.
+        name: The sampler's name of the parameter.
+        parts: Names of the sent weights that it consists of.
+        checksum: Checksum of what this worker holds.
         how: `sum`: the workers hold shards, whose checksums add up. `copy`: each worker holds all of it.
     """
 
@@ -32,11 +32,12 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
     """Refuse a sampler whose parameters are not exactly the weights that it was sent.
 
     Args:
-        expected: Checksum of each weight that was sent, by name, in the sampler's dtype.
-        workers: For each worker of the sampler, what it has: `LoadedWeight`s, or sequences of their fields.
+        expected: Checksum of each sent weight, by name, in the sampler's dtype.
+        workers: For each worker of the sampler, what it holds: `LoadedWeight`s, or sequences of their fields.
 
     Raises:
-        WeightsMismatchError: If a parameter was not sent, is not what was sent, or is missing. Names some of them.
+        WeightsMismatchError: If a parameter was not sent, differs from what was sent, or is missing. Names some of
+            them.
     """
     faults: list[str] = []
     arrived: set[str] = set()
@@ -49,9 +50,8 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
     if faults:
         shown = "; ".join(faults[:_NAMED]) + ("; ..." if len(faults) > _NAMED else "")
         raise WeightsMismatchError(
-            f"The sampler does not compute with the policy's weights, {len(faults)} differ: {shown}. What it samples "
-            "is not to be trained. See that the sampler was started with the policy's own config and dtype; without "
-            "quantization."
+            f"The sampler does not compute with the policy's weights, {len(faults)} differ: {shown}. Its rollouts must "
+            "not be trained on. Start the sampler with the policy's own config and dtype, without quantization."
         )
 
 
@@ -65,7 +65,7 @@ def _by_name(workers: Iterable[Iterable[Sequence]]) -> dict[str, list[LoadedWeig
 
 
 def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
-    """What is wrong with one parameter of the sampler, which several workers may hold."""
+    """What is wrong with one parameter, which several workers may hold; None if it is right."""
     parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
     unknown = [part for part in parts if part not in expected]
     if not all(weight.parts for weight in loaded):

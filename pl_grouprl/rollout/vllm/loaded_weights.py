@@ -1,7 +1,7 @@
-"""The weights that vLLM's layers compute with, by checksums, and which weights of a checkpoint each is made of.
+"""Checksums of the weights that vLLM's layers compute with, and which weights of a checkpoint each consists of.
 
-Layers keep several weights in one, a shard of them, or on CPUs no weight at all but a packed copy: those are asked for
-the images of the unit vectors, which are the columns of what they multiply with, exactly.
+A layer may hold several weights in one tensor, a shard of them, or, on CPUs, only a packed copy. A layer with a packed
+copy is applied to the unit vectors, which gives the columns of the matrix that it multiplies with, exactly.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from pl_grouprl.rollout.weights.checksum import add, checksum
-from pl_grouprl.rollout.weights.compare import LoadedWeight
+from pl_grouprl.sync.checksum import add, checksum
+from pl_grouprl.sync.compare import LoadedWeight
 
 _UNIT_VECTORS = 256
-"""How many go through a layer at once."""
+"""Unit vectors that go through a layer at once."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 
 
-def applied_checksums(
+def loaded_checksums(
     model: nn.Module, names: Sequence[str], dtype: torch.dtype, *, tied: bool
 ) -> Iterator[LoadedWeight]:
-    """Checksums of all weights of a model of vLLM.
+    """Compute checksums of all weights of a vLLM model.
 
     Args:
         model: On one worker.
-        names: Of the checkpoint's weights.
-        dtype: That they were sent in; the model may keep some in a wider one.
-        tied: Whether its heads have the weights of its embeddings.
+        names: Names of the checkpoint's weights.
+        dtype: Dtype in which they were sent; the model may keep some in a wider one.
+        tied: Whether its heads use the weights of its embeddings.
 
     Yields:
-        The model's name of each, the names that it is made of, the checksum, and how workers share it.
+        For each weight the model's name, the names that it consists of, the checksum, and how workers share it.
     """
     weights = {f"{prefix}.{name}".lstrip("."): (m, p) for prefix, m in model.named_modules() for name, p in _own(m)}
     parts = _parts(model, names, weights.keys())
@@ -46,7 +46,7 @@ def applied_checksums(
             parts[name] = parts[embedding]
         if not parts[name] and not isinstance(weight, nn.Parameter):
             continue  # the layer's own
-        value = _Applied(module, name.rpartition(".")[2], weight, dtype)
+        value = _LayerWeight(module, name.rpartition(".")[2], weight, dtype)
         yield LoadedWeight(name, parts[name], value.checksum(), "sum" if value.is_shard else "copy")
 
 
@@ -58,7 +58,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str]]:
-    """The names that each target is made of."""
+    """Names of the weights that each target consists of."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     packed = {part: whole for whole, own in getattr(model, "packed_modules_mapping", {}).items() for part in own}
     parts: dict[str, list[str]] = {target: [] for target in targets}
@@ -74,7 +74,7 @@ def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str
 
 
 def _candidates(name: str, packed: dict[str, str]) -> Iterator[str]:
-    """Names under which a model of vLLM may have a weight."""
+    """Names that a vLLM model may use for a weight."""
     yield name
     path = name.split(".")
     for place, piece in enumerate(path):
@@ -86,7 +86,7 @@ def _candidates(name: str, packed: dict[str, str]) -> Iterator[str]:
             yield name[: match.start()] + inner + fused
 
 
-class _Applied:
+class _LayerWeight:
     """A weight of a layer, as the layer applies it on this worker."""
 
     def __init__(self, module: Any, name: str, weight: Tensor, dtype: torch.dtype) -> None:
@@ -94,7 +94,7 @@ class _Applied:
 
     @property
     def is_shard(self) -> bool:
-        """Whether this worker's weight is its share of one, and not the same as that of all workers."""
+        """Whether this worker holds a shard of the weight; otherwise all workers hold the same."""
         if getattr(self.module, "tp_size", 1) == 1:
             return False
         if isinstance(self.module, RowParallelLinear):
@@ -117,7 +117,7 @@ class _Applied:
         return add(*(checksum(part, self.first_column + first) for first, part in self._columns()))
 
     def _columns(self) -> Iterator[tuple[int, Tensor]]:
-        """The weight, or some columns of it after others, each with the number of its first column."""
+        """The weight in one piece, or block by block of columns, each with the index of its first column."""
         if not self._is_packed:
             yield 0, self._counted(self.weight.to(self.dtype))
             return
@@ -138,7 +138,7 @@ class _Applied:
         return self.name == "weight" and hasattr(self.module, "cpu_linear") and not plain
 
     def _counted(self, rows: Tensor) -> Tensor:
-        """Without keys and values of which an earlier worker has the same copy."""
+        """Leave out keys and values that an earlier worker holds too."""
         module = self.module
         if not isinstance(module, QKVParallelLinear) or module.tp_rank % module.num_kv_head_replicas == 0:
             return rows

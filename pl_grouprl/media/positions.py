@@ -1,0 +1,119 @@
+"""Rotary positions of prompts with images and videos, and of the rollouts that continue them.
+
+Legend: B rollouts, T packed tokens, L longest sequence, S prompts as they stand in a batch: those of a packed row, or
+that of each of the B padded rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pl_grouprl.attention import find_backbone
+from pl_grouprl.packing import ScoringBatch
+from pl_grouprl.types import is_per_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PromptPositions(NamedTuple):
+    """Rotary positions of prompts with images and videos.
+
+    Attributes:
+        position_ids: For each token its place in time, height and width, shape [3, S, prompt tokens], int64.
+        next_position_S: The position, on all three axes, of the first token after each prompt, int64.
+    """
+
+    position_ids: Tensor
+    next_position_S: Tensor
+
+
+def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | None:
+    """Compute positions of a batch for models whose rotary positions depend on images and videos (Qwen-VL).
+
+    Those of a prompt come from the model's own `get_rope_index`; the tokens of a rollout continue after the prompt's
+    last token, equally in time, height and width, as in one forward of both. The vision tower is not run.
+
+    Returns:
+        Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L]; None where the batch has no
+        images or videos, or the model's positions are those of text.
+    """
+    backbone = find_backbone(model)
+    if not hasattr(backbone, "get_rope_index") or not any(name.endswith("grid_thw") for name in batch.media):
+        return None
+    input_ids = batch.model_inputs["input_ids"]
+    roots = [segment for segment in batch.layout.segments if segment.parent is None]
+    if batch.sharing == "shared":
+        spans = [(0, segment.start, segment.length) for segment in roots]
+    else:
+        parents = [segment.parent for segment in batch.layout.segments if segment.parent is not None]
+        spans = [(row, 0, batch.layout.segments[parent].length) for row, parent in enumerate(parents)]
+
+    def prompts(values: Tensor) -> Tensor:
+        return pad_sequence([values[row, start : start + length] for row, start, length in spans], batch_first=True)
+
+    # On the CPU: it is a loop over images that reads numbers from tensors.
+    media = {name: value.cpu() for name, value in batch.media.items() if not name.startswith("pixel_values")}
+    media = {name: prompts(value) if is_per_token(name) else value for name, value in media.items()}
+    tokens = input_ids.cpu()
+    positions = prompt_positions(backbone, prompts(tokens), prompts(torch.ones_like(tokens)), media)
+    lay_out = _positions_of_row if batch.sharing == "shared" else _positions_of_rows
+    return lay_out(batch, positions).to(input_ids.device)
+
+
+def prompt_positions(
+    backbone: Any, input_ids_SL: Tensor, attention_mask_SL: Tensor, media: dict[str, Tensor]
+) -> PromptPositions:
+    """Ask a model for the positions of prompts, one per row.
+
+    Args:
+        backbone: A model with transformers' `get_rope_index`; see `find_backbone`.
+        input_ids_SL: The prompts, padded on either side.
+        attention_mask_SL: 1 where a row holds its prompt.
+        media: Images and videos of all rows one after another; per-token entries of the shape of `input_ids_SL`.
+    """
+    accepted = inspect.signature(backbone.get_rope_index).parameters
+    known = {name: value for name, value in media.items() if name in accepted}
+    position_ids, deltas_S1 = backbone.get_rope_index(input_ids_SL, attention_mask=attention_mask_SL, **known)
+    # Text continues after the last token, although a long video may reach further; after an image, after the largest.
+    places = torch.arange(input_ids_SL.shape[1]).expand_as(input_ids_SL)
+    last_S = (places * attention_mask_SL.cpu()).argmax(dim=1)
+    rows_S = torch.arange(len(last_S))
+    after_last_S = position_ids[:, rows_S, last_S].amax(dim=0) + 1
+    types_SL = media.get("mm_token_type_ids", torch.zeros_like(input_ids_SL))
+    ends_in_text_S = types_SL[rows_S, last_S] == 0
+    largest_S = attention_mask_SL.sum(dim=1) + deltas_S1.flatten()
+    return PromptPositions(position_ids, torch.where(ends_in_text_S, after_last_S, largest_S))
+
+
+def _positions_of_row(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
+    runs: list[Tensor] = []
+    following: list[Tensor] = []  # for each segment the position after its last token
+    prompt = 0
+    for segment in batch.layout.segments:
+        if segment.parent is None:
+            runs.append(positions.position_ids[:, prompt, : segment.length])
+            following.append(positions.next_position_S[prompt])
+            prompt += 1
+            continue
+        start = following[segment.parent]
+        runs.append((start + torch.arange(segment.length)).expand(3, -1))
+        following.append(start + segment.length)
+    return torch.cat(runs, dim=1)[:, None]
+
+
+def _positions_of_rows(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
+    segments = batch.layout.segments
+    prompt_lengths = [segments[s.parent].length for s in segments if s.parent is not None]
+    width = batch.model_inputs["input_ids"].shape[1]
+    rows = []
+    for row, length in enumerate(prompt_lengths):
+        start = positions.next_position_S[row]
+        after = (start + torch.arange(width - length)).expand(3, -1)
+        rows.append(torch.cat([positions.position_ids[:, row, :length], after], dim=1))
+    return torch.stack(rows, dim=1)

@@ -1,0 +1,104 @@
+"""Prompts with images and videos: what a row has of them, and when they are processed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pl_grouprl.media.images import as_list, check_image, check_video, read_image, read_video
+from pl_grouprl.media.places import KINDS, check_tokens
+from pl_grouprl.types import Media, Prompt, is_per_token
+
+
+@dataclass
+class MediaPrompt(Prompt):
+    """A prompt whose images and videos are read and processed when it is sampled, by `open`, and not kept.
+
+    Its `token_ids` are those of the text, with one token in the place of each image or video.
+
+    Attributes:
+        encode: Reads and processes them; returns the tokens as the model reads them, and the media.
+        counted: Number of tokens with images and videos, if a length limit has counted them.
+    """
+
+    encode: Callable[[], tuple[list[int], Media]] = field(kw_only=True, repr=False)
+    counted: int | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens as the model reads them if `counted` is set; otherwise those of the text."""
+        return len(self.token_ids) if self.counted is None else self.counted
+
+    def open(self) -> Prompt:
+        """Read and process the images and videos.
+
+        Raises:
+            ValueError: If one cannot be read, or the processor refuses them. Names the row.
+        """
+        token_ids, media = self.encode()
+        return Prompt(token_ids, self.prompt, self.columns, self.data_source, media, self.where)
+
+
+def count_media(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, int]:
+    """Count the images and videos of a row, by kind.
+
+    Args:
+        values: The row.
+        columns: The column of each kind.
+    """
+    return {kind: len(as_list(values.get(columns[kind]))) for kind in KINDS}
+
+
+def check_row_media(
+    values: Mapping[str, Any],
+    text: str,
+    processor: Any,
+    columns: Mapping[str, str],
+    options: Mapping[str, Any],
+    *,
+    where: str,
+) -> Callable[[], tuple[list[int], Media]]:
+    """Check the images and videos of a row as far as possible without decoding them.
+
+    Args:
+        values: The row.
+        text: Its prompt, with the processor's token in the place of each image and video.
+        processor: A transformers processor.
+        columns: The column of each kind.
+        options: Keyword arguments of the processor.
+        where: Names the row.
+
+    Returns:
+        What remains to be done: a function that returns the tokens as the model reads them, and the media.
+
+    Raises:
+        ValueError: If an image or video is missing or is none, or has no place in the text.
+    """
+    media = {kind: as_list(values.get(columns[kind])) for kind in KINDS}
+    check_tokens({kind: len(media[kind]) for kind in KINDS}, text, processor, where)
+    for kind in KINDS:
+        for number, item in enumerate(media[kind]):
+            try:
+                (check_image if kind == "image" else check_video)(item)
+            except ValueError as error:
+                raise ValueError(f"{where}: {columns[kind]}[{number}]: {error}; correct the row.") from error
+    return partial(_encode, processor, text, media, options, where)
+
+
+def _encode(
+    processor: Any, text: str, media: Mapping[str, list[Any]], options: Mapping[str, Any], where: str
+) -> tuple[list[int], Media]:
+    try:
+        read = {
+            "images": [read_image(image) for image in media["image"]],
+            "videos": [read_video(video) for video in media["video"]],
+        }
+        given = {name: items for name, items in read.items() if items}
+        encoded = dict(processor(text=[text], return_tensors="pt", **given, **options))
+    except Exception as error:  # processors raise what their libraries raise
+        raise ValueError(f"{where}: the images or videos cannot be processed ({error}); correct the row.") from error
+    token_ids = encoded.pop("input_ids")[0].tolist()
+    encoded.pop("attention_mask", None)
+    return token_ids, {name: value[0] if is_per_token(name) else value for name, value in encoded.items()}

@@ -1,0 +1,146 @@
+"""Where each weight of a model goes: to one or several names of a checkpoint, or into a merged layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from pl_grouprl.models.adapter_layers import adapter_layers
+from pl_grouprl.strategies.weights import Weight, named_places, plain_name
+from pl_grouprl.sync.checkpoint_form import Gatherer
+from pl_grouprl.sync.merge import merged
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts in front of the names of its models' parameters, and of those in its files."""
+
+
+@dataclass(eq=False)
+class Route:
+    """Where one weight of the stream goes.
+
+    Attributes:
+        names: Names under which it is yielded unchanged.
+        parts: Layers that it is merged into, and its name in each.
+    """
+
+    names: list[str] = field(default_factory=list)
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Routes:
+    """Where all weights of a stream go.
+
+    Args:
+        owner: Name of the model's class, for errors.
+        layers: PEFT layers by name, for weights that are merged.
+    """
+
+    def __init__(self, owner: str, layers: dict[str, Any] | None = None) -> None:
+        self.by_name: dict[str, Route] = {}
+        self.layers = layers or {}
+        self._owner = owner
+        self._by_weight: dict[str, Route] = {}
+
+    def at(self, name: str, weight: Weight) -> Route:
+        """The route of a weight in the model; all names of a tied one share it."""
+        self.by_name[name] = route = self._by_weight.setdefault(weight.name, Route())
+        return route
+
+    def follow(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Read a stream; yield weights under the names of their routes, and merged layers once they are complete.
+
+        Raises:
+            ValueError: If the stream lacks a weight, has one twice, or one that the model does not have.
+        """
+        gatherer = Gatherer(Counter(layer for route in self._by_weight.values() for layer, _ in route.parts))
+        awaited = {route: name for name, route in reversed(self.by_name.items())}
+        for name, weight in weights:
+            route = self.by_name.get(name) or self.by_name.get(name.removeprefix(PEFT_PREFIX))
+            if route not in awaited:
+                raise ValueError(
+                    f"the stream of weights has {name!r} "
+                    + (f"twice; {self._owner} has it once." if route else f"which {self._owner} does not have.")
+                )
+            del awaited[route]
+            weight = weight.detach()
+            for own in route.names:
+                yield own, weight
+            for layer, inner in route.parts:
+                if (whole := gatherer.add(layer, inner, weight)) is not None:
+                    yield from merged(self.layers[layer], layer, whole)
+                    del whole
+            del weight
+        if awaited:
+            raise ValueError(
+                f"the stream of weights has ended without {len(awaited)} of {self._owner}, such as "
+                f"{next(iter(awaited.values()))!r}; pass all parameters and persistent buffers."
+            )
+
+
+def plan_routes(base: nn.Module, *, merge: bool) -> tuple[Routes, dict[str, Hashable]]:
+    """Decide where weights go when adapters are merged or removed.
+
+    Args:
+        base: A transformers model, with or without PEFT layers.
+        merge: Whether active adapters are merged; otherwise they are left out.
+
+    Returns:
+        The routes, and all names that they produce, each with a key that the names of one tied weight share.
+    """
+    routes = Routes(type(base).__name__, _outermost(base))
+    outcome: dict[str, Hashable] = {}
+    for name, weight in named_places(base).items():
+        route = routes.at(name, weight)
+        parts = name.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        layer = next((prefix for prefix in above if prefix in routes.layers), None)
+        if layer is None:
+            route.names.append(name)
+            outcome[name] = route
+            continue
+        inner = name.removeprefix(f"{layer}.")
+        plain, is_merged = _inside(routes.layers[layer], inner, merge)
+        if is_merged:
+            route.parts.append((layer, inner))
+        elif plain is not None:
+            route.names.append(f"{layer}.{plain}")
+        if plain is not None:
+            outcome[f"{layer}.{plain}"] = (route, layer) if is_merged else route
+    return routes, outcome
+
+
+def _inside(layer: Any, inner: str, merge: bool) -> tuple[str | None, bool]:
+    """For a weight inside a PEFT layer: its name once PEFT is gone (None if it goes too), and whether it is merged."""
+    active = layer.active_adapters
+    if not hasattr(layer, "merge"):  # a module that is trained as a whole
+        chosen = f"modules_to_save.{active[0]}." if merge and active else "original_module."
+        return (inner.removeprefix(chosen) if inner.startswith(chosen) else None), False
+    base = ""
+    while hasattr(layer, "base_layer"):  # one layer for each of some experts' weights
+        layer, base = layer.base_layer, f"{base}base_layer."
+    if inner.startswith(base):
+        return inner.removeprefix(base), merge
+    return None, merge and inner.replace("base_layer.", "").split(".")[1] in active
+
+
+def _outermost(model: nn.Module) -> dict[str, Any]:
+    """PEFT layers by name, without those nested in another.
+
+    Raises:
+        TypeError: If one can neither be merged nor removed.
+    """
+    layers, found = set(adapter_layers(model)), {}
+    last = "."
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        name = plain_name(prefix)
+        if module not in layers or name.startswith(f"{last}."):
+            continue
+        if not hasattr(module, "merge") and not hasattr(module, "modules_to_save"):
+            raise TypeError(f"the {type(module).__name__} of PEFT at {name!r} can neither be merged nor taken off.")
+        found[name] = module
+        last = name
+    return found

@@ -1,0 +1,171 @@
+"""A policy's weights as a stream in the form of a checkpoint, with adapters merged or kept apart.
+
+Each function takes a stream of a model's raw weights, and is a pure function of that stream and of the model's
+structure and config. The tensors inside the model are never read: they may be shards, or empty. Given the same stream,
+every rank yields the same without communication; only the raw stream itself is collective. It is read to its end, one
+weight at a time. At any moment only the weights of one module with an adapter are held, or those that one conversion
+of transformers needs (the experts of one layer).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.models.adapter_layers import adapter_layers, base_of
+from pl_grouprl.strategies.weights import named_places
+from pl_grouprl.sync.checkpoint_form import CheckpointForm, saved_names
+from pl_grouprl.sync.routes import PEFT_PREFIX, Routes, plan_routes
+
+Named = tuple[str, Tensor]
+
+
+def checkpoint_weights(
+    model: Any, weights: Iterable[Named], *, adapter: Literal["merged"] = "merged"
+) -> Iterator[Named]:
+    """Yield what a Hugging Face checkpoint holds of a model whose active adapters are merged into its weights.
+
+    Names and values are those that `merged_copy(model).save_pretrained` writes, bit by bit. A tied weight comes once.
+    All ranks that are given the same stream yield the same.
+
+    Args:
+        model: A transformers model, with or without PEFT layers, or a `PeftModel`.
+        weights: All parameters, by the names of `model.named_parameters()`, and persistent buffers, whole, on any
+            device. Tied ones come once; those of a module follow each other. Values must not change until the last
+            weight of their module was read. They are not modified.
+        adapter: `merged`; see `adapter_weights` and `base_weights` for an adapter that stays apart.
+
+    Yields:
+        Name and value, detached. One may be released when the next is requested.
+
+    Raises:
+        ValueError: If the model is quantized or transformers cannot reverse its form, before anything is read; or, when
+            that is seen, if the stream lacks weights, has one twice, or has one that the model does not have.
+        TypeError: If it is not a transformers model, or PEFT has wrapped modules in a way that cannot be merged.
+        RuntimeError: If weights are tied that its class does not declare as tied.
+    """
+    if adapter != "merged":
+        raise ValueError(
+            f"checkpoint_weights(adapter={adapter!r}) is to be 'merged'; take base_weights and adapter_weights for an "
+            "adapter that stays apart."
+        )
+    return _as_saved(model, weights, merge=True)
+
+
+def base_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
+    """Yield what a Hugging Face checkpoint holds of a model without its adapters.
+
+    All ranks that are given the same stream yield the same.
+
+    Args:
+        model: As in `checkpoint_weights`.
+        weights: As in `checkpoint_weights`; adapters among them are left out.
+
+    Yields:
+        Name and value, detached. Modules that PEFT trains as a whole are as they were before.
+
+    Raises:
+        ValueError: As `checkpoint_weights` does, and if an adapter was merged into the weights (`merge_adapter`).
+        TypeError: As `checkpoint_weights` does.
+        RuntimeError: As `checkpoint_weights` does.
+    """
+    if any(getattr(layer, "merged", False) for layer in adapter_layers(model)):
+        raise ValueError(
+            f"{type(base_of(model)).__name__} has an adapter merged into its weights, which are no base therefore; "
+            "call its unmerge_adapter first."
+        )
+    return _as_saved(model, weights, merge=False)
+
+
+def adapter_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
+    """Yield what PEFT's file adapter_model.safetensors holds of a model's active adapter.
+
+    All ranks that are given the same stream yield the same.
+
+    Args:
+        model: As in `checkpoint_weights`.
+        weights: As in `checkpoint_weights`; only those of the adapter are yielded.
+
+    Yields:
+        Name, such as `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`, and value, detached, in the dtype in
+        which it is trained. Modules that PEFT trains as a whole are included, as in its file. Embeddings that were
+        resized are not: they belong to the base here.
+
+    Raises:
+        ValueError: If the model has no adapter, or several are active; or for the stream, as in `checkpoint_weights`.
+    """
+    base = base_of(model)
+    routes, stand_ins = Routes(type(base).__name__), {}
+    for name, weight in named_places(base).items():
+        routes.at(name, weight)
+        stand_ins[name] = torch.empty(0)
+    names = _names_in_file(base, stand_ins)
+    route_of = {id(stand_in): routes.by_name[name] for name, stand_in in stand_ins.items()}
+    for name, stand_in in names.items():
+        route_of[id(stand_in)].names.append(name)
+    return routes.follow(weights)
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """What PEFT's file adapter_config.json holds of a model's active adapter, as plain JSON values.
+
+    Args:
+        model: As in `checkpoint_weights`.
+
+    Returns:
+        PEFT's options by name, such as `peft_type`, `r`, `lora_alpha`, `target_modules`, `use_dora`, `use_rslora`,
+        `bias`, `modules_to_save` and `rank_pattern`. Sets of names are sorted lists, the same on every rank.
+
+    Raises:
+        ValueError: If the model has no adapter, or several are active.
+    """
+    config: Any = _active_config(base_of(model))[1]
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))
+    return plain
+
+
+def _as_saved(model: Any, weights: Iterable[Named], *, merge: bool) -> Iterator[Named]:
+    base = base_of(model)
+    if not hasattr(base, "save_pretrained"):
+        raise TypeError(
+            f"{type(base).__name__} is no transformers model (no save_pretrained), so it has no checkpoint."
+        )
+    routes, outcome = plan_routes(base, merge=merge)
+    saved = saved_names(base, outcome)
+    for route in routes.by_name.values():
+        route.names = [name for name in route.names if name in saved]
+    form = CheckpointForm(base, [name for name in outcome if name in saved])
+    return form.convert(routes.follow(weights))
+
+
+def _active_config(base: Any) -> tuple[str, Any]:
+    """The active adapter's name and PEFT config."""
+    layers = adapter_layers(base)
+    active = {name for layer in layers for name in layer.active_adapters}
+    if len(active) != 1:
+        raise ValueError(
+            f"{type(base).__name__} has {len(active)} active adapters ({', '.join(sorted(active)) or 'none'}), and one "
+            "is to be sent; choose it with set_adapter, or send the weights merged."
+        )
+    name = active.pop()
+    return name, base.peft_config[name]
+
+
+def _names_in_file(base: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The active adapter's weights, as PEFT chooses them, by their names in its file."""
+    from peft import get_peft_model_state_dict
+
+    adapter, config = _active_config(base)
+    source, config.base_model_name_or_path = config.base_model_name_or_path, None  # for which PEFT would ask the hub
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
+            chosen = get_peft_model_state_dict(base, state_dict=state, adapter_name=adapter)
+    finally:
+        config.base_model_name_or_path = source
+    return {f"{PEFT_PREFIX}{name}": value for name, value in chosen.items()}
