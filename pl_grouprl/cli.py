@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from pl_grouprl.utilities.arguments import config_class, remedy
@@ -274,7 +274,7 @@ class RLCLI(LightningCLI):
         if config.get("fast_dev_run") and isinstance(config.get("callbacks"), list):
             # ModelCheckpoint(save_last=True) would write into the working directory when training ends.
             config["callbacks"] = [own for own in config["callbacks"] if not isinstance(own, Checkpoint)]
-        return super()._instantiate_trainer(config, callbacks)
+        return super()._instantiate_trainer(config, [*callbacks, *_default_progress_bar(config)])
 
     def after_instantiate_classes(self) -> None:
         """Get the loggers ready before the first of them creates its folder."""
@@ -301,6 +301,17 @@ class RLCLI(LightningCLI):
         print(*reports, sep="\n")
         if not all(report.passed for report in reports):
             sys.exit(1)
+
+
+def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:
+    """Our progress bar, unless the configuration names one or wants none."""
+    named = config.get("callbacks") or []
+    named = named if isinstance(named, list) else [named]
+    if config.get("enable_progress_bar") is False or any(isinstance(own, ProgressBar) for own in named):
+        return []
+    from pl_grouprl.callbacks import RunProgressBar
+
+    return [RunProgressBar()]
 
 
 def _refuse_missing_gpu(accelerator: Any) -> None:
