@@ -35,7 +35,7 @@ NO_OPTIONS = {  # built by the package, or by a user who passes models and rollo
     *("Estimate", "CriticRows", "LossTerms", "MiniBatch", "RolloutBuffer", "PolicyLoss"),
     *("Critic", "ValueHead", "PrefixPass", "PendingRewards", "RewardWorkers", "RewardConfigurationError"),
     *("EvalPromptLoader", "TrainPromptLoader", "PromptBatch", "StoppedBySignal"),
-    *("CompressionRatio", "TokenGroupStatistics", "ConfiguredLoss", "RewardBatch"),
+    *("CompressionRatio", "TokenGroupStatistics", "ConfiguredLoss"),
 }
 
 
