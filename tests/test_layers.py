@@ -13,7 +13,7 @@ LAYERS = [
     {"packing"},
     {"attention"},
     {"models"},
-    {"rewards", "rollout", "data"},
+    {"rewards", "rollout", "data", "demo"},
     {"strategies"},
     {"algorithms"},
     {"callbacks"},

@@ -59,6 +59,7 @@ class RunProgressBar(RichProgressBar):
         if self.progress is not None and self.is_enabled:
             if self.train_progress_bar_id is None:
                 self._initialize_train_progress_bar_id()
+            assert self.train_progress_bar_id is not None
             self.progress.update(self.train_progress_bar_id, total=self.total_train_batches)
         elif super().is_enabled and self._lines is None:
             title = self._get_train_description(trainer.current_epoch)

@@ -25,6 +25,7 @@ PARTS = (
     "algorithms",
     "callbacks",
     "data",
+    "demo",
     "models",
     "rewards",
     "rollout",

@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from pl_grouprl.algorithms.saved_state import SavedStateModule
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule, TrainPromptLoader
+from pl_grouprl.data import PromptDataModule, TrainPromptLoader
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.types import Prompt
 
 PROMPTS = [Prompt([number + 1], prompt=str(number)) for number in range(20)]
