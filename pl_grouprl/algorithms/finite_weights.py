@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
+from pl_grouprl.utilities.finite import nonfinite_parameters
+from pl_grouprl.utilities.text import first_names
 
 if TYPE_CHECKING:
     from pl_grouprl.algorithms.policy_module import PolicyModule

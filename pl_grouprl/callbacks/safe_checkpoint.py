@@ -33,11 +33,12 @@ from pl_grouprl.utilities.checkpoint_files import (
 )
 from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
+from pl_grouprl.utilities.finite import nonfinite_parameters
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.run_options import changes_since, options_of, refused_changes
 from pl_grouprl.utilities.signals import StopRequest
+from pl_grouprl.utilities.text import first_names
 from pl_grouprl.utilities.verified_loading import verify_loads
 
 

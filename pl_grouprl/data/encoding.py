@@ -16,9 +16,10 @@ from pl_grouprl.data.media_places import (
     without_empty_keys,
 )
 from pl_grouprl.data.media_prompts import MediaPrompt, check_media, check_processor_options, count_media
-from pl_grouprl.data.row_checks import check_columns_of, shorten
+from pl_grouprl.data.row_checks import check_columns_of
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.types import Messages, Prompt
+from pl_grouprl.utilities.text import shorten
 
 log = logging.getLogger(__name__)
 
