@@ -22,7 +22,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from pl_grouprl.utilities.arguments import config_class, remedy
+from pl_grouprl.utilities.arguments import config_class, suggestion
 from pl_grouprl.utilities.config_files import refuse_duplicates, refuse_unknown_groups
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.loggers import prepare_loggers
@@ -105,7 +105,7 @@ def _about_unknown(option: str, group: str | None, class_path: str | None) -> st
         return f"The configuration has {', '.join(_AT_TOP)}" + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
     owner: Any = Trainer if class_path is None else locate(class_path)
     owner = config_class(owner, group) if group is not None and class_path is not None else owner
-    return f"{owner.__name__} takes no {name!r}{remedy(owner, name)}"
+    return f"{owner.__name__} takes no {name!r}{suggestion(owner, name)}"
 
 
 class RLTrainer(Trainer):
@@ -179,7 +179,7 @@ class SaveConfig(SaveConfigCallback):
         if self.already_saved or (stage != "fit" and not trainer.loggers):
             return
         from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, run_folder
-        from pl_grouprl.utilities.writes import remedy
+        from pl_grouprl.utilities.writes import explain_os_error
 
         folder = run_folder(trainer)
         if folder is None:
@@ -188,7 +188,7 @@ class SaveConfig(SaveConfigCallback):
         claim(trainer, file, self)
 
         def save() -> None:
-            with remedy(f"The configuration could not be saved in {file}"):
+            with explain_os_error(f"The configuration could not be saved in {file}"):
                 self.parser.save(self.config, str(file), skip_none=False, multifile=self.multifile)
 
         on_rank_zero(trainer, save)

@@ -1,7 +1,7 @@
 """What runs in a reward worker: calls arrive on a pipe, scores go back as JSON.
 
-The process that trains sends pickles, which it made itself. What comes back is never unpickled: a reward function may
-be talked into much by the completions that it reads.
+The process that trains sends pickles, which it made itself. What comes back is never unpickled: completions
+could make a reward function return anything.
 """
 
 from __future__ import annotations

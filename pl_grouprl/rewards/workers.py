@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: side by side, and killed where they take too long."""
+"""Reward functions in worker processes: in parallel, and killed if they take too long."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _Worker(threading.Thread):
                 continue
             try:
                 task.future.set_result(self._attempt(task))
-            except BaseException as error:  # whoever waits for the scores deals with it
+            except BaseException as error:  # raised where the scores are waited for
                 task.future.set_exception(error)
         self._end_process()
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other, beside gradients."""
+"""What the ranks of a run exchange besides gradients."""
 
 from __future__ import annotations
 

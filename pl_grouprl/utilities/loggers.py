@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from pl_grouprl.utilities.writes import OptionalWrites, remedy
+from pl_grouprl.utilities.writes import OptionalWrites, explain_os_error
 
 
 def prepare_loggers(loggers: Sequence[Logger]) -> None:
@@ -48,7 +48,7 @@ class _Guarded(Logger):
 
     @property
     def experiment(self) -> Any:
-        with remedy(f"{_name(self)} cannot write to {_place(self)}"):
+        with explain_os_error(f"{_name(self)} cannot write to {_place(self)}"):
             return super().experiment  # type: ignore[misc]
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:

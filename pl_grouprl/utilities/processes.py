@@ -29,8 +29,8 @@ def process_identity(pid: int) -> str:
 
 def is_here(identity: str) -> bool:
     """Whether the process with this identity runs or ran on this machine."""
-    own = process_identity(os.getpid())
-    return bool(own) and own.rpartition(" ")[0] == identity.rpartition(" ")[0]
+    this = process_identity(os.getpid())
+    return bool(this) and this.rpartition(" ")[0] == identity.rpartition(" ")[0]
 
 
 def kill_process(pid: int, identity: str) -> bool:

@@ -79,7 +79,7 @@ class RankJudge:
         self._failure_limit = min(rank_timeout, _FAILURE_LIMIT)
         self._seen: dict[int, _Seen] = {}
 
-    def hear(self, statuses: Iterable[RankStatus], now: float) -> None:
+    def record(self, statuses: Iterable[RankStatus], now: float) -> None:
         """Record the ranks' statuses and when they were read."""
         for status in statuses:
             seen = self._seen.setdefault(status.rank, _Seen(status, now))
@@ -97,13 +97,13 @@ class RankJudge:
             elif seen.waited_for is None:
                 seen.waited_for = now
 
-    def note_ended(self, rank: int, now: float) -> None:
+    def record_end(self, rank: int, now: float) -> None:
         """Record that a rank's process has ended."""
         seen = self._seen[rank]
         if seen.status.state == "running" and seen.failed is None:
             seen.failed = now
 
-    def start_anew(self, now: float) -> None:
+    def restart_clocks(self, now: float) -> None:
         """Restart all clocks, because this process itself has slept."""
         for seen in self._seen.values():
             seen.alive = now

@@ -150,9 +150,9 @@ class _Watch(threading.Thread):
         last = time.monotonic()
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
-            self._judge.hear(self._link.statuses, self._link.contact)
+            self._judge.record(self._link.statuses, self._link.contact)
             if now - last > max(2.0, self._judge.silence_limit / 10):  # this process itself has slept
-                self._judge.start_anew(now)
+                self._judge.restart_clocks(now)
                 self._link.contact = now
             last = now
             self._check(now)
@@ -184,7 +184,7 @@ class _Watch(threading.Thread):
         others = self._others()
         for other in others:
             if is_here(other.identity) and process_identity(other.pid) != other.identity:
-                self._judge.note_ended(other.rank, now)
+                self._judge.record_end(other.rank, now)
         verdicts = [(other.verdict, other.lost) for other in others if other.verdict]
         silence = now - self._link.contact
         if verdicts:

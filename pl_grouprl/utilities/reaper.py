@@ -45,7 +45,7 @@ def kill_tree(root: int) -> None:
             _send(os.kill, process, signal.SIGKILL)
         killed |= found
     _send(os.killpg, root, signal.SIGKILL)
-    _send(os.kill, root, signal.SIGKILL)  # in case it has no group of its own yet
+    _send(os.kill, root, signal.SIGKILL)  # in case it does not lead a process group yet
 
 
 def reap() -> None:

@@ -75,7 +75,7 @@ class OptionalWrites:
 
 
 @contextmanager
-def remedy(what: str) -> Iterator[None]:
+def explain_os_error(what: str) -> Iterator[None]:
     """Add to file system errors what could not be written, and what would help."""
     try:
         yield
