@@ -1,4 +1,4 @@
-"""Checkpoints that survive what ends a run: a kill at any moment, a full disk, a signal to stop."""
+"""Checkpoints that survive whatever ends a run: a kill at any moment, a full disk, a signal to stop."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class SafeCheckpoint(ModelCheckpoint):
         self._last_global_step_saved = 0
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Search as the command line does, where Lightning looks for `last`; finding none is an error."""
+        """Search for `last` as the command line does; finding none is an error."""
         return {last_checkpoint(trainer, trainer.lightning_module if trainer.state.fn == "fit" else None)}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -177,7 +177,7 @@ class SafeCheckpoint(ModelCheckpoint):
         self.on_sanity_check_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Save where that is due, and where a signal asks to stop.
+        """Save if it is due or a signal asks to stop.
 
         Raises:
             StoppedBySignal: On all ranks, after the checkpoint.
@@ -314,7 +314,7 @@ def _make_ready(folder: Path, trainer: Trainer) -> None:
 
 
 def _refuse_others(folder: Path, module: LightningModule, trainer: Trainer) -> None:
-    """Refuse to begin a run among the checkpoints of one that had other options."""
+    """Refuse to start a run in a folder with checkpoints of a run that had other options."""
     if not trainer.is_global_zero:
         return
     allowed = getattr(module, "allow_changed", ())

@@ -30,12 +30,12 @@ START_SECONDS = 600.0
 class RewardWorkers:
     """Worker processes for the calls of reward functions; pass it to `start_rewards` or `apply_rewards`.
 
-    Each worker serves one call at a time on its main thread, in a session of its own. One that takes too long is killed
+    Each worker serves one call at a time on its main thread, in its own session. One that takes too long is killed
     together with the processes that it started (on Linux including those in other sessions), and replaced, as is one
     that dies. All end with this process, even if it is killed.
 
-    Functions are sent to the workers once, by pickle. They keep what they remember between calls in each worker apart.
-    Workers are started afresh ("spawn"), so a script needs the usual `if __name__ == "__main__":`.
+    Functions are sent to the workers once, by pickle. State that they keep between calls is separate in each worker.
+    Workers are started by "spawn", so a script needs the usual `if __name__ == "__main__":`.
 
     Args:
         rewards: The functions, as `prepare_rewards` gives them. Async ones, and those that say that they stay in the

@@ -25,7 +25,7 @@ _DEEPEST = 3
 
 
 class _Object(NamedTuple):
-    """What a value is, and the descriptions of its parts by name."""
+    """What a value is, and descriptions of its parts by name."""
 
     itself: Any
     parts: Mapping[Any, Any]
@@ -136,7 +136,7 @@ def _limited(itself: Any, parts: Mapping[Any, Any]) -> _Object:
 
 
 def _function_parts(function: Any) -> dict[str, Any]:
-    """What tells functions of one name apart: the object of a method, defaults, closures, and a lambda's code."""
+    """What distinguishes functions of one name: a method's object, defaults, closures, and a lambda's code."""
     owner = getattr(function, "__self__", None)
     parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
     code = getattr(function, "__code__", None)

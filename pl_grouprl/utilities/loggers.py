@@ -17,7 +17,7 @@ from pl_grouprl.utilities.writes import OptionalWrites, explain_os_error
 def prepare_loggers(loggers: Sequence[Logger]) -> None:
     """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
-    - They settle on one version.
+    - They agree on one version.
     - Metrics of an earlier run in a `CSVLogger`'s folder, which it would delete, are renamed.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
       cannot even be opened is an error with the same details.

@@ -1,4 +1,4 @@
-"""Decides which rank of a run is lost, from the statuses that ranks publish and by the local clock alone."""
+"""Decides which rank of a run is lost, from the statuses that ranks publish and the local clock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RankStatus:
 
 @dataclass
 class _Seen:
-    """A rank's latest status, and when it last gave a sign of life, began to keep others waiting, and failed."""
+    """A rank's latest status; when it last gave a sign of life, began to keep others waiting, and failed."""
 
     status: RankStatus
     alive: float
@@ -104,7 +104,7 @@ class RankJudge:
             seen.failed = now
 
     def restart_clocks(self, now: float) -> None:
-        """Restart all clocks, because this process itself has slept."""
+        """Restart all clocks after this process itself has slept."""
         for seen in self._seen.values():
             seen.alive = now
             seen.waited_for = None if seen.waited_for is None else now
