@@ -125,6 +125,7 @@ OPTION_PATHS = {
     "trainer.callbacks": "",
     "trainer.default_root_dir": "output_dir default_local_dir",
     "trainer.devices": "n_gpus_per_node",
+    "trainer.enable_progress_bar": "disable_tqdm",
     "trainer.gradient_clip_val": "max_grad_norm grad_clip",
     "trainer.log_every_n_steps": "logging_steps",
     "trainer.logger": "report_to",
