@@ -20,8 +20,7 @@ from torch import Tensor
 
 from pl_grouprl import GRPO, PromptDataModule, RolloutGroup, SamplingConfig
 from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.data import MostFrequentDigit
-from pl_grouprl.models import WarmStartedPolicy
+from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 
 
 class MedianGRPO(GRPO):

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from pl_grouprl.utilities.arguments import config_class, remedy
+from pl_grouprl.utilities.arguments import config_class, suggestion
 from pl_grouprl.utilities.config_files import refuse_duplicates, refuse_unknown_groups
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.loggers import prepare_loggers
@@ -105,7 +105,7 @@ def _about_unknown(option: str, group: str | None, class_path: str | None) -> st
         return f"The configuration has {', '.join(_AT_TOP)}" + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
     owner: Any = Trainer if class_path is None else locate(class_path)
     owner = config_class(owner, group) if group is not None and class_path is not None else owner
-    return f"{owner.__name__} takes no {name!r}{remedy(owner, name)}"
+    return f"{owner.__name__} takes no {name!r}{suggestion(owner, name)}"
 
 
 class RLTrainer(Trainer):
@@ -179,7 +179,7 @@ class SaveConfig(SaveConfigCallback):
         if self.already_saved or (stage != "fit" and not trainer.loggers):
             return
         from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, run_folder
-        from pl_grouprl.utilities.writes import remedy
+        from pl_grouprl.utilities.writes import explain_os_error
 
         folder = run_folder(trainer)
         if folder is None:
@@ -188,7 +188,7 @@ class SaveConfig(SaveConfigCallback):
         claim(trainer, file, self)
 
         def save() -> None:
-            with remedy(f"The configuration could not be saved in {file}"):
+            with explain_os_error(f"The configuration could not be saved in {file}"):
                 self.parser.save(self.config, str(file), skip_none=False, multifile=self.multifile)
 
         on_rank_zero(trainer, save)
@@ -274,7 +274,7 @@ class RLCLI(LightningCLI):
         if config.get("fast_dev_run") and isinstance(config.get("callbacks"), list):
             # ModelCheckpoint(save_last=True) would write into the working directory when training ends.
             config["callbacks"] = [own for own in config["callbacks"] if not isinstance(own, Checkpoint)]
-        return super()._instantiate_trainer(config, callbacks)
+        return super()._instantiate_trainer(config, [*callbacks, *_default_progress_bar(config)])
 
     def after_instantiate_classes(self) -> None:
         """Get the loggers ready before the first of them creates its folder."""
@@ -301,6 +301,17 @@ class RLCLI(LightningCLI):
         print(*reports, sep="\n")
         if not all(report.passed for report in reports):
             sys.exit(1)
+
+
+def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:
+    """Our progress bar, unless the configuration names one or wants none."""
+    named = config.get("callbacks") or []
+    named = named if isinstance(named, list) else [named]
+    if config.get("enable_progress_bar") is False or any(isinstance(own, ProgressBar) for own in named):
+        return []
+    from pl_grouprl.callbacks import RunProgressBar
+
+    return [RunProgressBar()]
 
 
 def _refuse_missing_gpu(accelerator: Any) -> None:

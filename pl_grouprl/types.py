@@ -153,10 +153,7 @@ class SamplingConfig:
                 f"SamplingConfig.stop is the string {self.stop!r}; pass a list of strings, [{self.stop!r}]."
             )
         checks = {
-            "max_new_tokens": (
-                self.max_new_tokens >= 1 and self.max_new_tokens % 1 == 0,
-                "a whole number, at least 1",
-            ),
+            "max_new_tokens": (self.max_new_tokens >= 1, "a whole number, at least 1"),
             "temperature": (self.temperature >= 0, "0 (greedy) or larger"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, "0 (off) or larger"),

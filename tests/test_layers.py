@@ -17,7 +17,7 @@ LAYERS = [
     {"models"},
     {"strategies"},
     {"sync"},
-    {"rewards", "rollout", "data"},
+    {"rewards", "rollout", "data", "demo"},
     {"training"},
     {"algorithms"},
     {"callbacks"},

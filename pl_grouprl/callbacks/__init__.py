@@ -2,6 +2,7 @@
 
 from pl_grouprl.callbacks.completions_table import CompletionsTable
 from pl_grouprl.callbacks.export_policy import ExportPolicy
+from pl_grouprl.callbacks.progress_bar import RunProgressBar
 from pl_grouprl.callbacks.run_summary import RunSummary
 from pl_grouprl.callbacks.safe_checkpoint import SafeCheckpoint, StoppedBySignal
 from pl_grouprl.callbacks.shared_prefix import SharedPrefixCallback
@@ -15,6 +16,7 @@ __all__ = [
     "CompressionRatio",
     "ExportPolicy",
     "RankWatchdog",
+    "RunProgressBar",
     "RunSummary",
     "SafeCheckpoint",
     "SharedPrefixCallback",

@@ -1,4 +1,4 @@
-"""A table of prompts, completions and rewards: on the console, in TensorBoard, and in a file that only grows."""
+"""A table of prompts, completions and rewards: on the console, in TensorBoard, and appended to a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONSOLE_WIDTH = 120
 
 @checked_arguments
 class CompletionsTable(Callback):
-    """Show what the policy writes, every so many optimizer steps and at the first.
+    """Show completions of the policy at the first optimizer step and every `every_n_steps` steps.
 
     Works with any module that has an attribute `last_rollouts`: a list of `RolloutGroup`, or an object whose `groups`
     is one, as `GRPO` has. Rows are those of rank 0. Every completion of the chosen groups becomes one line of
@@ -88,7 +88,7 @@ class CompletionsTable(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the table where it is due."""
+        """Write the table if it is due."""
         if not trainer.is_global_zero or trainer.global_step < self._next_step:
             return
         rollouts: Any = pl_module.last_rollouts
@@ -169,8 +169,8 @@ def render_table(rows: Sequence[Row], max_characters: int) -> str:
     for row in rows:
         if previous is not None and row["group"] != previous:
             table.add_section()
-        prompt = "" if row["group"] == previous else shorten(row["prompt"], max_characters)
-        completion = shorten(row["completion"], max_characters)
+        prompt = "" if row["group"] == previous else printable_line(row["prompt"], max_characters)
+        completion = printable_line(row["completion"], max_characters)
         cells = (prompt, completion, _reward(row), str(row["num_tokens"]), row["finish_reason"] or "")
         table.add_row(*(Text(cell) for cell in cells))  # Text: brackets of a completion are no markup
         previous = row["group"]
@@ -183,13 +183,13 @@ def markdown_table(rows: Sequence[Row], max_characters: int) -> str:
     """Write the rows as a Markdown table, which TensorBoard renders."""
     lines = ["| prompt | completion | reward | tokens | end |", "|---|---|---|---|---|"]
     for row in rows:
-        texts = (shorten(row[name], max_characters).replace("|", "\\|") for name in ("prompt", "completion"))
+        texts = (printable_line(row[name], max_characters).replace("|", "\\|") for name in ("prompt", "completion"))
         lines.append(f"| {' | '.join(texts)} | {_reward(row)} | {row['num_tokens']} | {row['finish_reason'] or ''} |")
     return "\n".join(lines)
 
 
-def shorten(text: str, max_characters: int) -> str:
-    """Make one printable line of it: control characters written out, the middle left out where it is too long."""
+def printable_line(text: str, max_characters: int) -> str:
+    """Make one printable line: control characters escaped, the middle left out if it is too long."""
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
     if len(line) <= max_characters:
         return line

@@ -1,4 +1,4 @@
-"""One picture of a run."""
+"""The metrics of a run as one picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a fit ends with the current epoch, and how an epoch that was cut short is counted."""
+"""Whether a fit ends with the current epoch, and how an unfinished epoch is counted."""
 
 from __future__ import annotations
 

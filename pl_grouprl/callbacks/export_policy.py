@@ -19,7 +19,7 @@ from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, refuse_foreign,
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.writes import remedy
+from pl_grouprl.utilities.writes import explain_os_error
 
 EXPORTED = "export.json"
 """File in every folder that `ExportPolicy` has written; only such a folder is replaced."""
@@ -147,7 +147,7 @@ def export(
     refuse_foreign(target, "ExportPolicy", is_export)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with remedy(what), _as_os_error():
+        with explain_os_error(what), _as_os_error():
             model.save_pretrained(unfinished, **({} if state is None else {"state_dict": _without_tied(model, state)}))
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
@@ -189,7 +189,7 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _check_writable(folder: Path) -> None:
-    with remedy(f"The policy could not be exported to {folder}"):
+    with explain_os_error(f"The policy could not be exported to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

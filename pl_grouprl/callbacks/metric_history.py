@@ -1,4 +1,4 @@
-"""The numbers of a run over its steps, kept without a logger and carried through checkpoints."""
+"""The metrics of a run by step, kept without a logger and saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Point = tuple[int, float]
 
 
 class MetricHistory:
-    """For each metric its values and the optimizer steps they belong to, in order."""
+    """Values of each metric with their optimizer steps, in order."""
 
     def __init__(self) -> None:
         self.points: dict[str, list[Point]] = {}
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add one value of each metric; what is not finite is left out, a second value of a step replaces the first."""
+        """Add a value of each metric; skips what is not finite, and a second value of a step replaces the first."""
         for name, value in metrics.items():
             number = float(value)
             if not math.isfinite(number):
@@ -50,5 +50,5 @@ class MetricHistory:
         return {name: [list(point) for point in points] for name, points in self.points.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.points = {name: [(int(step), float(value)) for step, value in points] for name, points in state.items()}

@@ -1,4 +1,4 @@
-"""The folder of a run, which it shares with no other run, and in which it touches only its own files."""
+"""The folder of a run, shared with no other run; the run touches only files that it wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pl_grouprl.utilities.checkpoint_files import process_name
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.last_checkpoint import runs_folder
-from pl_grouprl.utilities.writes import remedy
+from pl_grouprl.utilities.writes import explain_os_error
 
 MARKER = "run.json"
 """File with which a run takes its folder."""
@@ -106,7 +106,7 @@ def _take_folder(trainer: Trainer) -> Path:
     place = folder or root
     if re.match(r"\w{2,}:/", str(place)):
         raise ValueError(f"The run folder would be in {place}; pass a logger or a default_root_dir that is local.")
-    with remedy(f"No run folder can be made in {place}"):
+    with explain_os_error(f"No run folder can be made in {place}"):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             if _take(folder):

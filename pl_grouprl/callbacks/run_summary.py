@@ -1,4 +1,4 @@
-"""What a run came to: a few lines on the console, `summary.json` and `curves.png` in the run folder."""
+"""Results of a run: a few lines on the console, `summary.json` and `curves.png` in the run folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALIDATION_PREFIXES = ("val/", "val_")
 
 @checked_arguments
 class RunSummary(Callback):
-    """Keep every logged metric over the run and sum it up when training ends.
+    """Keep every logged metric over the run and summarize them when training ends.
 
     A value counts for the step in which it was logged, though Lightning repeats it in later steps.
 
@@ -74,7 +74,7 @@ class RunSummary(Callback):
         self._seen = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Record what the step before has logged since this callback's `on_train_batch_end`."""
+        """Record what the previous step logged after this callback's `on_train_batch_end`."""
         self._record_training(trainer)
 
     def on_train_batch_end(
@@ -140,7 +140,7 @@ class RunSummary(Callback):
             self.history.record(self._last_step, fresh)
 
     def _stop_clock(self) -> None:
-        """Add what has passed since the last look; the clock goes on."""
+        """Add the time since the last call; the clock keeps running."""
         if self._started is not None:
             now = time.monotonic()
             self.training_seconds += now - self._started
@@ -148,7 +148,7 @@ class RunSummary(Callback):
 
 
 def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Path | None) -> str:
-    """Put the figures that matter into a few lines; what was not logged is left out."""
+    """The most important figures in a few lines; what was not logged is left out."""
     lines = [f"Run summary: {steps} steps in {seconds:.0f} s"]
     if "reward" in statistics:
         reward = statistics["reward"]

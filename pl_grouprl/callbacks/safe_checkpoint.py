@@ -1,4 +1,4 @@
-"""Checkpoints that survive what ends a run: a kill at any moment, a full disk, a signal to stop."""
+"""Checkpoints that survive whatever ends a run: a kill at any moment, a full disk, a signal to stop."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from pl_grouprl.callbacks.end_of_run import epoch_as_it_stands, run_ends
 from pl_grouprl.callbacks.run_folder import is_trial, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.checkpoint_files import (
-    about,
     commit,
+    finish_interrupted,
     link,
     process_name,
+    read_manifest,
     remove,
     remove_leftovers,
-    settle,
     unfinished_path,
 )
 from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
-from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
+from pl_grouprl.utilities.finite import nonfinite_parameters
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.run_options import changes_since, options_of, refused_changes
 from pl_grouprl.utilities.signals import StopRequest
+from pl_grouprl.utilities.text import first_names
 from pl_grouprl.utilities.verified_loading import verify_loads
 
 
@@ -53,17 +54,17 @@ class StoppedBySignal(SystemExit):
 class SafeCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint, with complete checkpoints at every moment and one more when a signal ends the run.
 
-    A checkpoint is written beside its name, file or folder, and renamed when all of it is on the disk; a manifest with
-    hashes tells a torn one, and is verified whenever the Trainer loads a checkpoint. If one cannot be written, or a
-    weight has NaN or inf, the run ends with an error on all ranks and earlier checkpoints are untouched. What killed
-    runs have left unfinished is removed at the start.
+    A checkpoint, file or folder, is written under a temporary name and renamed once all of it is on the disk. A
+    manifest with hashes reveals a torn one; it is verified whenever the Trainer loads a checkpoint. If one cannot be
+    written, or a weight has NaN or inf, the run ends with an error on all ranks and earlier checkpoints are untouched.
+    Unfinished files of killed runs are removed at the start.
 
     The last step of a run is saved too, before the policy is exported: like periodic checkpoints or, with `monitor`, as
     `last`; not if nothing is to be saved (`save_top_k=0` without `save_last`). `ckpt_path="last"` in the Trainer's
     methods means the newest complete checkpoint of earlier runs of this name, as on the command line.
 
-    SIGTERM, SIGUSR1 and Ctrl-C, to whichever rank, are noted; after the training batch at hand all ranks save `last`
-    and stop (`StoppedBySignal`). A signal after the last batch lets the run finish first. A second Ctrl-C ends the
+    SIGTERM, SIGUSR1 and Ctrl-C may reach any rank; after the current training batch all ranks save `last` and stop
+    (`StoppedBySignal`). A signal after the last batch lets the run finish first. A second Ctrl-C ends the
     process at once. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from by itself,
     and requeues the job.
 
@@ -100,19 +101,19 @@ class SafeCheckpoint(ModelCheckpoint):
         if "://" in str(self.dirpath):
             raise ValueError(f"dirpath is {self.dirpath}; SafeCheckpoint needs a local folder, use ModelCheckpoint.")
         folder = Path(str(self.dirpath))
-        if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one of the user's own
+        if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one that the user passed
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
 
     def _forget_run(self) -> None:
-        """Begin anew with another Trainer: its run has a folder of its own, and the former one's checkpoints stay."""
+        """Start over with another Trainer: its run has another folder, and the previous run's checkpoints stay."""
         self.dirpath = self._chosen_by = None
         self.best_k_models, self.current_score, self.best_model_score = {}, None, None
         self.kth_best_model_path = self.best_model_path = self.last_model_path = self._last_checkpoint_saved = ""
         self._last_global_step_saved = 0
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Search as the command line does, where Lightning looks for `last`; finding none is an error."""
+        """Search for `last` as the command line does; finding none is an error."""
         return {last_checkpoint(trainer, trainer.lightning_module if trainer.state.fn == "fit" else None)}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -176,7 +177,7 @@ class SafeCheckpoint(ModelCheckpoint):
         self.on_sanity_check_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Save where that is due, and where a signal asks to stop.
+        """Save if it is due or a signal asks to stop.
 
         Raises:
             StoppedBySignal: On all ranks, after the checkpoint.
@@ -296,7 +297,7 @@ def _make_ready(folder: Path, trainer: Trainer) -> None:
     if not trainer.is_global_zero:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    settle(folder)
+    finish_interrupted(folder)
     remove_leftovers(folder)
     trial = unfinished_path(folder / "trial", process_name())
     trial.touch()
@@ -304,12 +305,12 @@ def _make_ready(folder: Path, trainer: Trainer) -> None:
 
 
 def _refuse_others(folder: Path, module: LightningModule, trainer: Trainer) -> None:
-    """Refuse to begin a run among the checkpoints of one that had other options."""
+    """Refuse to start a run in a folder with checkpoints of a run that had other options."""
     if not trainer.is_global_zero:
         return
     allowed = getattr(module, "allow_changed", ())
     for checkpoint in sorted(folder.glob("*.ckpt")):
-        changes = changes_since(about(checkpoint), module)
+        changes = changes_since(read_manifest(checkpoint), module)
         refused = refused_changes(changes, allowed)
         if refused:
             raise ValueError(

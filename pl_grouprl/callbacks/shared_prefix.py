@@ -161,7 +161,7 @@ class SharedPrefixCallback(Callback):
             "prefix/token_ratio": sum(s.repeated_tokens for s in savings) / sum(s.tokens for s in savings),
             "prefix/flops_ratio": sum(s.repeated_flops for s in savings) / sum(s.flops for s in savings),
             "prefix/padding_fraction": sum(call.padding_fraction for _, call in calls) / len(calls),
-            # A slice has its prompt in front, and a prompt alone a rollout without tokens behind it.
+            # A slice starts with its prompt; a prompt alone is followed by a rollout without tokens.
             "prefix/groups": float(sum(layout.num_groups for layout, part in layouts if part != "slice")),
             "prefix/segments": float(sum(len(layout.segments) - (part is not None) for layout, part in layouts)),
         }
@@ -209,8 +209,8 @@ class _Saving(NamedTuple):
 
 def _key(call: CallReport, cost: ModelCost) -> Hashable:
     """What calls with the same saving have in common, among those of one step."""
-    own = call if call.layout is None else call.layout
-    return id(own), call.part, id(cost)
+    source = call if call.layout is None else call.layout
+    return id(source), call.part, id(cost)
 
 
 def decoders_of(module: LightningModule) -> list[PreTrainedModel]:

@@ -37,7 +37,7 @@ class _TokenGroupMetric(Metric):
         self.counts += torch.stack([counts.get(name, zero) for name in COUNTS]).to(self.counts.device)
 
     def by_name(self) -> dict[str, Tensor]:
-        """The counts; without those by cause where the groups had none."""
+        """The counts; without those by cause if the groups had none."""
         named = dict(zip(COUNTS, self.counts, strict=True))
         if named["positions"] > 0 and not self.counts[2:].any():
             return {name: named[name] for name in COUNTS[:2]}
@@ -66,7 +66,7 @@ class TokenGroupStatistics(_TokenGroupMetric):
 
 
 class CompressionRatio(_TokenGroupMetric):
-    """1 - endpoints / tokens, over everything since the last reset: what `ThresholdController.update` wants."""
+    """1 - endpoints / tokens, over everything since the last reset: what `ThresholdController.update` takes."""
 
     def compute(self) -> Tensor:
         """A float scalar; NaN where there was no token."""

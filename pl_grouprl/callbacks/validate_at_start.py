@@ -10,7 +10,7 @@ from pl_grouprl.callbacks.run_folder import is_trial
 class ValidateAtStart(Callback):
     """Run the validation loop once before training, and log it (verl's `val_before_train`).
 
-    Lightning's sanity check runs validation too, but logs nothing. Set `num_sanity_val_steps: 0` beside this callback.
+    Lightning's sanity check runs validation too, but logs nothing; set `num_sanity_val_steps: 0` with this callback.
     A resumed run begins with a validation as well: Lightning saves a checkpoint before the validation of the same step,
     which would be missing otherwise.
     """

@@ -1,13 +1,14 @@
-"""Prompts: files and built-in tasks, the data module, and its batches."""
+"""Prompts: files, the data module, and its batches."""
 
 from pl_grouprl.data.loaders import EvalPromptLoader, PromptBatch, TrainPromptLoader
 from pl_grouprl.data.prompt_data_module import PromptDataModule
 from pl_grouprl.data.sources import PromptSource
-from pl_grouprl.data.tasks import MostFrequentDigit
+from pl_grouprl.utilities.deprecation import moved_names
+
+__getattr__ = moved_names(__name__, {"MostFrequentDigit": "pl_grouprl.demo.MostFrequentDigit"})
 
 __all__ = [
     "EvalPromptLoader",
-    "MostFrequentDigit",
     "PromptBatch",
     "PromptDataModule",
     "PromptSource",

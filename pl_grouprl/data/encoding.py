@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pl_grouprl.data.row_checks import check_columns_of, shorten
+from pl_grouprl.data.row_checks import check_columns_of
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.media.places import (
     check_contents,
@@ -20,6 +20,7 @@ from pl_grouprl.media.places import (
 from pl_grouprl.media.processor import check_processor_options
 from pl_grouprl.media.prompts import MediaPrompt, check_row_media, count_media
 from pl_grouprl.types import Messages, Prompt
+from pl_grouprl.utilities.text import shorten
 
 log = logging.getLogger(__name__)
 

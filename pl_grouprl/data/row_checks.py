@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pl_grouprl.utilities.text import shorten
+
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments that reward functions with TRL's signature get in addition to the columns."""
 
@@ -65,12 +67,6 @@ def check_columns_of(values: Mapping[str, Any], prompt_column: str, where: str) 
     for name, reference in references.items():
         if isinstance(reference, float) and math.isnan(reference):
             raise ValueError(f"{where}: {name!r} is NaN, no reference; write the answer, or null for none.")
-
-
-def shorten(value: Any, length: int = 80) -> str:
-    """The repr of a value, cut to a length for error messages."""
-    text = repr(value)
-    return text if len(text) <= length else text[:length] + "..."
 
 
 def _broken_text(value: Any) -> str | None:

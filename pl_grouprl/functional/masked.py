@@ -1,4 +1,4 @@
-"""Masked sums, means and whitening, and the shape checks that every function on the flat token axis begins with.
+"""Masked sums and whitening, and the shape checks that every function on the flat token axis begins with.
 
 Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
 """
@@ -64,19 +64,6 @@ def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
     check_flat(values_N=values_N, mask_N=mask_N)
     check_mask(mask_N)
     return values_N.masked_fill(~mask_N, 0).sum()
-
-
-def masked_mean(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Average the values where the mask is true.
-
-    Args:
-        values_N: Any values, shape [N].
-        mask_N: Which to average, bool, shape [N].
-
-    Returns:
-        A scalar; 0 if the mask is false everywhere.
-    """
-    return masked_sum(values_N, mask_N) / mask_N.sum().clamp(min=1)
 
 
 def sum_per_rollout(values_N: Tensor, rollout_index_N: Tensor, num_rollouts: int) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.types import Messages
+from pl_grouprl.utilities.text import shorten
 
 KINDS = ("image", "video")
 _TAGS = re.compile("(<image>|<video>)")
@@ -34,15 +35,15 @@ def check_contents(messages: Messages, where: str) -> None:
         if message["role"] == "tool" or content is None:
             continue
         if not isinstance(content, (str, list, tuple)):
-            raise ValueError(f"{place} is {str(content)[:80]!r}, not a string or a list of parts; correct the row.")
+            raise ValueError(f"{place} is {shorten(str(content))}, not a string or a list of parts; correct the row.")
         for index, part in enumerate(() if isinstance(content, str) else content):
             if not _is_part(part):
                 raise ValueError(
-                    f"{place}[{index}] is {str(part)[:80]!r}; a part is a dictionary with a 'type', such as "
+                    f"{place}[{index}] is {shorten(str(part))}; a part is a dictionary with a 'type', such as "
                     "{'type': 'text', 'text': ...} or {'type': 'image'}."
                 )
             if part["type"] == "text" and not isinstance(part.get("text"), str):
-                raise ValueError(f"{place}[{index}].text is {str(part.get('text'))[:80]!r}, not a string.")
+                raise ValueError(f"{place}[{index}].text is {shorten(str(part.get('text')))}, not a string.")
             if part["type"] in _OTHER_TYPES:
                 raise ValueError(
                     f"{place}[{index}] has the type {part['type']!r}; put what it shows into the column of "

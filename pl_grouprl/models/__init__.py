@@ -8,7 +8,9 @@ from pl_grouprl.models.lora_critic import LoRACritic
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
-from pl_grouprl.models.warm_start import WarmStartedPolicy
+from pl_grouprl.utilities.deprecation import moved_names
+
+__getattr__ = moved_names(__name__, {"WarmStartedPolicy": "pl_grouprl.demo.WarmStartedPolicy"})
 
 __all__ = [
     "Critic",
@@ -23,7 +25,6 @@ __all__ = [
     "PretrainedPolicy",
     "SharedTrunkCritic",
     "ValueHead",
-    "WarmStartedPolicy",
     "check_critic_parity",
     "hidden_states",
     "rollout_logprobs",

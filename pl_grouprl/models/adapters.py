@@ -14,7 +14,7 @@ from torch import nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
-from pl_grouprl.models.loading import WeightMismatch, check_finite, check_mismatch, readable_weights
+from pl_grouprl.models.loading import WeightMismatch, check_finite_weights, check_mismatch, readable_weights
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
@@ -336,7 +336,7 @@ def _load_weights(model: Any, path: str, name: str) -> None:
     )
     remedy = "Pass the base model that it was trained on, and all of its files."
     check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", remedy=remedy)
-    check_finite(state, owner)
+    check_finite_weights(state, owner)
     set_peft_model_state_dict(model, state, adapter_name=name)
 
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.finite import nonfinite_tensors
+from pl_grouprl.utilities.text import first_names
 
 OPTION = "allow_mismatched_weights"
 """Name of the option wherever weights are loaded."""
 
-_CHECKED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMED = 6
 """Most weights that an error names."""
 
@@ -66,7 +67,7 @@ class WeightMismatch:
             "unknown to the model": sorted(self.unexpected),
             "of another shape": sorted(shapes),
         }
-        return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+        return "; ".join(f"{kind}: {first_names(names, _NAMED)}" for kind, names in kinds.items() if names)
 
 
 def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[str] = (), **options: Any) -> Any:
@@ -100,7 +101,7 @@ def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[
     misshaped = {name: (own, expected) for name, own, expected in found["mismatched_keys"]}
     mismatch = WeightMismatch(tuple(found["missing_keys"]), tuple(unexpected), misshaped)
     check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", allowed)
-    check_finite(model.state_dict(), owner)
+    check_finite_weights(model.state_dict(), owner)
     return model
 
 
@@ -120,7 +121,7 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
     if unused:
         raise ValueError(
             f"{OPTION} has {unused[0]!r}, which matches no weight that is missing, unknown or of another shape "
-            f"(those are {_listed(sorted(mismatch.names))}); leave it out."
+            f"(those are {first_names(sorted(mismatch.names), _NAMED)}); leave it out."
         )
     left = mismatch.without(allowed)
     if left.names:
@@ -131,19 +132,18 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
         raise ValueError(f"{refusal}: {len(left.names)} of its weights differ: {left}. {remedy}")
 
 
-@torch.no_grad()
-def check_finite(weights: dict[str, Tensor], owner: str) -> None:
+def check_finite_weights(weights: dict[str, Tensor], owner: str) -> None:
     """Refuse weights that hold NaN or infinity.
 
     Raises:
         ValueError: Names them and the dtype in which they were loaded.
     """
-    broken = {name: weight for name, weight in weights.items() if not _is_finite(weight)}
+    broken = nonfinite_tensors(weights.items())
     if broken:
-        dtype = next(iter(broken.values())).dtype
+        dtype = weights[broken[0]].dtype
         raise ValueError(
             f"{owner} has NaN or infinity in {len(broken)} of its weights, as loaded in {dtype}: "
-            f"{_listed(sorted(broken))}. Use earlier weights, or a dtype with a larger range."
+            f"{first_names(sorted(broken), _NAMED)}. Use earlier weights, or a dtype with a larger range."
         )
 
 
@@ -219,13 +219,6 @@ def _belongs_to_a_head(name: str, model: Any) -> bool:
     return name.partition(".")[0] not in body
 
 
-def _is_finite(weight: Tensor) -> bool:
-    """Check in one pass, without a copy: the minimum and maximum are NaN if any value is."""
-    if weight.dtype not in _CHECKED_DTYPES or weight.is_meta or not weight.numel():
-        return True
-    return all(bool(torch.isfinite(value)) for value in torch.aminmax(weight))
-
-
 @contextmanager
 def _repeatable(allowed: Sequence[str]) -> Iterator[None]:
     """Draw allowed weights from a fixed seed, without touching the global random state."""
@@ -235,8 +228,3 @@ def _repeatable(allowed: Sequence[str]) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed("new weights", 0))
         yield
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (", ".join(names[:_NAMED]) or "none") + more

@@ -78,15 +78,6 @@ def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Ten
     return hidden.flatten(0, 1)
 
 
-def predicting_hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
-    """Run the decoder and keep the hidden states that predict response tokens, shape [N, D].
-
-    Raises:
-        RuntimeError: As `hidden_states` does.
-    """
-    return hidden_states(model, batch).index_select(0, batch.predict_index_N)
-
-
 def score(
     model: PreTrainedModel,
     batch: ScoringBatch,

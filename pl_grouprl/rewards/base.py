@@ -27,8 +27,8 @@ verl's, called once per rollout, returns a number, or a dictionary whose `score`
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
-The third is for what needs token ids and knows what to do with prompts that stand in several rollouts, such as
-`ModelReward`. It is called once, with the `RolloutGroup`s, and returns for each group one number or None per rollout::
+The third is for functions that need token ids and handle prompts shared by several rollouts, such as `ModelReward`. It
+is called once, with the `RolloutGroup`s, and returns for each group one number or None per rollout::
 
     f(groups) -> list[list[float | None]]
 

@@ -38,7 +38,7 @@ class CallRunner(Protocol):
 
 
 class PendingScores:
-    """The calls of all functions, begun where they run beside this thread.
+    """The calls of all functions; those that run outside this thread have begun.
 
     A call that raises (`sys.exit()` too, which would end the run or its event loop) is repeated `retries` times, one
     that took too long is not. A call for many groups is then made once per group. What still fails is marked so.

@@ -96,8 +96,7 @@ class CodeTests:
         max_concurrent: int = 4,
         limits: SandboxLimits | None = None,
     ) -> None:
-        valid = isinstance(max_concurrent, int) and max_concurrent >= 1
-        check_options({"CodeTests.max_concurrent": (max_concurrent, valid, "a whole number, at least 1")})
+        check_options({"CodeTests.max_concurrent": (max_concurrent, max_concurrent >= 1, "a whole number, at least 1")})
         self.column = column
         self.all_or_nothing = all_or_nothing
         self.max_concurrent = max_concurrent

@@ -263,7 +263,7 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int]) ->
             f"Reward function {reward.name!r} returned {len(result)} rewards for {len(group_of)} completions; "
             "return one number or None per completion, in their order."
         )
-    return [Score(_number(reward, value)) for value in result]
+    return [Score(_reward_value(reward, value)) for value in result]
 
 
 def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
@@ -331,17 +331,17 @@ def _read_verl(reward: PreparedReward, result: Any) -> Score:
     if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
         return Score(result)
     if not isinstance(result, Mapping):
-        return Score(_number(reward, result))
+        return Score(_reward_value(reward, result))
     if "score" not in result:
         raise ValueError(
             f"Reward function {reward.name!r} returned a dictionary with the keys {sorted(result)}; "
             "it must have the key 'score'."
         )
     extras = {key: float(value) for key, value in result.items() if key != "score" and isinstance(value, Real)}
-    return Score(_number(reward, result["score"]), extras)
+    return Score(_reward_value(reward, result["score"]), extras)
 
 
-def _number(reward: PreparedReward, value: Any) -> float | None:
+def _reward_value(reward: PreparedReward, value: Any) -> float | None:
     if value is None:
         return None
     if hasattr(value, "item"):  # scalar arrays and tensors

@@ -32,9 +32,9 @@ class CosineLengthReward:
     """Cosine reward of arXiv:2502.03373. Has TRL's signature; takes the place of the correctness reward.
 
     A correct answer earns `max_value_correct` when it is empty and falls to `min_value_correct` at `max_len`. A wrong
-    one earns `min_value_wrong` when it is empty and rises to `max_value_wrong` at `max_len`: whoever does not know yet
-    may think for longer. What is longer than `max_len` counts as `max_len` (the cosine of open-r1's
-    `get_cosine_scaled_reward` turns back there and treats it as shorter again; up to there, with
+    one earns `min_value_wrong` when it is empty and rises to `max_value_wrong` at `max_len`: a policy that does
+    not know the answer yet may think for longer. What is longer than `max_len` counts as `max_len` (the cosine of
+    open-r1's `get_cosine_scaled_reward` turns back there and treats it as shorter again; up to there, with
     `unit="character"`, the numbers are equal).
 
     Args:
@@ -81,7 +81,7 @@ class CosineLengthReward:
         if self.correct.convention not in ("trl", "verl"):
             raise ValueError(
                 f"CosineLengthReward.correct is {self.correct.name!r}, which has neither TRL's nor verl's signature; "
-                "pass a function of completions, or add that reward beside this one."
+                "pass a function of completions, or add that reward next to this one."
             )
 
     @property

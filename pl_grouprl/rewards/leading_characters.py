@@ -1,4 +1,4 @@
-"""Reward that grows with every leading character of the answer that is right."""
+"""Reward for the leading characters of the answer that are correct."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def leading_correct_share(completion: str, answer: str) -> float:
 class LeadingCorrectCharacters:
     """Share of leading characters that are right, see `leading_correct_share`. Has verl's signature.
 
-    A sampled completion earns something for every step in the right direction, which gives a policy that is seldom
-    exactly right something to learn from.
+    Partly correct completions earn something, so a policy that is rarely exactly right has something to learn from.
     """
 
     def __call__(

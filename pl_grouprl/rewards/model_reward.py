@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier that scores whole groups, what their sequences share encoded once."""
+"""A reward model: a sequence classifier that scores whole groups and encodes their shared prefixes once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class ModelReward:
     """The score that a `...ForSequenceClassification` model gives to prompt and completion.
 
-    Scores are the model's own logits: read, as transformers does, at the last token that is not the padding token. (Of
+    Scores are the model's logits, read as transformers does, at the last token that is not the padding token. (Of
     a model whose padding token ends completions, that is the one before the end token.) That suits decoders; a model
     that reads its scores elsewhere, as encoders do, is found out by a short forward pass, and refused. The model is
     loaded when the run is set up, or at the first call, stays in evaluation mode and is never trained.

@@ -1,7 +1,6 @@
 """Detects what a reward function changes in the training process, restores it where possible, and warns.
 
-A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint; one that a
-function ends with `os._exit(0)` looks finished.
+A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from pl_grouprl.rewards.reaper import children as children_of
+from pl_grouprl.rewards.exit_gate import exits_refused
+from pl_grouprl.utilities.reaper import children as children_of
 
 try:
     import resource
@@ -41,7 +40,7 @@ def left_as_found(name: str, *, children: bool) -> Iterator[None]:
         with exits_refused():
             yield
     finally:
-        for what, detail in before.put_back(children):
+        for what, detail in before.restore(children):
             if (name, what) not in _warned:
                 _warned.add((name, what))
                 log.warning(
@@ -72,7 +71,7 @@ class _State:
             children_of(os.getpid()) if children else set(),
         )
 
-    def put_back(self, children: bool) -> Iterator[tuple[str, str]]:
+    def restore(self, children: bool) -> Iterator[tuple[str, str]]:
         """Undo changes since then; yields each kind of change and its details."""
         now = _State.now(children)
         if now.directory != self.directory:
@@ -82,13 +81,13 @@ class _State:
         if names := [name for name in {**self.environment, **now.environment} if _differs(self, now, name)]:
             yield "changed the environment", f": {sorted(names)}"
         if threading.current_thread() is threading.main_thread():
-            yield from self._put_back_signals(now)
+            yield from self._restore_signals(now)
         if names := [name for name in self.limits if self.limits[name] != now.limits[name]]:
-            yield "changed the limits of the process", f": {[self._put_back_limit(name) for name in names]}"
+            yield "changed the limits of the process", f": {[self._restore_limit(name) for name in names]}"
         if left := now.children - self.children:
             yield "left processes", f": {sorted(left)}"
 
-    def _put_back_signals(self, now: _State) -> Iterator[tuple[str, str]]:
+    def _restore_signals(self, now: _State) -> Iterator[tuple[str, str]]:
         if now.alarm and not self.alarm:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             yield "left an alarm", " (cancelled)"
@@ -99,7 +98,7 @@ class _State:
         if changed:
             yield "changed signal handlers", f" of {[number.name for number in changed]} (put back)"
 
-    def _put_back_limit(self, name: str) -> str:
+    def _restore_limit(self, name: str) -> str:
         kind, (soft, hard) = getattr(resource, name), self.limits[name]
         try:
             resource.setrlimit(kind, (soft, hard))
@@ -117,48 +116,3 @@ def _directory() -> str:
 
 def _differs(before: _State, now: _State, name: str) -> bool:
     return before.environment.get(name) != now.environment.get(name)
-
-
-# os._exit
-
-
-class _ExitGate:
-    """Replaces `os._exit` while reward functions run; counts them, because several threads may run one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entered = 0
-        self._real: Callable[[int], NoReturn] = os._exit
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._entered == 0:
-                self._real, os._exit = os._exit, self._exit  # type: ignore[assignment]
-            self._entered += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._entered -= 1
-            if self._entered == 0:
-                os._exit = self._real  # type: ignore[assignment]
-
-    def _exit(self, status: int) -> NoReturn:
-        if _process.get() != os.getpid():  # another thread or a forked child may exit
-            self._real(status)
-        raise SystemExit(f"os._exit({status}), which would have ended the run")
-
-
-_gate = _ExitGate()
-_process: ContextVar[int] = ContextVar("process", default=0)
-
-
-@contextlib.contextmanager
-def exits_refused() -> Iterator[None]:
-    """Turn `os._exit` called inside, in this process and thread, into `SystemExit`."""
-    token = _process.set(os.getpid())
-    _gate.enter()
-    try:
-        yield
-    finally:
-        _gate.leave()
-        _process.reset(token)

@@ -1,7 +1,7 @@
 """What runs in a reward worker: calls arrive on a pipe, scores go back as JSON.
 
-The process that trains sends pickles, which it made itself. What comes back is never unpickled: a reward function may
-be talked into much by the completions that it reads.
+The process that trains sends pickles, which it made itself. What comes back is never unpickled: completions
+could make a reward function return anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pl_grouprl.rewards.base import RewardConfigurationError, hook_of
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import PreparedReward, Score
-from pl_grouprl.rewards.reaper import adopt_orphans
+from pl_grouprl.utilities.reaper import adopt_orphans
 
 
 class RemoteError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: side by side, and killed where they take too long."""
+"""Reward functions in worker processes: in parallel, and killed if they take too long."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import connection
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pl_grouprl.rewards.call import Call, Failure, Outcome, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
-from pl_grouprl.rewards.reaper import kill_tree
 from pl_grouprl.rewards.worker_process import read_answer, run_worker
+from pl_grouprl.utilities import reaper
 from pl_grouprl.utilities.progress import tick
+from pl_grouprl.utilities.reaper import kill_tree
 
 START_SECONDS = 600.0
 """How long a worker may take to start: it imports the program, and everything that the functions import."""
@@ -30,12 +30,12 @@ START_SECONDS = 600.0
 class RewardWorkers:
     """Worker processes for the calls of reward functions; pass it to `start_rewards` or `apply_rewards`.
 
-    Each worker serves one call at a time on its main thread, in a session of its own. One that takes too long is killed
+    Each worker serves one call at a time on its main thread, in its own session. One that takes too long is killed
     together with the processes that it started (on Linux including those in other sessions), and replaced, as is one
     that dies. All end with this process, even if it is killed.
 
-    Functions are sent to the workers once, by pickle. They keep what they remember between calls in each worker apart.
-    Workers are started afresh ("spawn"), so a script needs the usual `if __name__ == "__main__":`.
+    Functions are sent to the workers once, by pickle. State that they keep between calls is separate in each worker.
+    Workers are started by "spawn", so a script needs the usual `if __name__ == "__main__":`.
 
     Args:
         rewards: The functions, as `prepare_rewards` gives them. Async ones, and those that say that they stay in the
@@ -59,10 +59,10 @@ class RewardWorkers:
                 "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
             )
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        reaper = _start_reaper()
-        self._workers = [_Worker(pickled, self._tasks, timeout, reaper) for _ in range(count if pickled else 0)]
+        reaper_process = _start_reaper()
+        self._workers = [_Worker(pickled, self._tasks, timeout, reaper_process) for _ in range(count if pickled else 0)]
         # Before multiprocessing waits for its processes at the end of the program.
-        self.close = Finalize(self, _close, (self._workers, self._tasks, reaper), exitpriority=100)
+        self.close = Finalize(self, _close, (self._workers, self._tasks, reaper_process), exitpriority=100)
         for worker in self._workers:
             worker.start()
         try:
@@ -116,13 +116,13 @@ class _Worker(threading.Thread):
         pickled: Mapping[str, bytes],
         tasks: queue.SimpleQueue[_Task | None],
         timeout: float | None,
-        reaper: subprocess.Popen[bytes],
+        reaper_process: subprocess.Popen[bytes],
     ) -> None:
         super().__init__(name="reward-worker", daemon=True)
         self._pickled = pickled
         self._tasks = tasks
         self._timeout = timeout
-        self._reaper = reaper
+        self._reaper = reaper_process
         self._closing = False
         self.started: Future[None] = Future()
         self.process: Any = None
@@ -140,7 +140,7 @@ class _Worker(threading.Thread):
                 continue
             try:
                 task.future.set_result(self._attempt(task))
-            except BaseException as error:  # whoever waits for the scores deals with it
+            except BaseException as error:  # raised where the scores are waited for
                 task.future.set_exception(error)
         self._end_process()
 
@@ -231,12 +231,13 @@ def _pickle(reward: PreparedReward) -> bytes:
 
 
 def _start_reaper() -> subprocess.Popen[bytes]:
-    script = str(Path(__file__).with_name("reaper.py"))
-    command = [sys.executable, "-I", "-S", script]
+    command = [sys.executable, "-I", "-S", reaper.__file__]
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
 
 
-def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], reaper: subprocess.Popen[bytes]) -> None:
+def _close(
+    workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], reaper_process: subprocess.Popen[bytes]
+) -> None:
     for _ in workers:
         tasks.put(None)
     for worker in workers:
@@ -244,4 +245,4 @@ def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], r
     for worker in workers:
         if worker is not threading.current_thread():
             worker.join()
-    reaper.communicate()
+    reaper_process.communicate()

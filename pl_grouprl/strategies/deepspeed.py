@@ -153,10 +153,6 @@ class DeepSpeedSupport(StrategySupport):
         dropped = self._steps.dropped
         return [own for index in self._groups(parameters) if index not in dropped for own in self._gradients(index)]
 
-    def weights(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """This rank's weights; under ZeRO-3, its shards."""
-        return [getattr(parameter, "ds_tensor", parameter).detach() for parameter in parameters]
-
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients, over all ranks' shards of them, a scalar. All ranks call it."""
         device = self.trainer.strategy.root_device

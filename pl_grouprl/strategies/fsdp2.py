@@ -94,10 +94,6 @@ class FSDP2Support(ShardedSupport):
         gradients = super().gradients(parameters)
         return [own.to_local() if isinstance(own, DTensor) else own for own in gradients]
 
-    def weights(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """This rank's shards of the weights."""
-        return [own.to_local() if isinstance(own, DTensor) else own for own in super().weights(parameters)]
-
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Each weight of a model, gathered by itself; also while units of it are gathered."""
         for weight in weights_of(model):

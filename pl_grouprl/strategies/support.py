@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.strategies.weights import named_places, weights_of
+from pl_grouprl.utilities.shards import local_shard
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -92,7 +93,7 @@ class StrategySupport:
 
     def weights(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """This rank's weights, or its shards of them; call between steps."""
-        return [parameter.detach() for parameter in parameters]
+        return [local_shard(parameter) for parameter in parameters]
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients, over all ranks' shards of them, a scalar. All ranks call it."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from pl_grouprl.utilities.shards import local_shard
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 """Parts of names that FSDP1, torch.compile and PyTorch's activation checkpointing put in."""
@@ -54,9 +55,7 @@ def local_weights(model: nn.Module) -> Iterator[Tensor]:
     """What this rank itself holds of each weight: the whole, or its shard of it. Trained ones require a gradient."""
     for weight in weights_of(model):
         own = getattr(weight.owner, weight.attribute)
-        shard = getattr(own, "ds_tensor", own)  # of ZeRO-3
-        local = shard.to_local() if isinstance(shard, DTensor) else shard
-        yield local.detach().requires_grad_(own.requires_grad)
+        yield local_shard(own).requires_grad_(own.requires_grad)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pl_grouprl.utilities.distributed import sum_over_ranks
-from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
+from pl_grouprl.utilities.finite import nonfinite_parameters
+from pl_grouprl.utilities.text import first_names
 
 if TYPE_CHECKING:
     from pl_grouprl.algorithms.module import RLModule

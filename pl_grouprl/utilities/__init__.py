@@ -1,1 +1,1 @@
-"""TODO."""
+"""What every part may use and that knows nothing of rollouts: options, errors, files, processes, ranks, checkpoints."""

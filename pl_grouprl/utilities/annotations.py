@@ -38,7 +38,7 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     """Convert a value to its annotated type, or refuse it.
 
     Lists and tuples convert to each other, NumPy's numbers to Python's, paths to strings, and a mapping to the
-    dataclass whose fields it holds. A protocol accepts any object; whoever uses the object checks its methods.
+    dataclass whose fields it holds. A protocol accepts any object; its methods are checked where it is used.
 
     Args:
         hint: An evaluated annotation.
@@ -156,7 +156,7 @@ def _is_config_of(hint: Any, value: Any) -> bool:
 def _convert_sequence(hint: Any, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
     origin, args = get_origin(hint), get_args(hint)
     if origin is list and _is_config_of(args[0], value):
-        value = [value]  # one stands for a list of one
+        value = [value]  # a single config means a list of one
     _checked(value, isinstance(value, list | tuple), hint, name)
     items = [arg for arg in args if arg is not Ellipsis]
     if origin is tuple and Ellipsis not in args:

@@ -11,7 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 from pl_grouprl.utilities.annotations import ArgumentError, as_config, convert, describe_value, field_names
-from pl_grouprl.utilities.places import place_of
+from pl_grouprl.utilities.option_paths import locate_option
 
 C = TypeVar("C", bound=type)
 
@@ -24,20 +24,20 @@ def checked_arguments(cls: C) -> C:
     Values are converted as `convert` says. A constructor with `**kwargs` is taken to pass them to the next one in the
     method resolution order; names that none of them takes are refused. The signature stays as it is.
     """
-    own: Callable[..., None] = vars(cls)["__init__"]
+    init: Callable[..., None] = vars(cls)["__init__"]
 
-    @functools.wraps(own)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unknown(type(self), cls, kwargs)
         owner = type(self).__name__
-        names = [name for name, parameter in _parameters(own).items() if parameter.kind is not parameter.KEYWORD_ONLY]
+        names = [name for name, parameter in _parameters(init).items() if parameter.kind is not parameter.KEYWORD_ONLY]
         if len(args) > len(names):
             raise ArgumentError(f"{owner} takes {', '.join(names)} by position; name {describe_value(args[-1])}.")
-        hints = _hints(own, cls)
+        hints = _hints(init, cls)
         given = [convert(hints.get(name, Any), arg, f"{owner}.{name}") for name, arg in zip(names, args, strict=False)]
-        own(self, *given, **{name: convert(hints.get(name, Any), v, f"{owner}.{name}") for name, v in kwargs.items()})
+        init(self, *given, **{name: convert(hints.get(name, Any), v, f"{owner}.{name}") for name, v in kwargs.items()})
 
-    cls.__init__ = init  # type: ignore[misc]
+    cls.__init__ = checked_init  # type: ignore[misc]
     return cls
 
 
@@ -50,10 +50,10 @@ def refuse_unknown(cls: type, first: type, arguments: Mapping[str, Any]) -> None
     known, is_open = known_options(cls, first)
     for name in arguments:
         if name not in known and not is_open:
-            raise ArgumentError(f"{cls.__name__} takes no {name!r}{remedy(cls, name, first)}")
+            raise ArgumentError(f"{cls.__name__} takes no {name!r}{suggestion(cls, name, first)}")
 
 
-def remedy(cls: type, name: str, first: type | None = None) -> str:
+def suggestion(cls: type, name: str, first: type | None = None) -> str:
     """For an option that a class does not take, say where it belongs, or the nearest name that the class takes.
 
     Args:
@@ -65,9 +65,9 @@ def remedy(cls: type, name: str, first: type | None = None) -> str:
     configs = sorted((option for option, hint in known.items() if name in _config_fields(hint)), key=len)
     if configs:
         return f"; it is part of {' or '.join(configs)}: {configs[0]}={{{name!r}: ...}}."
-    place = place_of(name, known)
-    if place is not None:
-        return f"; {place}."
+    location = locate_option(name, known)
+    if location is not None:
+        return f"; {location}."
     nearest = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; it takes {', '.join(known)}."
 

@@ -1,6 +1,6 @@
-"""Checkpoints on disk: written beside their name, renamed when complete, and checked by a manifest.
+"""Checkpoints on disk: written under a temporary name, renamed when complete, and checked by a manifest.
 
-A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` beside a file
+A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` next to a file
 and `manifest.json` inside a folder, holds the size and the SHA-256 of each file. To check checkpoints by hand, or to
 accept folders as another program wrote them:
 
@@ -35,26 +35,25 @@ def manifest_of(checkpoint: Path) -> Path:
 
 
 def process_name() -> str:
-    """Host and process id: what tells the unfinished files of a run that lives from those of one that was killed."""
+    """Host and process id, which tell the unfinished files of a live run from those of a killed one."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def unfinished_path(target: Path, owner: str) -> Path:
-    """Where a checkpoint, or another file, is written until it is complete: on the same file system."""
+    """Temporary path of a checkpoint or another file while it is written, on the same file system."""
     return target.with_name(f".{target.name}.unfinished-{owner}")
 
 
-def commit(unfinished: Path, target: Path, about: dict[str, Any], owner: str) -> None:
-    """Give a checkpoint that is written its name, so that a complete one is found whenever this is interrupted.
+def commit(unfinished: Path, target: Path, facts: dict[str, Any], owner: str) -> None:
+    """Rename a written checkpoint to its final name; a complete one is there even if this is interrupted.
 
-    Everything is on the disk before anything is renamed. A file takes the place of the former one in one step; its
-    manifest knows both until then. Of a folder, the former one is moved aside first: `settle` finishes what an
-    interruption leaves.
+    Everything is on the disk before anything is renamed. A file replaces the former one atomically; until then its
+    manifest lists both. A former folder is moved aside first; `finish_interrupted` completes an interrupted move.
 
     Args:
         unfinished: What was written, file or folder.
         target: Its name; a former checkpoint there is replaced.
-        about: Plain values that the manifest keeps beside the hashes.
+        facts: Plain values that the manifest keeps along with the hashes.
         owner: The `process_name` of the process that writes.
 
     Raises:
@@ -62,7 +61,7 @@ def commit(unfinished: Path, target: Path, about: dict[str, Any], owner: str) ->
     """
     for path in _files(unfinished).values():
         _sync(path)
-    version = {**about, "files": {name: _describe(path) for name, path in _files(unfinished).items()}}
+    version = {**facts, "files": {name: _describe(path) for name, path in _files(unfinished).items()}}
     if unfinished.is_dir():
         _write_manifest(unfinished / _MANIFEST, [version], owner)
         for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
@@ -82,17 +81,17 @@ def remove(checkpoint: Path, owner: str) -> None:
     if checkpoint.is_dir() and not checkpoint.is_symlink():
         former = _former_path(checkpoint, owner)
         os.replace(checkpoint, former)
-        (former / _MANIFEST).unlink(missing_ok=True)  # from here on it is not settled any more
+        (former / _MANIFEST).unlink(missing_ok=True)  # from here on `finish_interrupted` leaves it alone
         shutil.rmtree(former)
     else:
         checkpoint.unlink(missing_ok=True)
         checkpoint.with_name(f"{checkpoint.name}.{_MANIFEST}").unlink(missing_ok=True)
 
 
-def flaw(checkpoint: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None where it is what was saved.
+def corruption_reason(checkpoint: Path) -> str | None:
+    """Say what is wrong with a checkpoint; None if it is intact.
 
-    A file without a manifest, as Lightning's own ModelCheckpoint saves it, is checked by the sums in it.
+    A file without a manifest, as Lightning's ModelCheckpoint saves it, is checked by the checksums inside it.
     """
     found = checkpoint.resolve()  # `last` may be a link
     if not found.exists():
@@ -103,14 +102,14 @@ def flaw(checkpoint: Path) -> str | None:
         return f"its manifest {manifest_of(found).name} cannot be read ({type(error).__name__}: {error})"
     try:
         if versions:
-            flaws = [_difference(found, version["files"]) for version in versions]
-            return None if None in flaws else flaws[0]
+            differences = [_difference(found, version["files"]) for version in versions]
+            return None if None in differences else differences[0]
         if found.is_dir():
             return (
                 f"it has no manifest; if another program wrote all of it, accept it as it is with "
                 f"python -m pl_grouprl.utilities.checkpoint_files --accept {found}"
             )
-        return _flaw_of_archive(found)
+        return _corruption_of_archive(found)
     except Exception as error:  # damaged bytes may raise anything
         return f"it cannot be read ({type(error).__name__}: {error})"
 
@@ -127,28 +126,28 @@ def accept(checkpoint: Path) -> None:
     _write_manifest(manifest_of(checkpoint), [{"files": files}], process_name())
 
 
-def about(checkpoint: Path) -> dict[str, Any]:
-    """What the manifest says of a checkpoint beside its hashes; nothing where it has none."""
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The facts that the manifest records besides the hashes; empty without a manifest."""
     versions = _versions(manifest_of(checkpoint))
     if len(versions) > 1:  # a save was killed between the manifest and the file
-        versions = [own for own in versions if _difference(checkpoint.resolve(), own["files"]) is None]
-    return {name: value for own in versions[:1] for name, value in own.items() if name != "files"}
+        versions = [version for version in versions if _difference(checkpoint.resolve(), version["files"]) is None]
+    return {name: value for version in versions[:1] for name, value in version.items() if name != "files"}
 
 
-def settle(folder: Path) -> None:
-    """Give complete checkpoints of killed runs the name that they were about to get, or had just lost.
+def finish_interrupted(folder: Path) -> None:
+    """Give complete checkpoints of killed runs the name that they were about to get or had just lost.
 
     Several processes may do this at once.
     """
     for leftover, name in _leftovers(folder):
         target = folder / name
-        if leftover.is_dir() and not os.path.lexists(target) and flaw(leftover) is None:
+        if leftover.is_dir() and not os.path.lexists(target) and corruption_reason(leftover) is None:
             with contextlib.suppress(OSError):  # another process was faster
                 os.replace(leftover, target)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs have left unfinished in a folder; call `settle` before.
+    """Remove unfinished files of killed runs from a folder; call `finish_interrupted` first.
 
     Runs of other hosts count as dead: a folder of checkpoints belongs to one run at a time.
     """
@@ -170,15 +169,15 @@ def newest_complete(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path
     """
     torn: dict[Path, str] = {}
     for path in sorted(checkpoints, key=_age, reverse=True):
-        wrong = flaw(path)
-        if wrong is None:
+        reason = corruption_reason(path)
+        if reason is None:
             return path, torn
-        torn[path] = wrong
+        torn[path] = reason
     return None, torn
 
 
 def link(target: Path, name: Path, owner: str) -> None:
-    """Let a name point to a checkpoint beside it, in place of what it was."""
+    """Make a name a link to a checkpoint in the same folder, replacing what was there."""
     unfinished = unfinished_path(name, owner)
     unfinished.unlink(missing_ok=True)
     unfinished.symlink_to(os.path.relpath(target, name.parent))
@@ -195,7 +194,7 @@ def _former_path(target: Path, owner: str) -> Path:
 
 
 def _leftovers(folder: Path) -> Iterator[tuple[Path, str]]:
-    """What dead processes have left in a folder, and the name that each of it was for."""
+    """Leftovers of dead processes in a folder, each with the name it was meant for."""
     for path in sorted(folder.glob(".*"), reverse=True):  # an unfinished one is newer than the former
         parts = _LEFTOVER.fullmatch(path.name)
         if parts is not None and not _lives(parts["host"], int(parts["pid"])):
@@ -229,7 +228,7 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _flaw_of_archive(checkpoint: Path) -> str | None:
+def _corruption_of_archive(checkpoint: Path) -> str | None:
     if checkpoint.stat().st_size == 0:
         return "it is empty"
     if not zipfile.is_zipfile(checkpoint):
@@ -301,6 +300,6 @@ if __name__ == "__main__":
         arguments = arguments[1:]
         for argument in arguments:
             accept(Path(argument))
-    flaws = {name: flaw(Path(name)) for name in arguments}
-    print(*(f"{name}: {wrong or 'complete'}" for name, wrong in flaws.items()), sep="\n")
-    sys.exit(any(flaws.values()))
+    reasons = {name: corruption_reason(Path(name)) for name in arguments}
+    print(*(f"{name}: {reason or 'complete'}" for name, reason in reasons.items()), sep="\n")
+    sys.exit(any(reasons.values()))

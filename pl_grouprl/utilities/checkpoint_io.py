@@ -13,8 +13,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 class DirectCheckpointIO(TorchCheckpointIO):
     """Writes straight to the path, and never runs code of what it loads.
 
-    Lightning's own holds a second copy in memory, writes it to TMPDIR first, which may be small or in memory, and says
-    nothing where it lacks the permission to write.
+    Lightning's plugin holds a second copy in memory, writes it to TMPDIR first, which may be small or in memory, and is
+    silent if it has no permission to write.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

@@ -25,7 +25,7 @@ _DEEPEST = 3
 
 
 class _Object(NamedTuple):
-    """What a value is, and the descriptions of its parts by name."""
+    """What a value is, and descriptions of its parts by name."""
 
     itself: Any
     parts: Mapping[Any, Any]
@@ -79,8 +79,8 @@ def _flatten(name: str, tree: Any, depth: int) -> dict[str, Any]:
     if tree.parts and depth == _DEEPEST:
         return {name: tree.itself, f"{name}.sha256": _digest(tree.parts)}
     described = {name: tree.itself}
-    for part, own in tree.parts.items():
-        described |= _flatten(f"{name}.{part}", own, depth + 1)
+    for part, subtree in tree.parts.items():
+        described |= _flatten(f"{name}.{part}", subtree, depth + 1)
     return described
 
 
@@ -110,8 +110,8 @@ def _tree_of_object(value: Any, above: tuple[int, ...]) -> Any:
         return _tree_of_parts("functools.partial", parts, above)
     if inspect.isclass(value) or inspect.isroutine(value):
         return _tree_of_parts(identity(value), _function_parts(value), above)
-    own = getattr(type(value), "run_options", None)
-    parts = own(value) if callable(own) else _arguments(value)
+    run_options = getattr(type(value), "run_options", None)
+    parts = run_options(value) if callable(run_options) else _arguments(value)
     if not parts and " at 0x" not in repr(value):  # a dtype, a path, a range
         return repr(value)
     return _tree_of_parts(identity(type(value)), parts, above)
@@ -136,7 +136,7 @@ def _limited(itself: Any, parts: Mapping[Any, Any]) -> _Object:
 
 
 def _function_parts(function: Any) -> dict[str, Any]:
-    """What tells functions of one name apart: the object of a method, defaults, closures, and a lambda's code."""
+    """What distinguishes functions of one name: a method's object, defaults, closures, and a lambda's code."""
     owner = getattr(function, "__self__", None)
     parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
     code = getattr(function, "__code__", None)
@@ -152,7 +152,7 @@ def _function_parts(function: Any) -> dict[str, Any]:
 
 
 def _code(code: CodeType) -> str:
-    constants = [_code(own) if isinstance(own, CodeType) else repr(own) for own in code.co_consts]
+    constants = [_code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, constants))
 
 
@@ -163,15 +163,15 @@ def _arguments(value: Any) -> dict[str, Any]:
     """
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-    own = vars(value) if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") else {}
+    attributes = vars(value) if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") else {}
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         parameters = [p.name for p in inspect.signature(type(value)).parameters.values() if p.kind in kinds]
     except (TypeError, ValueError):
         parameters = []
-    found = {p: own[key] for p in parameters for key in (p, f"_{p}") if key in own}
+    found = {p: attributes[key] for p in parameters for key in (p, f"_{p}") if key in attributes}
     if len(found) < len(parameters):
-        found |= {key: attribute for key, attribute in own.items() if is_plain(attribute)}
+        found |= {key: attribute for key, attribute in attributes.items() if is_plain(attribute)}
     return found
 
 

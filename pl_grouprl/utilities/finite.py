@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.shards import local_shard
 
 
 @torch.no_grad()
@@ -23,36 +24,28 @@ def nonfinite_parameters(
             steps. Integers and tensors on the meta device count as finite.
         device: Where the communication happens; the rank's own GPU under NCCL.
     """
-    largest = {name: _largest(local) for name, parameter in named_parameters if _counts(local := _local(parameter))}
-    if not largest:
-        broken = []
-    else:
-        place = next(iter(largest.values())).device
-        finite = torch.stack([value.to(place, torch.float64) for value in largest.values()]).isfinite().tolist()
-        broken = [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
+    broken = nonfinite_tensors((name, local_shard(parameter)) for name, parameter in named_parameters)
     return list(dict.fromkeys(name for names in gather_plain(broken, device) for name in names))
 
 
-def first_names(names: Sequence[str], limit: int = 3) -> str:
-    """The first names, and how many more there are, for an error."""
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+@torch.no_grad()
+def nonfinite_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Name the tensors that have NaN or inf on this rank; see `nonfinite_parameters`."""
+    largest = {name: _largest(tensor) for name, tensor in named_tensors if _counts(tensor)}
+    if not largest:
+        return []
+    place = next(iter(largest.values())).device
+    finite = torch.stack([value.to(place, torch.float64) for value in largest.values()]).isfinite().tolist()
+    return [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """What this rank holds: the whole parameter, or its shard under ZeRO-3 and FSDP2."""
-    shard: Tensor = getattr(parameter, "ds_tensor", parameter)
-    local: Tensor = shard.to_local() if hasattr(shard, "to_local") else shard
-    return local.detach()
+def _counts(tensor: Tensor) -> bool:
+    return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 
-def _counts(local: Tensor) -> bool:
-    return bool(local.numel()) and (local.is_floating_point() or local.is_complex()) and not local.is_meta
-
-
-def _largest(local: Tensor) -> Tensor:
+def _largest(tensor: Tensor) -> Tensor:
     """The largest magnitude: NaN and inf pass through, finite values cannot overflow, only float8 is copied."""
-    if local.is_complex():
-        local = torch.view_as_real(local)
-    lowest, highest = torch.aminmax(local.float() if local.itemsize == 1 else local)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    lowest, highest = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
     return torch.maximum(-lowest, highest)

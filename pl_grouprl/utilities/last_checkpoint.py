@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from pl_grouprl.utilities.checkpoint_files import about, newest_complete, settle
+from pl_grouprl.utilities.checkpoint_files import finish_interrupted, newest_complete, read_manifest
 from pl_grouprl.utilities.run_options import changes_since, refused_changes, remedy
-from pl_grouprl.utilities.verified_loading import note_verified
+from pl_grouprl.utilities.verified_loading import remember_verified
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -30,25 +30,25 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
     Raises:
         ValueError: If there is none, or it comes from a run with other options.
     """
-    places = [place for place in _places(trainer) if place.is_dir()]
-    for place in places:
-        settle(place)
-    newest, torn = newest_complete(path for place in places for path in place.glob("*.ckpt"))
-    for path, flaw in torn.items():
-        rank_zero_warn(f"ckpt_path 'last' skips {path}: {flaw}.")
+    folders = [folder for folder in _folders(trainer) if folder.is_dir()]
+    for folder in folders:
+        finish_interrupted(folder)
+    newest, torn = newest_complete(path for folder in folders for path in folder.glob("*.ckpt"))
+    for path, reason in torn.items():
+        rank_zero_warn(f"ckpt_path 'last' skips {path}: {reason}.")
     if newest is None:
         raise ValueError(
             f"ckpt_path is 'last' and there is no checkpoint below {runs_folder(trainer)} that is complete; leave "
-            "ckpt_path out to start anew, or pass the path of a checkpoint."
+            "ckpt_path out to start a new run, or pass the path of a checkpoint."
         )
-    changes = {} if module is None else changes_since(about(newest), module)
+    changes = {} if module is None else changes_since(read_manifest(newest), module)
     allowed = getattr(module, "allow_changed", ())
     if refused := refused_changes(changes, allowed):
         raise ValueError(
             f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(refused)}. Restore them; "
             f"{remedy(changes, allowed)}; or give this run another logger name."
         )
-    note_verified(newest)
+    remember_verified(newest)
     rank_zero_info(f"ckpt_path 'last' is {newest}")
     return str(newest)
 
@@ -56,7 +56,7 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
 def find_last(trainer: Trainer) -> None:
     """Make `ckpt_path="last"` of a Trainer's methods the result of `last_checkpoint`. A second call changes nothing.
 
-    Lightning asks its checkpoint callbacks what they saved, which in a new process is nothing, and then starts anew.
+    Lightning asks its checkpoint callbacks what they saved; in a new process that is nothing, so it starts fresh.
     """
     connector: Any = trainer._checkpoint_connector
     if "_parse_ckpt_path" in vars(connector):
@@ -79,7 +79,7 @@ def runs_folder(trainer: Trainer) -> Path:
     return Path(trainer.default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))
 
 
-def _places(trainer: Trainer) -> list[Path]:
+def _folders(trainer: Trainer) -> list[Path]:
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     set_folders = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
     patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]

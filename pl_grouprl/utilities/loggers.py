@@ -11,13 +11,13 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from pl_grouprl.utilities.writes import OptionalWrites, remedy
+from pl_grouprl.utilities.writes import OptionalWrites, explain_os_error
 
 
 def prepare_loggers(loggers: Sequence[Logger]) -> None:
     """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
-    - They settle on one version.
+    - They agree on one version.
     - Metrics of an earlier run in a `CSVLogger`'s folder, which it would delete, are renamed.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
       cannot even be opened is an error with the same details.
@@ -48,7 +48,7 @@ class _Guarded(Logger):
 
     @property
     def experiment(self) -> Any:
-        with remedy(f"{_name(self)} cannot write to {_place(self)}"):
+        with explain_os_error(f"{_name(self)} cannot write to {_place(self)}"):
             return super().experiment  # type: ignore[misc]
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:

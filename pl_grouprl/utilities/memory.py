@@ -20,7 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def naming_memory(where: str, remedy: str) -> Iterator[None]:
-    """Make out-of-memory errors inside say where they arose and which option to change; the innermost context wins.
+    """Add to out-of-memory errors where they arose and which option to change; the innermost context wins.
 
     Args:
         where: What ran out of memory.

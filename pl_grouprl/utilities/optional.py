@@ -1,4 +1,4 @@
-"""Which optional packages are there, and what to type where one is missing."""
+"""Which optional packages are installed, and how to install a missing one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VLLM_AVAILABLE = find_spec("vllm") is not None
 
 
 def require(available: bool, what: str, extra: str) -> None:
-    """Refuse in the constructor what an optional package is needed for.
+    """Refuse to construct what needs a missing optional package.
 
     Args:
         available: The package's flag in this file.
@@ -27,7 +27,7 @@ def require(available: bool, what: str, extra: str) -> None:
 
 
 class Absent:
-    """Stands in for a missing package: it can be used in decorators at import, and fails when called as a kernel.
+    """A placeholder for a missing package: its decorators work at import, and the kernels they make fail when called.
 
     Args:
         package: Name of the package.

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+from pl_grouprl.utilities.reaper import process_status
+
 _PROC = Path("/proc")
 
 
@@ -19,16 +21,16 @@ def process_identity(pid: int) -> str:
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink(_PROC / "self/ns/pid")
-        state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state in "ZX" else f"{boot} {namespace} {fields[18]}"  # Z, X: ended but not reaped
+    status = process_status(pid)
+    return f"{boot} {namespace} {status[19]}" if status else ""
 
 
 def is_here(identity: str) -> bool:
     """Whether the process with this identity runs or ran on this machine."""
-    own = process_identity(os.getpid())
-    return bool(own) and own.rpartition(" ")[0] == identity.rpartition(" ")[0]
+    this = process_identity(os.getpid())
+    return bool(this) and this.rpartition(" ")[0] == identity.rpartition(" ")[0]
 
 
 def kill_process(pid: int, identity: str) -> bool:

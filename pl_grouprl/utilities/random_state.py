@@ -24,7 +24,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on with the random numbers from a state; the GPU's where both have one."""
+    """Restore a state; that of the GPU if the process and the state both have one."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = state["numpy"]
@@ -35,7 +35,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's global generators of the CPU and of the process's own device.
+    """Seed torch's global generators of the CPU and of the process's device.
 
     `torch.manual_seed` looks for every kind of device there could be, which takes a millisecond or two.
     """

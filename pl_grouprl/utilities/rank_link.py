@@ -106,8 +106,8 @@ class RankLink(threading.Thread):
         return torch.distributed.PrefixStore(self._name, store)
 
     def _exchange(self, store: Any, known: list[int]) -> None:
-        own = self._describe()
-        store.set(str(own.rank), json.dumps(asdict(own)))
+        status = self._describe()
+        store.set(str(status.rank), json.dumps(asdict(status)))
         answers = store.multi_get([str(rank) for rank in known])
         self.statuses = [RankStatus(**json.loads(answer)) for answer in answers]
 

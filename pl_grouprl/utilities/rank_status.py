@@ -1,4 +1,4 @@
-"""Decides which rank of a run is lost, from the statuses that ranks publish and by the local clock alone."""
+"""Decides which rank of a run is lost, from the statuses that ranks publish and the local clock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RankStatus:
 
 @dataclass
 class _Seen:
-    """A rank's latest status, and when it last gave a sign of life, began to keep others waiting, and failed."""
+    """A rank's latest status; when it last gave a sign of life, began to keep others waiting, and failed."""
 
     status: RankStatus
     alive: float
@@ -79,7 +79,7 @@ class RankJudge:
         self._failure_limit = min(rank_timeout, _FAILURE_LIMIT)
         self._seen: dict[int, _Seen] = {}
 
-    def hear(self, statuses: Iterable[RankStatus], now: float) -> None:
+    def record(self, statuses: Iterable[RankStatus], now: float) -> None:
         """Record the ranks' statuses and when they were read."""
         for status in statuses:
             seen = self._seen.setdefault(status.rank, _Seen(status, now))
@@ -97,14 +97,14 @@ class RankJudge:
             elif seen.waited_for is None:
                 seen.waited_for = now
 
-    def note_ended(self, rank: int, now: float) -> None:
+    def record_end(self, rank: int, now: float) -> None:
         """Record that a rank's process has ended."""
         seen = self._seen[rank]
         if seen.status.state == "running" and seen.failed is None:
             seen.failed = now
 
-    def start_anew(self, now: float) -> None:
-        """Restart all clocks, because this process itself has slept."""
+    def restart_clocks(self, now: float) -> None:
+        """Restart all clocks after this process itself has slept."""
         for seen in self._seen.values():
             seen.alive = now
             seen.waited_for = None if seen.waited_for is None else now

@@ -86,7 +86,7 @@ class RankWatchdog(Callback):
             self._watch.start()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the others why this rank ends; print it if another rank failed first."""
+        """Tell the other ranks why this one ends, and print which rank failed first."""
         self._stop("failed", f"{type(exception).__name__}: {exception}"[:2000])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -101,29 +101,29 @@ class RankWatchdog(Callback):
     # Record what this rank is doing.
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Note the step."""
+        """Record the step."""
         PROGRESS.step = trainer.global_step
         PROGRESS.enter("training batch")
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Note the step."""
+        """Record the step."""
         PROGRESS.step = trainer.global_step
         PROGRESS.enter("end of a training batch")
 
     def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Note the phase."""
+        """Record the phase."""
         PROGRESS.enter("validation")
 
     def on_test_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Note the phase."""
+        """Record the phase."""
         PROGRESS.enter("test")
 
     def on_save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Note the phase."""
+        """Record the phase."""
         PROGRESS.enter("saving a checkpoint")
 
     def on_load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Note the phase."""
+        """Record the phase."""
         PROGRESS.enter("loading a checkpoint")
 
 
@@ -150,9 +150,9 @@ class _Watch(threading.Thread):
         last = time.monotonic()
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
-            self._judge.hear(self._link.statuses, self._link.contact)
+            self._judge.record(self._link.statuses, self._link.contact)
             if now - last > max(2.0, self._judge.silence_limit / 10):  # this process itself has slept
-                self._judge.start_anew(now)
+                self._judge.restart_clocks(now)
                 self._link.contact = now
             last = now
             self._check(now)
@@ -174,7 +174,7 @@ class _Watch(threading.Thread):
         self.join(2.0)
 
     def _wait_for_readers(self) -> None:
-        """Let the others read how this rank ended: the store ends with this process."""
+        """Give the others time to read how this rank ended: the store ends with this process."""
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and any(other.state == "running" for other in self._others()):
             time.sleep(0.05)
@@ -184,7 +184,7 @@ class _Watch(threading.Thread):
         others = self._others()
         for other in others:
             if is_here(other.identity) and process_identity(other.pid) != other.identity:
-                self._judge.note_ended(other.rank, now)
+                self._judge.record_end(other.rank, now)
         verdicts = [(other.verdict, other.lost) for other in others if other.verdict]
         silence = now - self._link.contact
         if verdicts:
@@ -206,7 +206,7 @@ class _Watch(threading.Thread):
             self._end_run(f"{holder[0].describe()} is lost: frozen or gone, {reason}", [holder[0].rank])
 
     def _end_run(self, verdict: str, lost: list[int]) -> None:
-        """End this process, whatever its main thread waits for. Its workers and servers notice, and end too."""
+        """End this process, whatever its main thread waits for. Its workers and servers notice and end too."""
         self._own = replace(self._own, verdict=verdict, lost=lost)
         _say(
             f"{verdict}. {self._status().describe()} ends with exit code {LOST_RANK_EXIT_CODE}; resume from the latest "
@@ -222,7 +222,7 @@ class _Watch(threading.Thread):
         os._exit(LOST_RANK_EXIT_CODE)
 
     def _wait_for_verdicts(self) -> None:
-        """Let the others read the verdict, the lost ones for two intervals: an error of theirs would hide it."""
+        """Give the others time to read the verdict, lost ranks two intervals, so that their errors do not hide it."""
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < min(10 * self.interval, _ENDING_LIMIT / 2):
             self._link.exchange_now(self.interval)

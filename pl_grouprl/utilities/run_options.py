@@ -35,8 +35,8 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
 
 def options_of(module: Any) -> dict[str, Any]:
     """The options by which two configurations are told apart."""
-    own = getattr(module, "run_options", None)
-    return {"model": type(module).__name__} | (_rollout_options(module) if own is None else own())
+    run_options = getattr(module, "run_options", None)
+    return {"model": type(module).__name__} | (_rollout_options(module) if run_options is None else run_options())
 
 
 def _rollout_options(module: Any) -> dict[str, Any]:
@@ -62,14 +62,14 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
     """
     known = list(known)
     starts = sorted({".".join(name.split(".")[:end]) for name in known for end in range(1, name.count(".") + 2)})
-    for own in allowed:
-        if any(is_allowed(name, [own]) for name in known):
+    for prefix in allowed:
+        if any(is_allowed(name, [prefix]) for name in known):
             continue
-        if own in free:
-            raise ValueError(f"allow_changed has {own!r}, which may change in any case; leave it out.")
-        nearest = difflib.get_close_matches(own, starts, n=1, cutoff=0.0)
+        if prefix in free:
+            raise ValueError(f"allow_changed has {prefix!r}, which may change in any case; leave it out.")
+        nearest = difflib.get_close_matches(prefix, starts, n=1, cutoff=0.0)
         raise ValueError(
-            f"allow_changed has {own!r}, and no option of this run begins with it"
+            f"allow_changed has {prefix!r}, and no option of this run begins with it"
             f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Name options as errors about them do, or parts "
             "of a name up to a dot, such as 'sampling' or 'sampling.temperature'."
         )

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, noted until it is at a point where it can."""
+"""Signals that ask a run to stop, remembered until it can."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Notes the first signal that asks to stop. A second Ctrl-C ends the process at once.
+    """Remembers the first signal that asks to stop. A second Ctrl-C ends the process at once.
 
     Attributes:
         signum: The signal, 0 for none so far.
@@ -21,12 +21,12 @@ class StopRequest:
         self.signum = 0
 
     def listen(self) -> None:
-        """Take over the signals, in place of handlers that act at once. Only the main thread can."""
+        """Handle the signals, replacing handlers that act at once. Only the main thread can."""
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
-                signal.signal(signum, self._note)
+                signal.signal(signum, self._remember)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # works where Python code no longer runs, in a collective too
         if not self.signum:

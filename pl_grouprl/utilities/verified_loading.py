@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pl_grouprl.utilities.checkpoint_files import ABSENT, about, flaw, settle
+from pl_grouprl.utilities.checkpoint_files import ABSENT, corruption_reason, finish_interrupted, read_manifest
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str =
         return
     checkpoint = Path(path)
     first = num_ranks() == 1 or torch.distributed.get_rank() == 0
-    own = _flaw(checkpoint) if first else None if checkpoint.exists() else ABSENT
-    for rank, reason in enumerate(gather_plain(own or "", device)):
+    found = _corruption_reason(checkpoint) if first else None if checkpoint.exists() else ABSENT
+    for rank, reason in enumerate(gather_plain(found or "", device)):
         if reason == ABSENT:
             raise FileNotFoundError(f"checkpoint {path}: {ABSENT}{f' (rank {rank})' if rank else ''}.")
         if reason:
@@ -60,7 +60,7 @@ def verify_loads(trainer: Trainer) -> None:
         verify_checkpoint(checkpoint_path, strategy.root_device)
         compare = getattr(trainer.lightning_module, "compare_origin", None)
         if compare is not None and "://" not in str(checkpoint_path):
-            compare(about(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
+            compare(read_manifest(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
         if not reads_files:
             return load(checkpoint_path, weights_only=weights_only)
         _refuse_folder(checkpoint_path, f"{type(strategy).__name__} reads files; use the strategy that wrote it")
@@ -81,17 +81,17 @@ def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _read(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
 
 
-def note_verified(checkpoint: Path) -> None:
+def remember_verified(checkpoint: Path) -> None:
     """Remember that a checkpoint was just verified, so that the load that follows does not read it twice."""
     _just_verified[checkpoint.resolve()] = _state(checkpoint.resolve())
 
 
-def _flaw(checkpoint: Path) -> str | None:
+def _corruption_reason(checkpoint: Path) -> str | None:
     if not checkpoint.exists() and checkpoint.parent.is_dir():
-        settle(checkpoint.parent)  # it may have been moved aside when a save was killed
+        finish_interrupted(checkpoint.parent)  # it may have been moved aside when a save was killed
     if _just_verified.pop(checkpoint.resolve(), None) == _state(checkpoint.resolve()):
         return None
-    return flaw(checkpoint)
+    return corruption_reason(checkpoint)
 
 
 def _state(checkpoint: Path) -> list[tuple[str, int, int]]:

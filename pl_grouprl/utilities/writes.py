@@ -1,4 +1,4 @@
-"""Atomic file writes, and writes that a run can do without."""
+"""Atomic file writes, and writes whose failure does not end a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pl_grouprl.utilities.checkpoint_files import process_name, unfinished_path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a temporary file and rename it, so that a failure leaves the old file in place.
+    """Write a temporary file and rename it; a failure leaves the old file in place.
 
     Raises:
         OSError: If the file system refuses.
@@ -28,7 +28,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Append to a file, all or nothing: a full disk leaves no half line.
+    """Append to a file, all or nothing: a full disk leaves no partial line.
 
     Raises:
         OSError: If the file system refuses.
@@ -46,7 +46,7 @@ def append_whole(path: Path, content: bytes) -> None:
 
 
 class OptionalWrites:
-    """Writes that only observe a run: the first one to fail warns, and training continues.
+    """Writes that only record a run: the first failure is a warning, and training continues.
 
     Args:
         writer: Name of the writer, for the warning.
@@ -75,8 +75,8 @@ class OptionalWrites:
 
 
 @contextmanager
-def remedy(what: str) -> Iterator[None]:
-    """Add to file system errors what could not be written, and what would help."""
+def explain_os_error(what: str) -> Iterator[None]:
+    """Add to file system errors what could not be written and what to do."""
     try:
         yield
     except OSError as error:

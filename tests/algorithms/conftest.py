@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.types import Rollout, SamplingConfig
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
-from pl_grouprl.data import MostFrequentDigit
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, SharedTrunkCritic, rollout_logprobs
 from pl_grouprl.models.adapter_layers import adapters_off
 from pl_grouprl.models.lora_critic import LoRACritic

@@ -14,7 +14,8 @@ from helpers.scripts import run_script
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.rewards import FunctionFromFile, ModelReward, Weighted
 from pl_grouprl.types import SamplingConfig

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import PolicyCopyCritic
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities import checkpoint_files

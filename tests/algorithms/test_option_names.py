@@ -18,13 +18,14 @@ from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
 from pl_grouprl.rewards import Weighted
 from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.types import SamplingConfig
-from pl_grouprl.utilities.places import PLACES
+from pl_grouprl.utilities.option_paths import OPTION_PATHS
 
 DOCS = Path(pl_grouprl.__file__).resolve().parents[1] / "docs"
 PARTS = (
     "algorithms",
     "callbacks",
     "data",
+    "demo",
     "models",
     "rewards",
     "rollout",
@@ -35,7 +36,7 @@ NO_OPTIONS = {  # built by the package, or by a user who passes models and rollo
     *("Estimate", "CriticRows", "LossSums", "MicroBatch", "RolloutBuffer", "PolicyLoss"),
     *("Critic", "ValueHead", "PrefixPass", "PendingRewards", "RewardWorkers", "RewardConfigurationError"),
     *("EvalPromptLoader", "TrainPromptLoader", "PromptBatch", "StoppedBySignal"),
-    *("CompressionRatio", "TokenGroupStatistics", "ConfiguredLoss", "RewardBatch"),
+    *("CompressionRatio", "TokenGroupStatistics", "ConfiguredLoss"),
 }
 
 
@@ -159,16 +160,18 @@ def test_places_agree_with_the_tables():
         for name in re.findall(r"`([^`]+)`", cell)
         for place in re.findall(r"`([^`]+)`", cells[2])
     }
-    for place, names in PLACES.items():
+    for place, names in OPTION_PATHS.items():
         for name in names.split():
             assert (name, place.rsplit(".", 1)[-1]) in known, f"{name} -> {place} is in no row of options.md"
 
 
 def test_names_of_the_tables_have_a_place():
-    foreign = {name for names in PLACES.values() for name in names.split()} | {p.rsplit(".", 1)[-1] for p in PLACES}
+    foreign = {name for names in OPTION_PATHS.values() for name in names.split()} | {
+        p.rsplit(".", 1)[-1] for p in OPTION_PATHS
+    }
     taken = {name for cls in PPO.__mro__ + GRPO.__mro__ for name in inspect.signature(cls.__init__).parameters}
     for cells in rows():
         places = re.findall(r"`((?:model|data|trainer)[\w.]+)`", cells[2])
         for name in re.findall(r"`(\w{4,})`", cells[0]):
             if places and name not in ("images", "image", "prompt", "stop", "model_init_kwargs", "PeftModel"):
-                assert name in foreign | taken, f"{name} of options.md is in no row of PLACES"
+                assert name in foreign | taken, f"{name} of options.md is in no row of OPTION_PATHS"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.models import PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
 

@@ -8,7 +8,7 @@ from helpers.tiny_models import tiny_model
 from helpers.variants import SPAN
 
 from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.demo.digits import digit_tokenizer
 
 FAMILIES = {
     "qwen3": {},

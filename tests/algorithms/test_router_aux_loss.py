@@ -9,7 +9,7 @@ import torch
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.models import SharedTrunkCritic, score
 from pl_grouprl.models.router import record_router_logits, router_balancing_loss
 from pl_grouprl.packing import pack

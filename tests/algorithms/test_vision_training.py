@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.media.inputs import placeholder_ids
-from pl_grouprl.models.score import predicting_hidden_states
+from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, SamplingConfig
 
@@ -119,7 +119,8 @@ def test_steps_with_rollouts_of_its_own(family, make_trainer):
     assert not any(set(forbidden) & set(rollout.token_ids) for rollout in sampled)
     batch = pack(groups, "repeated")
     with torch.no_grad():
-        logits_NV = module.policy.lm_head(predicting_hidden_states(module.policy.eval(), batch))
+        states = hidden_states(module.policy.eval(), batch)
+        logits_NV = module.policy.lm_head(states[batch.predict_index_N])
     logits_NV[:, forbidden] = -torch.inf
     scored_N = logits_NV.log_softmax(-1).gather(1, batch.targets_N[:, None]).flatten()
     reported_N = torch.tensor([logprob for rollout in sampled for logprob in rollout.logprobs])

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conftest import History, RaggedEngine, TinyPolicy, share_of_letters
 
 from pl_grouprl.algorithms import PPO, OptimizerConfig
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
 from pl_grouprl.types import SamplingConfig

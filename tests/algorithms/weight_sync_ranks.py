@@ -20,7 +20,7 @@ from lightning.pytorch import Callback
 from pl_grouprl import GRPO, PromptDataModule, SamplingConfig
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.data import MostFrequentDigit
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout import HFRolloutEngine
 

@@ -38,8 +38,9 @@ from lightning.pytorch import Trainer
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.utilities.arguments import known_options
 
 SECONDS_PER_CASE = 60

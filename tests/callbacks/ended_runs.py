@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.utilities.checkpoint_files import about, newest_complete
+from pl_grouprl.utilities.checkpoint_files import newest_complete, read_manifest
 
 CASES = json.loads(sys.argv[1])
 """Of each: strategy, how it ends (a limit of the Trainer, the hook that asks to stop, or `broken shard`), the step."""
@@ -98,7 +98,7 @@ def main():
         result = {"case": [strategy, how, step], "failure": run(folder, strategy, how, step)}
         last, _ = newest_complete(folder.glob("*.ckpt"))
         if last is not None:
-            result["saved"] = about(last)["step"]
+            result["saved"] = read_manifest(last)["step"]
             result["failure"] = result["failure"] or run(folder, strategy, None, 0, last)
             result["same"] = not result["failure"] and all(map(same, whole[strategy], final(folder, strategy)))
         print(json.dumps(result), flush=True)

@@ -134,10 +134,10 @@ def main():
         last = folder / "last.ckpt"
         result = {"case": [strategy, moment, receiver, name], "codes": codes, "saved": last.exists()}
         if last.exists():
-            result["flaw"] = checkpoint_files.flaw(last)
+            result["flaw"] = checkpoint_files.corruption_reason(last)
             again = fork_ranks(strategy, lambda rank: train(folder, strategy, rank, checkpoint=last), log)  # noqa: B023
             result["resumed"] = wait_for(again)
-            result["step"] = checkpoint_files.about(last)["step"]
+            result["step"] = checkpoint_files.read_manifest(last)["step"]
             if not any(result["resumed"]):
                 end = final(folder, strategy)
                 if moment in AFTER_TRAINING:  # nothing was left to train, so no random numbers went on

@@ -6,7 +6,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from pl_grouprl.callbacks import CompletionsTable
-from pl_grouprl.callbacks.completions_table import completion_rows, markdown_table, prompt_text, render_table, shorten
+from pl_grouprl.callbacks.completions_table import (
+    completion_rows,
+    markdown_table,
+    printable_line,
+    prompt_text,
+    render_table,
+)
 from pl_grouprl.types import RolloutGroup
 
 
@@ -88,10 +94,10 @@ def test_counts_below_one_are_refused(option):
 
 
 def test_long_texts_lose_their_middle_and_control_characters_are_written_out():
-    assert shorten("0123456789", 10) == "0123456789"
-    assert shorten("0123456789", 7) == "0123…89"
-    assert shorten("a\nb\tc", 20) == "a\\nb\\tc"
-    assert shorten("größer", 20) == "größer"
+    assert printable_line("0123456789", 10) == "0123456789"
+    assert printable_line("0123456789", 7) == "0123…89"
+    assert printable_line("a\nb\tc", 20) == "a\\nb\\tc"
+    assert printable_line("größer", 20) == "größer"
 
 
 def test_empty_tables_are_drawn():

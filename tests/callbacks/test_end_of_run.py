@@ -11,7 +11,7 @@ from helpers.scripts import run_script
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.utilities.checkpoint_files import flaw
+from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
 SCRIPT = Path(__file__).with_name("ended_runs.py")
 FAST = [("single", "max_steps", 7), ("single", "module", 6)]
@@ -93,7 +93,7 @@ def fit(folder, module=None, callbacks=(), steps=7, **options):
 
 def steps_of(folder):
     found = {path.name: path for path in folder.glob("*.ckpt")}
-    assert all(flaw(path) is None for path in found.values())
+    assert all(corruption_reason(path) is None for path in found.values())
     return {name: torch.load(path, weights_only=True)["global_step"] for name, path in found.items()}
 
 

@@ -18,13 +18,13 @@ from lightning.pytorch import LightningModule, Trainer
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.utilities import checkpoint_files
 from pl_grouprl.utilities.checkpoint_files import (
-    about,
     commit,
-    flaw,
+    corruption_reason,
+    finish_interrupted,
     manifest_of,
     newest_complete,
+    read_manifest,
     remove_leftovers,
-    settle,
 )
 from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 
@@ -80,7 +80,7 @@ def test_save_top_k_save_last_and_monitor_work_as_before(tmp_path):
     checkpoints = {"last.ckpt", "step=6.ckpt", "step=8.ckpt"}
     assert set(names(tmp_path)) == checkpoints | {f"{name}.manifest.json" for name in checkpoints}
     assert Path(callback.best_model_path).name == "step=8.ckpt"
-    assert all(flaw(tmp_path / name) is None for name in checkpoints)
+    assert all(corruption_reason(tmp_path / name) is None for name in checkpoints)
     assert step_of(tmp_path / "last.ckpt") == 8
     _, module = fit(tmp_path, steps=10, checkpoint=tmp_path / "last.ckpt")
     assert module.weight.item() == 10
@@ -91,7 +91,7 @@ def test_last_as_a_link(tmp_path):
     fit(tmp_path, steps=4, save_top_k=-1, save_last="link")
     last = tmp_path / "last.ckpt"
     assert last.is_symlink()
-    assert flaw(last) is None
+    assert corruption_reason(last) is None
     assert step_of(last) == 4
 
 
@@ -168,13 +168,13 @@ def test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint(tmp_path, m
             if value == 1:
                 commit(unfinished, target, {"step": 1}, DEAD)
         killed = save_interrupted(monkeypatch, number, lambda: commit(unfinished, target, {"step": 2}, DEAD))  # noqa: B023
-        settle(folder)
+        finish_interrupted(folder)
         newest, torn = newest_complete(folder.glob("*.ckpt"))
         assert newest == target
         assert not torn
         assert read(target) in ((1, 2) if killed else (2,))
         remove_leftovers(folder)
-        assert flaw(target) is None
+        assert corruption_reason(target) is None
         manifest = [] if as_folder else ["last.ckpt.manifest.json"]
         assert names(folder) == ["last.ckpt", *manifest]
         if not killed:
@@ -190,9 +190,9 @@ def test_kills_in_a_row_keep_the_checkpoint_that_is_there(tmp_path, monkeypatch)
         save = lambda: commit(unfinished, target, {"step": value}, DEAD)  # noqa: B023, E731
         # The first is saved; the others are killed right before the rename: fsync twice, manifest, its rename, then it.
         assert save_interrupted(monkeypatch, 5 if value else 1000, save) == bool(value)
-        assert flaw(target) is None
+        assert corruption_reason(target) is None
         assert read(target) == 0
-        assert about(target) == {"step": 0}  # what the manifest says of the file that is there
+        assert read_manifest(target) == {"step": 0}  # what the manifest says of the file that is there
 
 
 @pytest.mark.parametrize("damage", ["shorter", "other bytes", "missing"])
@@ -224,10 +224,10 @@ def test_files_without_a_manifest_are_checked_by_their_own_sums(tmp_path):
     middle = len(content) // 2
     (tmp_path / "other.ckpt").write_bytes(content[:middle] + b"?" + content[middle + 1 :])
     (tmp_path / "folder.ckpt").mkdir()
-    assert flaw(tmp_path / "whole.ckpt") is None
-    assert "cannot be read" in flaw(tmp_path / "short.ckpt")
-    assert "torn" in flaw(tmp_path / "other.ckpt")
-    assert flaw(tmp_path / "folder.ckpt").startswith("it has no manifest; ")
+    assert corruption_reason(tmp_path / "whole.ckpt") is None
+    assert "cannot be read" in corruption_reason(tmp_path / "short.ckpt")
+    assert "torn" in corruption_reason(tmp_path / "other.ckpt")
+    assert corruption_reason(tmp_path / "folder.ckpt").startswith("it has no manifest; ")
 
 
 def test_leftovers_of_killed_runs_are_removed_and_those_of_living_ones_kept(tmp_path):
@@ -259,7 +259,7 @@ def test_a_full_disk_is_an_error_and_the_former_checkpoint_loads(tmp_path):
             fit(tmp_path, checkpoint=tmp_path / "last.ckpt", module=module, save_top_k=0, save_last=True)
     finally:
         undo()
-    assert flaw(tmp_path / "last.ckpt") is None
+    assert corruption_reason(tmp_path / "last.ckpt") is None
     assert not [name for name in names(tmp_path) if name.startswith(".")]
     _, module = fit(tmp_path, checkpoint=tmp_path / "last.ckpt", save_last=True)
     assert module.weight.item() == 4
@@ -293,14 +293,14 @@ def test_a_save_without_permission_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(OSError, match=r"step=4\.ckpt could not be saved.*Permission denied"):
         fit(tmp_path, checkpoint=tmp_path / "step=2.ckpt")
-    assert flaw(tmp_path / "step=2.ckpt") is None
+    assert corruption_reason(tmp_path / "step=2.ckpt") is None
 
 
 def test_nothing_goes_through_the_folder_for_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/dev/full")
     monkeypatch.setattr("tempfile.tempdir", "/dev/full")
     fit(tmp_path)
-    assert flaw(tmp_path / "step=4.ckpt") is None
+    assert corruption_reason(tmp_path / "step=4.ckpt") is None
 
 
 # Other configurations.

@@ -16,7 +16,7 @@ from helpers.scripts import run_script
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint, StoppedBySignal
-from pl_grouprl.utilities.checkpoint_files import flaw
+from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
 SCRIPT = Path(__file__).with_name("signal_ranks.py")
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
@@ -93,7 +93,7 @@ def fit(folder, module, callback=None, **options):
 
 
 def saved(folder):
-    assert flaw(folder / "last.ckpt") is None
+    assert corruption_reason(folder / "last.ckpt") is None
     return torch.load(folder / "last.ckpt", weights_only=True)
 
 
@@ -217,4 +217,4 @@ def test_under_slurm_its_signal_saves_what_lightning_resumes_from_and_requeues(t
     with pytest.raises(StoppedBySignal):
         fit(tmp_path, Counter(signal.SIGUSR1), plugins=[environment])
     assert commands == [["scontrol", "requeue", "17"]]
-    assert flaw(tmp_path / "hpc_ckpt_1.ckpt") is None
+    assert corruption_reason(tmp_path / "hpc_ckpt_1.ckpt") is None

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.data.sources import read_source
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.demo.digits import digit_tokenizer
 
 
 def load(source, **options):

@@ -12,7 +12,7 @@ import pytest
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.data.digest import digest_rows
 from pl_grouprl.data.sources import SourceRow
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.demo.digits import digit_tokenizer
 
 ROWS = [{"prompt": "1" * (1 + number % 10), "answer": str(number)} for number in range(100)]
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule, TrainPromptLoader
+from pl_grouprl.data import PromptDataModule, TrainPromptLoader
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.types import Prompt
 
 

@@ -8,8 +8,9 @@ import pytest
 from jsonargparse import ArgumentParser
 from pyarrow import parquet
 
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.demo.digits import digit_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + message['content'] }}"
@@ -218,7 +219,7 @@ def test_ranks_and_updates_come_from_the_trainer(tokenizer):
     assert [[prompt.prompt for prompt in batch.prompts] for batch in data.val_dataloader()] == [["1"]]
 
 
-TASK = {"class_path": "pl_grouprl.data.MostFrequentDigit", "init_args": {"prompt_length": 16, "train_size": 8}}
+TASK = {"class_path": "pl_grouprl.demo.MostFrequentDigit", "init_args": {"prompt_length": 16, "train_size": 8}}
 
 
 @pytest.mark.parametrize(

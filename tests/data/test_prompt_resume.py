@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
 
 ROLLOUTS, UPDATES, EPOCHS = 3, 2, 3
 STEPS = ROLLOUTS * UPDATES * EPOCHS

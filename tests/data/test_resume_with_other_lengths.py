@@ -4,11 +4,12 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule, TrainPromptLoader
-from pl_grouprl.training.run_state import SavedStateModule
+from pl_grouprl.data import PromptDataModule, TrainPromptLoader
+from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.training.resume import fix_loop_counters, restore_loaders
 from pl_grouprl.types import Prompt
 
 PROMPTS = [Prompt([number + 1], prompt=str(number)) for number in range(20)]
@@ -123,13 +124,20 @@ def test_extra_prompts_are_of_those_that_are_used():
     assert not set(drawn[:7]) & regular  # its own share of the others comes first
 
 
-class Recorder(SavedStateModule):
+class Recorder(LightningModule):
     def __init__(self, updates):
         super().__init__()
+        self.begins_epoch = False
         self.updates_per_rollout = updates
         self.tokenizer = MostFrequentDigit().tokenizer()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen = []
+
+    def on_load_checkpoint(self, checkpoint):
+        self.begins_epoch = fix_loop_counters(checkpoint, self.trainer.datamodule.num_train_batches)
+
+    def on_train_start(self):
+        restore_loaders(self.trainer, begins_epoch=self.begins_epoch)
 
     def training_step(self, batch, batch_idx):
         self.seen.append((batch.rollout_number, [prompt.prompt for prompt in batch.prompts]))

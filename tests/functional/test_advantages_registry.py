@@ -5,7 +5,6 @@ import torch
 
 from pl_grouprl.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
-    RewardBatch,
     grpo_passk_advantages,
     make_advantage_estimator,
     opo_advantages,
@@ -17,7 +16,6 @@ from pl_grouprl.functional.advantages import (
 
 REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
 LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])
-BATCH = RewardBatch(REWARDS, GROUP_IDS, LENGTHS, GREEDY)
 PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
@@ -39,7 +37,6 @@ def test_rollout_level_estimators_take_the_same_arguments(name):
         "remax": lambda: remax_advantages(REWARDS, GREEDY),
     }[name]()
     assert torch.equal(estimator(REWARDS, GROUP_IDS, lengths=LENGTHS, greedy_rewards=GREEDY), expected)
-    assert torch.equal(BATCH.advantages(estimator), expected)
 
 
 def test_token_level_estimators_take_the_same_arguments():
@@ -71,6 +68,4 @@ def test_what_an_estimator_needs_and_does_not_get_is_an_error():
     with pytest.raises(ValueError, match=r"lengths is None; opo weighs by it: pass the response tokens"):
         make_advantage_estimator("opo")(REWARDS, GROUP_IDS)
     with pytest.raises(ValueError, match=r"greedy_rewards is None; remax subtracts them: pass the reward of each"):
-        RewardBatch(REWARDS, GROUP_IDS).advantages(make_advantage_estimator("remax"))
-    with pytest.raises(ValueError, match=r"ReinforcePlusPlusAdvantage takes rewards per token; call it with rows"):
-        BATCH.advantages(make_advantage_estimator("reinforce_plus_plus"))
+        make_advantage_estimator("remax")(REWARDS, GROUP_IDS)

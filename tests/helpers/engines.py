@@ -161,7 +161,7 @@ def new_policy(name: str, **overrides: Any) -> tuple[Any, Any]:
         model.generation_config.eos_token_id = [3]
         return model, letters_tokenizer()
     if name == "digits":
-        from pl_grouprl.data import MostFrequentDigit
+        from pl_grouprl.demo import MostFrequentDigit
 
         return model, MostFrequentDigit(prompt_length=8).tokenizer()
     return model, bytes_tokenizer() if name == "bytes" else None

@@ -30,7 +30,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.data import MostFrequentDigit
+from pl_grouprl.demo import MostFrequentDigit
 
 torch.set_num_threads(1)
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2}

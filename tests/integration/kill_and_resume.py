@@ -42,7 +42,7 @@ from forked_runs import (
 from lightning.pytorch import Callback
 
 from pl_grouprl.utilities import checkpoint_files
-from pl_grouprl.utilities.checkpoint_files import newest_complete, settle
+from pl_grouprl.utilities.checkpoint_files import finish_interrupted, newest_complete
 
 PHASES = {"time": 0, "save": 150, "rollout": 6, "reward": 4, "update": 16}
 """Where a run is killed, and the largest number of the call in which it is; `time` counts none."""
@@ -151,7 +151,7 @@ def finish(folder: Path, pids: list[int], ranks: int) -> list[dict]:
 
 def newest(folder: Path) -> Path | None:
     """As `--ckpt_path last` finds it; a torn one under its own name would be a fault."""
-    settle(folder)
+    finish_interrupted(folder)
     path, torn = newest_complete(folder.glob("*.ckpt"))
     if torn:
         raise RuntimeError(f"torn checkpoints: {torn}")
@@ -174,7 +174,7 @@ def run_until_death(folder: Path, strategy: str, algorithm: str, death: Death) -
 
 def ends_the_same(expected: list[dict], end: list[dict], found: Path | None) -> bool:
     """Whether a resumed run ended as the undisturbed one."""
-    if found is not None and checkpoint_files.about(found)["step"] == expected[0]["counters"][-1]:
+    if found is not None and checkpoint_files.read_manifest(found)["step"] == expected[0]["counters"][-1]:
         for left, right in zip(expected, end, strict=True):
             # Killed after the last step: nothing is trained any more, so no random numbers are drawn.
             right |= {"random": left["random"], "counters": left["counters"]}

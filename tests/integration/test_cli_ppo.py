@@ -13,13 +13,13 @@ import yaml
 from pl_grouprl import PPO, GroupPPO
 from pl_grouprl.cli import main
 
-TASK = "{class_path: pl_grouprl.data.MostFrequentDigit, init_args: {prompt_length: 20, train_size: 16, val_size: 4}}"
+TASK = "{class_path: pl_grouprl.demo.MostFrequentDigit, init_args: {prompt_length: 20, train_size: 16, val_size: 4}}"
 SMALL = f"""
 model:
   class_path: pl_grouprl.%(name)s
   init_args:
     policy:
-      class_path: pl_grouprl.models.WarmStartedPolicy
+      class_path: pl_grouprl.demo.WarmStartedPolicy
       init_args:
         demonstrations: {TASK}
         architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,

@@ -14,7 +14,7 @@ if str(ROOT) not in sys.path:
 from examples import compare_algorithms, compare_report  # noqa: E402
 
 MODULES = {"GRPO": "GRPO", "PPO": "PPO", "GROUP PPO": "GroupPPO"}
-TASK = {"class_path": "pl_grouprl.data.MostFrequentDigit"}
+TASK = {"class_path": "pl_grouprl.demo.MostFrequentDigit"}
 
 
 def configuration(module, folder, **options):
@@ -34,7 +34,7 @@ def configuration(module, folder, **options):
         "model": {
             "class_path": f"pl_grouprl.{module}",
             "init_args": {
-                "policy": {"class_path": "pl_grouprl.models.WarmStartedPolicy", "init_args": policy},
+                "policy": {"class_path": "pl_grouprl.demo.WarmStartedPolicy", "init_args": policy},
                 "rewards": [{"function": {"class_path": "pl_grouprl.rewards.LeadingCorrectCharacters"}}],
                 "num_generations": 4,
                 "sampling": {"max_new_tokens": 4},

@@ -13,8 +13,8 @@ import pl_grouprl
 from pl_grouprl import GRPO, PromptDataModule, SamplingConfig, SharedPrefixCallback
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.cli import main
-from pl_grouprl.data import MostFrequentDigit
-from pl_grouprl.models import LoRAAdapter, PretrainedPolicy, WarmStartedPolicy
+from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
+from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
 from pl_grouprl.rewards import LeadingCorrectCharacters
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 

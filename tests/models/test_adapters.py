@@ -9,8 +9,8 @@ from helpers.tiny_models import FAMILIES, random_groups, tiny_model
 from torch import nn
 
 from pl_grouprl.attention import check_parity
-from pl_grouprl.data import MostFrequentDigit
-from pl_grouprl.models import LoRAAdapter, PolicySource, PretrainedPolicy, WarmStartedPolicy, rollout_logprobs
+from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
+from pl_grouprl.models import LoRAAdapter, PolicySource, PretrainedPolicy, rollout_logprobs
 from pl_grouprl.utilities import optional
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])

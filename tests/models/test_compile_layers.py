@@ -12,12 +12,13 @@ from torch import nn
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.callbacks import ExportPolicy
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.warm_start import WarmStartedPolicy
 from pl_grouprl.models import compile as compiling
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.policy import PretrainedPolicy
-from pl_grouprl.models.warm_start import WarmStartedPolicy
 from pl_grouprl.types import SamplingConfig
 
 SIZES = {"hidden_size": 48, "head_dim": 18, "intermediate_size": 80}

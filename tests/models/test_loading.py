@@ -13,10 +13,10 @@ from helpers.tiny_models import random_groups, tiny_model
 from helpers.tiny_vision import tiny_vision_model
 from safetensors.torch import load_file, save_file
 
+from pl_grouprl.demo.warm_start import WarmStartedPolicy
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.critic_sources import PretrainedCritic
 from pl_grouprl.models.policy import PretrainedPolicy
-from pl_grouprl.models.warm_start import WarmStartedPolicy
 from pl_grouprl.rewards import ModelReward
 from pl_grouprl.rewards.base import RewardConfigurationError
 
@@ -306,7 +306,7 @@ def test_damaged_adapters(folder, adapter):
 
 
 def test_the_cache_of_a_warm_start(tmp_path):
-    from pl_grouprl.data import MostFrequentDigit
+    from pl_grouprl.demo import MostFrequentDigit
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     source = WarmStartedPolicy(

@@ -9,7 +9,7 @@ from helpers.tiny_models import VOCAB, random_groups, tiny_model
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.models.head import logits_function
-from pl_grouprl.models.score import hidden_states, predicting_hidden_states, rollout_logprobs, score
+from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -120,7 +120,7 @@ def test_one_rollout_moves_no_bit_of_the_gradient_of_the_others():
 
 def test_a_shared_batch_outside_of_any_context_is_refused(model):
     batch = pack(random_groups(6, SHAPES))
-    for call in (score, predicting_hidden_states):
+    for call in (score, hidden_states):
         with pytest.raises(
             RuntimeError, match=r"no shared_prefix context is in force for Qwen3ForCausalLM.*`with shared"
         ):
@@ -233,7 +233,6 @@ def test_hidden_states_once_serve_several_heads(model, sharing):
         actual = score(model, batch, states=states)
         handle.remove()
         assert states.shape == (batch.num_tokens_run, 32)
-        assert torch.equal(states[batch.predict_index_N], predicting_hidden_states(model, batch))
     assert torch.equal(actual.logprobs_N, expected.logprobs_N)
     assert not any(calls)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from pl_grouprl.rewards import RewardConfigurationError, Sandbox, SandboxLimits
-from pl_grouprl.rewards.reaper import children
 from pl_grouprl.rewards.sandbox import SandboxUnavailableError, view
 from pl_grouprl.rewards.sandbox.seccomp import CLONE, CLONE3, REFUSED, SOCKET, seccomp_filter
+from pl_grouprl.utilities.reaper import children
 
 PROCESSES = 6
 LIMITS = SandboxLimits(timeout=20.0, memory_limit_mb=256, max_processes=PROCESSES, disk_limit_mb=8)

@@ -18,7 +18,8 @@ from cpu_strategies import CPUFSDPStrategy
 import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import SharedTrunkCritic
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.types import SamplingConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pl_grouprl.utilities.finite import first_names, nonfinite_parameters
+from pl_grouprl.utilities.finite import nonfinite_parameters
 
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
 
@@ -38,8 +38,3 @@ def test_a_shard_is_looked_at_in_place_of_the_empty_whole() -> None:
     parameter = nn.Parameter(torch.empty(0))
     parameter.ds_tensor = torch.tensor([1.0, torch.nan])  # as ZeRO-3 leaves it between forward passes
     assert nonfinite_parameters([("sharded", parameter)]) == ["sharded"]
-
-
-def test_the_first_names_stand_for_many() -> None:
-    assert first_names(["a", "b"]) == "a, b"
-    assert first_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -106,9 +106,9 @@ def said(beat, done=0, waits=0, **more):
 def test_the_rank_that_others_wait_for_is_lost():
     judge = RankJudge(100)
     for now in range(0, 100, 10):
-        judge.hear(statuses(said(now, waits=5), said(now, waits=4)), now)
+        judge.record(statuses(said(now, waits=5), said(now, waits=4)), now)
         assert judge.lost(now) == {}
-    judge.hear(statuses(said(100, waits=5), said(100, waits=4)), 100)
+    judge.record(statuses(said(100, waits=5), said(100, waits=4)), 100)
     assert judge.lost(100) == {1: "hung: others have waited for it for 100 s, in which it got nothing done"}
 
 
@@ -126,7 +126,7 @@ def test_the_rank_that_others_wait_for_is_lost():
 def test_these_are_not_lost(first, second):
     judge = RankJudge(100)
     for now in range(0, 1000, 10):
-        judge.hear(statuses(first(now), second(now)), now)
+        judge.record(statuses(first(now), second(now)), now)
         assert judge.lost(now) == {}
 
 
@@ -140,34 +140,34 @@ def test_a_rank_that_waits_for_a_hung_one_is_not_to_blame():
         {**pair, "collectives": {"world": 4, "pair": 2}},
     ]
     for now in (0, 50, 100):
-        judge.hear(statuses(*({**own, "beat": now} for own in told)), now)
+        judge.record(statuses(*({**own, "beat": now} for own in told)), now)
     assert list(judge.lost(100)) == [2]
 
 
 def test_silence_is_measured_at_the_time_of_the_last_reading():
     judge = RankJudge(1000)
     for now in range(0, 290, 10):
-        judge.hear(statuses(said(now), said(0)), now)
+        judge.record(statuses(said(now), said(0)), now)
         assert judge.lost(now) == {}
-    judge.hear(statuses(said(300), said(0)), 300)
+    judge.record(statuses(said(300), said(0)), 300)
     assert judge.lost(300) == {1: "frozen: no sign of life for 300 s"}
 
 
 def test_after_a_pause_of_the_watcher_counting_starts_anew():
     judge = RankJudge(100)
-    judge.hear(statuses(said(0, waits=5), said(0, waits=4)), 0)
-    judge.start_anew(5000)
+    judge.record(statuses(said(0, waits=5), said(0, waits=4)), 0)
+    judge.restart_clocks(5000)
     assert judge.lost(5050) == {}
-    judge.hear(statuses(said(1, waits=5), said(1, waits=4)), 5050)
+    judge.record(statuses(said(1, waits=5), said(1, waits=4)), 5050)
     assert list(judge.lost(5100)) == [1]
 
 
 @pytest.mark.parametrize(("state", "ends"), [("running", True), ("done", False), ("stopped", False)])
 def test_a_process_that_has_ended_is_lost_unless_it_was_done(state, ends):
     judge = RankJudge(1000)
-    judge.hear(statuses(said(0), said(0)), 0)
-    judge.note_ended(1, 10)
-    judge.hear(statuses(said(80), said(0, state=state)), 80)
+    judge.record(statuses(said(0), said(0)), 0)
+    judge.record_end(1, 10)
+    judge.record(statuses(said(80), said(0, state=state)), 80)
     assert judge.lost(60) == {}
     assert judge.lost(80) == ({1: "its process has ended"} if ends else {})
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pl_grouprl.utilities.checkpoint_files import accept, commit, manifest_of, unfinished_path
-from pl_grouprl.utilities.verified_loading import load_verified, note_verified, verify_checkpoint
+from pl_grouprl.utilities.verified_loading import load_verified, remember_verified, verify_checkpoint
 
 OWNER = f"{os.uname().nodename}-{2**22 + 1}"
 
@@ -102,7 +102,7 @@ def test_a_folder_without_a_manifest_is_refused_until_it_is_accepted(tmp_path):
 def test_what_was_just_verified_is_read_again_once_it_has_changed(tmp_path):
     path = tmp_path / "own.ckpt"
     content = save(path, manifest=True)
-    note_verified(path)
+    remember_verified(path)
     path.write_bytes(content[:-1] + b"?")
     with pytest.raises(ValueError, match="is damaged"):
         verify_checkpoint(path)

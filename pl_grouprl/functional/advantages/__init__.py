@@ -29,7 +29,6 @@ from pl_grouprl.functional.advantages.multi_reward import (
 from pl_grouprl.functional.advantages.registry import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
-    RewardBatch,
     make_advantage_estimator,
 )
 from pl_grouprl.functional.advantages.reinforce import (

@@ -12,8 +12,8 @@ ranks, and return [B, T]. All rollouts of a group come in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -36,32 +36,6 @@ class AdvantageEstimator(Protocol):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return advantages, shape [B], or [B, T] where `per_token`."""
-
-
-class RewardBatch(NamedTuple):
-    """What an estimator of whole rollouts may need to know of a batch.
-
-    Attributes:
-        rewards_B: Scalar reward of each rollout; NaN marks a rollout without a reward.
-        group_ids_B: Prompt of each rollout, any integers, in any order.
-        lengths_B: Response tokens of each rollout.
-        greedy_rewards_B: Reward of the greedy rollout of each rollout's prompt.
-    """
-
-    rewards_B: Tensor
-    group_ids_B: Tensor | Sequence[int]
-    lengths_B: Tensor | None = None
-    greedy_rewards_B: Tensor | None = None
-
-    def advantages(self, estimator: AdvantageEstimator) -> Tensor:
-        """Return the estimator's advantages, shape [B].
-
-        Raises:
-            ValueError: If the estimator takes rows of tokens, or needs what this batch does not have.
-        """
-        if estimator.per_token:
-            raise ValueError(f"{type(estimator).__name__} takes rewards per token; call it with rows, [B, T].")
-        return estimator(self.rewards_B, self.group_ids_B, lengths=self.lengths_B, greedy_rewards=self.greedy_rewards_B)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {

@@ -39,8 +39,7 @@ def check_arguments(
         raise ValueError(
             f"threshold is {threshold}; it must be a finite number above 0 (1 and less cut at each token)."
         )
-    if not (1 <= max_size < math.inf and max_size == int(max_size)):
-        raise ValueError(f"max_size is {max_size}; it must be a whole number of tokens, at least 1.")
+    check_max_size("max_size", max_size)
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon is {epsilon}; it must be a finite number, 0 or larger.")
     mask_BT = bool_mask(mask)
@@ -51,6 +50,16 @@ def check_arguments(
             "score_norms.clamp(min=0)."
         )
     return mask_BT
+
+
+def check_max_size(name: str, max_size: int) -> None:
+    """Refuse a largest group that is no whole number of tokens.
+
+    Raises:
+        ValueError: With the name and the value.
+    """
+    if not (1 <= max_size < math.inf and max_size == int(max_size)):
+        raise ValueError(f"{name} is {max_size}; it must be a whole number of tokens, at least 1.")
 
 
 def check_shapes(td_errors: Tensor, score_norms: Tensor, mask: Tensor, forced_ends: Tensor | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pl_grouprl.functional.token_groups.checks import check_max_size
 from pl_grouprl.utilities.options import check_finite
 
 
@@ -49,10 +50,7 @@ class ThresholdController:
             raise ValueError(
                 f"group_variance_threshold is {group_variance_threshold}; it must be a finite number above 0, or None."
             )
-        if not (1 <= max_size < math.inf and max_size == int(max_size)):
-            raise ValueError(
-                f"group_max_size (max_size) is {max_size}; it must be a whole number of tokens, at least 1."
-            )
+        check_max_size("group_max_size (max_size)", max_size)
         _check_clips(threshold_lr, min_threshold, max_threshold)
         self.adaptive_threshold = adaptive_threshold
         self.threshold_lr = threshold_lr

@@ -39,8 +39,7 @@ class SandboxLimits:
         checks = {"timeout": (self.timeout, finite, "a number of seconds, larger than 0")}
         for name in ("memory_limit_mb", "max_processes", "disk_limit_mb", "max_output_mb"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            checks[name] = (value, whole, "a whole number, at least 1")
+            checks[name] = (value, value >= 1, "a whole number, at least 1")
         check_options(checks)
 
     def rlimits(self) -> dict[str, int]:

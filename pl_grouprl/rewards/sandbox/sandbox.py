@@ -1,4 +1,4 @@
-"""Runs an untrusted Python program: without network, with limits, and with nothing left of it afterwards."""
+"""Runs an untrusted Python program without network and with limits; nothing of it remains afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SandboxUnavailableError(RewardConfigurationError):
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
         ending: `exit`: it ended by itself, or one of its limits (memory, CPU time) killed it. `timeout`: it took too

@@ -16,7 +16,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from safetensors.torch import load_file
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
-from pl_grouprl.data import MostFrequentDigit, PromptDataModule
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout.vllm.lora import adapter_folder
 from pl_grouprl.sync.sampler import AdapterWeights, WeightsMismatchError

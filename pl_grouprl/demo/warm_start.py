@@ -13,8 +13,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -29,6 +29,7 @@ from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import tick
+from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +74,7 @@ class WarmStartedPolicy:
         max_grad_norm: Clips the norm of the gradient.
         seed: Of the initial weights and of the demonstrations.
         cache_dir: Folder of finished policies, one folder for each set of options.
-        progress_bar: Show the bar of the supervised training.
+        progress_bar: Show the progress of the supervised training.
         adapter: As in `PretrainedPolicy`: train low-rank layers on the warm-started weights, which stay frozen. The
             warm start itself trains all weights.
         compile_layers: As in `PretrainedPolicy`. The warm start itself runs uncompiled.
@@ -271,8 +272,28 @@ def _rank_zero_first() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(description: str, total: int, enabled: bool) -> Iterator[Any]:
-    """A bar with time left and the mean loss of late; yields a function to call after each step."""
+def _progress(title: str, total: int, enabled: bool) -> Iterator[Callable[[float], None]]:
+    """Progress bar with ETA and smoothed loss, or lines in a file; yields a function to call after each step."""
+    smoothed: float | None = None
+    done = 0
+    with _display(title, total) if enabled else nullcontext(lambda done, loss: None) as show:
+
+        def advance(loss: float) -> None:
+            nonlocal smoothed, done
+            smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
+            done += 1
+            show(done, smoothed)
+
+        yield advance
+
+
+@contextmanager
+def _display(title: str, total: int) -> Iterator[Callable[[int, float], None]]:
+    """Yields a function that shows how many steps are done, and the loss."""
+    if not shows_bars():
+        lines = ProgressLines(title, total)
+        yield lambda done, loss: lines.update(done, {"loss": loss})
+        return
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -290,13 +311,6 @@ def _progress(description: str, total: int, enabled: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
     )
-    with Progress(*columns, disable=not enabled) as progress:
-        task = progress.add_task(description, total=total, loss=float("nan"))
-        average = None
-
-        def advance(loss: float) -> None:
-            nonlocal average
-            average = loss if average is None else 0.98 * average + 0.02 * loss
-            progress.update(task, advance=1, loss=average)
-
-        yield advance
+    with Progress(*columns) as bar:
+        task = bar.add_task(title, total=total, loss=float("nan"))
+        yield lambda done, loss: bar.update(task, completed=done, loss=loss)

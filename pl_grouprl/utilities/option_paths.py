@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-PLACES = {
+OPTION_PATHS = {
     "data.init_args.add_special_tokens": "",
     "data.init_args.batch_size": "generation_batch_size train_batch_size",
     "data.init_args.chat_template_kwargs": "apply_chat_template_kwargs",
@@ -125,6 +125,7 @@ PLACES = {
     "trainer.callbacks": "",
     "trainer.default_root_dir": "output_dir default_local_dir",
     "trainer.devices": "n_gpus_per_node",
+    "trainer.enable_progress_bar": "disable_tqdm",
     "trainer.gradient_clip_val": "max_grad_norm grad_clip",
     "trainer.log_every_n_steps": "logging_steps",
     "trainer.logger": "report_to",
@@ -149,22 +150,23 @@ _CLASSES = (
 )
 
 
-def place_of(name: str, known: Container[str] = ()) -> str | None:
+def locate_option(name: str, known: Container[str] = ()) -> str | None:
     """Say where an option belongs; None if it is unknown.
 
     Args:
         name: A name that a constructor was given but does not take.
         known: The names that it takes.
     """
-    places = {place.rsplit(".", 1)[-1]: place for place in PLACES}
-    foreign = {own: place for place, names in PLACES.items() for own in names.split()}
-    place = places.get(name) or foreign.get(name)
-    if place is None:
+    ours = {path.rsplit(".", 1)[-1]: path for path in OPTION_PATHS}
+    theirs = {foreign: path for path, names in OPTION_PATHS.items() for foreign in names.split()}
+    path = ours.get(name) or theirs.get(name)
+    if path is None:
         return None
-    own = place.rsplit(".", 1)[-1]
-    if own in known:
-        return f"here it is {own}"
+    our_name = path.rsplit(".", 1)[-1]
+    if our_name in known:
+        return f"here it is {our_name}"
     for prefix, words in _CLASSES:
-        if place.startswith(prefix):
-            return f"{'it is' if own == name else f'here it is {own},'} an option {words.format(name=own)}"
-    return f"here it is {place}"
+        if path.startswith(prefix):
+            what = "it is" if our_name == name else f"here it is {our_name},"
+            return f"{what} an option {words.format(name=our_name)}"
+    return f"here it is {path}"

@@ -1,8 +1,8 @@
-"""Kills reward workers and everything they started, even when the training process is gone, however it ended.
+"""Kills process trees: when told to, and, as a script, when the process that started them is gone.
 
-Run as a script, by its path, so that it imports nothing but the standard library. It reads lines `+ID` and `-ID` from
-standard input, as workers start and end; the end of the input means that the training process is gone. A worker cannot
-watch for this itself: a function that holds the interpreter's lock keeps all of its threads from running.
+It imports the standard library only, so that it can run by its path. The script reads lines `+ID` and `-ID` from
+standard input as workers start and end; the end of the input means that the training process is gone, however it ended.
+A worker cannot watch for that itself: a function that holds the interpreter's lock stops all of its threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def children(parent: int) -> set[int]:
         listed = [_read(f"/proc/{parent}/task/{thread}/children") for thread in os.listdir(f"/proc/{parent}/task")]
     except OSError:  # not every kernel lists them
         return {process for process, its_parent in _parents().items() if its_parent == parent}
-    return {int(child) for child in b" ".join(listed).split() if _parent(child.decode()) == parent}
+    return {int(child) for child in b" ".join(listed).split() if _parent(int(child)) == parent}
 
 
 def kill_tree(root: int) -> None:
@@ -45,11 +45,11 @@ def kill_tree(root: int) -> None:
             _send(os.kill, process, signal.SIGKILL)
         killed |= found
     _send(os.killpg, root, signal.SIGKILL)
-    _send(os.kill, root, signal.SIGKILL)  # in case it has no group of its own yet
+    _send(os.kill, root, signal.SIGKILL)  # in case it does not lead a process group yet
 
 
 def reap() -> None:
-    """Read until the input ends, then kill what is left."""
+    """Read standard input until it ends, then kill the workers that are left."""
     workers: set[int] = set()
     for line in sys.stdin:
         change = workers.add if line[0] == "+" else workers.discard
@@ -69,20 +69,29 @@ def _descendants(root: int) -> set[int]:
     return found
 
 
+def process_status(process: int) -> list[str]:
+    """Fields of `/proc/PID/stat` from the third on: state, parent, ...; empty if there is no such running process.
+
+    See proc_pid_stat(5). A process that has ended and is not reaped does not run.
+    """
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            status = file.read().rpartition(b")")[2].decode().split()  # its name, in brackets, may have spaces
+    except OSError:
+        return []
+    return [] if status[0] in "ZX" else status
+
+
 def _parents() -> dict[int, int]:
-    """The parent of each process that has not ended."""
+    """The parent of each running process."""
     names = os.listdir("/proc") if os.path.isdir("/proc/self") else ()
-    found = {int(name): _parent(name) for name in names if name.isdigit()}
+    found = {int(name): _parent(int(name)) for name in names if name.isdigit()}
     return {process: parent for process, parent in found.items() if parent is not None}
 
 
-def _parent(process: str) -> int | None:
-    """The parent of a process; None where it has ended."""
-    try:
-        state, parent = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()[:2]
-    except OSError:
-        return None
-    return None if state in b"ZX" else int(parent)
+def _parent(process: int) -> int | None:
+    status = process_status(process)
+    return int(status[1]) if status else None
 
 
 def _read(path: str) -> bytes:

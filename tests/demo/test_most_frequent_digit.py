@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer
 
-from pl_grouprl.data import MostFrequentDigit
-from pl_grouprl.data.tasks import DIGIT_NAMES
+from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.demo.digits import DIGIT_NAMES
 
 
 @pytest.mark.parametrize(("length", "share"), [(512, 0.2), (64, 0.3), (8, 0.2), (1, 0.2), (5, 1.0)])

@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from pl_grouprl.models.warm_start import Demonstrations, WarmStartedPolicy, build_model, supervised_loss
+from pl_grouprl.demo.warm_start import Demonstrations, WarmStartedPolicy, build_model, supervised_loss
 
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -158,7 +158,7 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch):
     def disk_full(*_args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("pl_grouprl.models.warm_start.os.replace", disk_full)
+    monkeypatch.setattr("pl_grouprl.demo.warm_start.os.replace", disk_full)
     with pytest.raises(OSError, match="No space"):
         source.load()
     assert list(tmp_path.iterdir()) == []

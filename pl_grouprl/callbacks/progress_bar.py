@@ -1,0 +1,104 @@
+"""The progress bar of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from rich.progress import ProgressColumn, Task
+from rich.text import Text
+
+from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
+
+_SPEED_PERIOD = 3600.0
+"""Seconds over which speed and time left are estimated. Rich's 30 s see no two steps of a large model."""
+
+
+class RunProgressBar(RichProgressBar):
+    """Lightning's `RichProgressBar`, made for runs with few, slow steps that `max_steps` ends.
+
+    The total is the batches that will run, epochs are counted from 1, and speed is in seconds per step where steps take
+    longer than one. Where standard output is not a terminal, it prints a line at the start, at every tenth, and at the
+    end of each epoch. The command line uses it unless the configuration names another bar.
+    """
+
+    _draws = True
+    _batches_done = 0
+    _lines: ProgressLines | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out whether a bar can be drawn."""
+        super().setup(trainer, pl_module, stage)
+        self._draws = shows_bars(**self._console_kwargs)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the bar is drawn; False where lines are printed instead."""
+        return super().is_enabled and self._draws
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Training batches of this epoch, up to the one at which `max_steps` ends the run."""
+        trainer = self.trainer
+        if trainer.max_steps < 0:
+            return trainer.num_training_batches
+        per_step = trainer.accumulate_grad_batches
+        first = self._batches_done - self._batches_done % per_step  # of the step in progress
+        return min(trainer.num_training_batches, first + (trainer.max_steps - trainer.global_step) * per_step)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the bar, or the lines, of this epoch."""
+        self._batches_done = 0
+        self._lines = None
+        super().on_train_epoch_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Correct the total: a resumed run is only now known to be within an epoch."""
+        self._batches_done = batch_idx
+        if self.progress is not None and self.is_enabled:
+            if self.train_progress_bar_id is None:
+                self._initialize_train_progress_bar_id()
+            assert self.train_progress_bar_id is not None
+            self.progress.update(self.train_progress_bar_id, total=self.total_train_batches)
+        elif super().is_enabled and self._lines is None:
+            title = self._get_train_description(trainer.current_epoch)
+            self._lines = ProgressLines(title.rstrip(), self.total_train_batches, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Advance."""
+        if self._lines is None:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        else:
+            self._lines.update(batch_idx + 1, self.get_metrics(trainer, pl_module))
+
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
+        """Lightning's, but for the speed."""
+        return [*super().configure_columns(trainer)[:-1], _SpeedColumn(self.theme.processing_speed)]
+
+    def _init_progress(self, trainer: Trainer) -> None:
+        super()._init_progress(trainer)
+        if self.progress is not None:
+            self.progress.speed_estimate_period = _SPEED_PERIOD
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        num_epochs = self.trainer.max_epochs
+        known = num_epochs is not None and num_epochs > 0
+        description = f"Epoch {current_epoch + 1}/{num_epochs}" if known else f"Epoch {current_epoch + 1}"
+        return description.ljust(len(self.validation_description))  # so that a validation bar below lines up
+
+
+class _SpeedColumn(ProgressColumn):
+    """Steps per second, or seconds per step where that is more than one; nothing before it is known."""
+
+    def __init__(self, style: Any) -> None:
+        self.style = style
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        if not speed:
+            return Text("")
+        return Text(f"{speed:.2f} it/s" if speed >= 1 else f"{1 / speed:.2f} s/it", style=self.style)

@@ -1,0 +1,18 @@
+"""Values and lists of names as the short texts that errors hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def shorten(value: Any, length: int = 80) -> str:
+    """The repr of a value, cut to a number of characters."""
+    text = repr(value)
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def first_names(names: Sequence[str], limit: int = 3) -> str:
+    """The first names and how many more there are, such as `a, b, c and 2 more`; `none` for no names."""
+    more = len(names) - limit
+    return (", ".join(names[:limit]) or "none") + (f" and {more} more" if more > 0 else "")

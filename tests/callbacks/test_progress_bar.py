@@ -1,0 +1,121 @@
+import re
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
+from rich.progress import Progress
+
+from pl_grouprl.callbacks import RunProgressBar
+from pl_grouprl.callbacks.progress_bar import _SpeedColumn
+from pl_grouprl.cli import _default_progress_bar
+
+
+class Module(BoringModel):
+    """Eight batches per epoch."""
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(8, 32))
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", torch.tensor(0.25), prog_bar=True)
+
+    def training_step(self, batch, batch_idx):
+        self.log("reward", torch.tensor(0.5), prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Totals(Callback):
+    """What the bar says after each batch: done, total, title."""
+
+    def __init__(self, bar):
+        self.bar = bar
+        self.seen = []
+
+    def on_train_batch_end(self, *args):
+        task = self.bar.train_progress_bar
+        self.seen.append((task.completed, task.total, task.description.rstrip()))
+
+
+def fit(tmp_path, bar, *callbacks, ckpt_path=None, **options):
+    quiet = {"logger": False, "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
+    trainer = Trainer(default_root_dir=tmp_path, callbacks=[bar, *callbacks], **quiet, **options)
+    trainer.fit(Module(), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.fixture
+def bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    return RunProgressBar(console_kwargs={"force_terminal": True, "width": 120})
+
+
+def test_the_total_ends_where_max_steps_ends_the_run(tmp_path, bar, capsys):
+    totals = Totals(bar)
+    fit(tmp_path, bar, totals, max_epochs=3, max_steps=13)
+    first = [(done, 8, "Epoch 1/3") for done in range(1, 9)]
+    assert totals.seen == first + [(done, 5, "Epoch 2/3") for done in range(1, 6)]
+    assert "5/5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("max_steps", "total"), [(2, 6), (3, 8), (-1, 8)])
+def test_a_step_of_several_batches(tmp_path, bar, max_steps, total):
+    totals = Totals(bar)
+    fit(tmp_path, bar, totals, max_epochs=1, max_steps=max_steps, accumulate_grad_batches=3)
+    assert totals.seen == [(done, total, "Epoch 1/1") for done in range(1, total + 1)]
+
+
+def test_epochs_without_a_limit(tmp_path, bar):
+    totals = Totals(bar)
+    fit(tmp_path, bar, totals, max_epochs=-1, max_steps=3)
+    assert totals.seen == [(done, 3, "Epoch 1") for done in (1, 2, 3)]
+
+
+def test_a_run_resumed_within_an_epoch_keeps_its_total(tmp_path, bar):
+    fit(tmp_path, RunProgressBar(), max_epochs=1, max_steps=2).save_checkpoint(tmp_path / "at_2.ckpt")
+    checkpoint = torch.load(tmp_path / "at_2.ckpt", weights_only=True)
+    for count in ("ready", "started", "processed", "completed"):  # as saved within the epoch
+        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"][count] = int(count in ("ready", "started"))
+    torch.save(checkpoint, tmp_path / "at_2.ckpt")
+    totals = Totals(bar)
+    fit(tmp_path, bar, totals, max_epochs=1, max_steps=5, ckpt_path=tmp_path / "at_2.ckpt")
+    assert totals.seen == [(done, 5, "Epoch 1/1") for done in (3, 4, 5)]
+
+
+def test_a_file_gets_lines_in_place_of_a_bar(tmp_path, capsys):
+    fit(tmp_path, RunProgressBar(), max_epochs=1, max_steps=5)
+    lines = [re.sub(r"\d+:\d\d:\d\d", "TIME", line) for line in capsys.readouterr().out.splitlines()]
+    expected = [f"Epoch 1/1: {done}/5, TIME elapsed, TIME left, reward 0.500" for done in range(1, 5)]
+    assert lines == ["Epoch 1/1: 0/5", *expected, "Epoch 1/1: 5/5, TIME elapsed, reward 0.500"]
+
+
+def test_a_refresh_rate_of_zero_shows_neither(tmp_path, capsys):
+    fit(tmp_path, RunProgressBar(refresh_rate=0), max_epochs=1, max_steps=2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.5, "2.00 it/s"), (1.0, "1.00 it/s"), (40.0, "40.00 s/it"), (None, "")]
+)
+def test_speed(seconds, shown):
+    now = [0.0]
+    progress = Progress(get_time=lambda: now[0], speed_estimate_period=3600)
+    task = progress.add_task("", total=10)
+    for _ in range(3 if seconds else 0):
+        progress.advance(task)
+        now[0] += seconds
+    assert _SpeedColumn("dim").render(progress.tasks[task]).plain == shown
+
+
+def test_slow_steps_have_a_speed(tmp_path, bar):
+    fit(tmp_path, bar, max_epochs=1, max_steps=1)
+    assert bar.progress.speed_estimate_period == 3600
+
+
+def test_the_command_line_adds_it_unless_another_is_named_or_none_is_wanted():
+    assert [type(bar) for bar in _default_progress_bar({})] == [RunProgressBar]
+    assert [type(bar) for bar in _default_progress_bar({"callbacks": [Callback()]})] == [RunProgressBar]
+    assert _default_progress_bar({"callbacks": [TQDMProgressBar()]}) == []
+    assert _default_progress_bar({"callbacks": TQDMProgressBar()}) == []
+    assert _default_progress_bar({"enable_progress_bar": False}) == []
