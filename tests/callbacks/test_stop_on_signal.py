@@ -194,13 +194,13 @@ def test_signals_can_be_left_to_lightning(tmp_path):
 
 def test_a_second_interrupt_ends_the_process_at_once(tmp_path):
     program = (
-        "import signal, sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "import signal, sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path\n"
         "from test_stop_on_signal import Counter, fit\n"
-        "fit(Path(sys.argv[2]), Counter(signal.SIGINT, signal.SIGINT))"
+        "fit(Path(sys.argv[3]), Counter(signal.SIGINT, signal.SIGINT))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path)], check=False, timeout=120
-    )
+    folder = Path(__file__).parent
+    command = [sys.executable, "-c", program, str(folder), str(folder.parent), str(tmp_path)]
+    done = subprocess.run(command, check=False, timeout=120)
     assert done.returncode == -signal.SIGINT
     assert not (tmp_path / "last.ckpt").exists()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.process_state import left_changed
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,10 +28,11 @@ METHODS = ["repeated, padded", "repeated, one by one", "repeated, packed", "pref
 
 @pytest.fixture
 def load(monkeypatch):
-    """Import a module of benchmarks/, which is no package that is installed."""
+    """Import a module of benchmarks/, which is no package that is installed; what its command sets up is put back."""
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(sys, "argv", ["pytest"])
-    return lambda name: importlib.import_module(f"benchmarks.{name}")
+    with left_changed():
+        yield lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.mark.parametrize("measured", ["scoring", "update"])

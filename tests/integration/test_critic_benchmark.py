@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.process_state import left_changed
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, LENGTH, SIZE = 6, 16, 2
@@ -16,7 +17,8 @@ SHAPE = [text for name, size in OPTIONS.items() for text in (f"--{name}", str(si
 @pytest.fixture
 def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.critic_update")
+    with left_changed():  # its command sets up a logger
+        yield importlib.import_module("benchmarks.critic_update")
 
 
 def test_critic_runs_to_the_last_start_and_learns_the_same_from_both_encodings(benchmark):

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from helpers.process_state import left_changed
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -135,9 +136,10 @@ def flood(piece=b"x" * MIB, chunked=False, size=FLOOD):
 
 @pytest.fixture
 def service(monkeypatch):
-    service = Service(monkeypatch)
-    yield service
-    service.close()
+    with left_changed():  # uvicorn sets levels of loggers
+        service = Service(monkeypatch)
+        yield service
+        service.close()
 
 
 @pytest.mark.parametrize(
