@@ -377,7 +377,7 @@ def test_auto_runs_what_it_chooses(monkeypatch, name):
     expected = run(chosen.name, forest, rule, tensors)
     ran = []
     recorder = dataclasses.replace(chosen, attend=lambda *args: ran.append(chosen.name) or chosen.attend(*args))
-    monkeypatch.setattr(choice, chosen.name.upper(), recorder)
+    monkeypatch.setitem(choice.BACKENDS, chosen.name, recorder)
     actual = run("auto", forest, rule, tensors)
     assert ran == [chosen.name]
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
