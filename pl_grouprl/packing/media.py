@@ -30,7 +30,7 @@ def join_media(groups: Sequence[RolloutGroup], sharing: str) -> dict[str, Tensor
     names = list(dict.fromkeys(name for group in groups for name in group.media))
     for number, group in enumerate(groups):
         _check(group, number if group.group_id is None else group.group_id)
-    lay_out = _types_of_row if sharing == "shared" else _types_of_rows
+    lay_out = _packed_row if sharing == "shared" else _padded_rows
     return {name: lay_out(name, groups) if is_per_token(name) else _joined(name, groups, sharing) for name in names}
 
 
@@ -67,14 +67,14 @@ def _types(name: str, group: RolloutGroup) -> Tensor:
     return torch.zeros(len(group.prompt_ids), dtype=torch.long) if own is None else own.long()
 
 
-def _types_of_row(name: str, groups: Sequence[RolloutGroup]) -> Tensor:
+def _packed_row(name: str, groups: Sequence[RolloutGroup]) -> Tensor:
     runs: list[Tensor] = []
     for group in groups:
         runs += [_types(name, group), torch.zeros(sum(len(r.token_ids) for r in group.rollouts), dtype=torch.long)]
     return torch.cat(runs)[None]
 
 
-def _types_of_rows(name: str, groups: Sequence[RolloutGroup]) -> Tensor:
+def _padded_rows(name: str, groups: Sequence[RolloutGroup]) -> Tensor:
     width = max(len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts)
     rows_BL = torch.zeros(sum(len(group.rollouts) for group in groups), width, dtype=torch.long)
     row = 0

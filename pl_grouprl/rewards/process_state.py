@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from pl_grouprl.rewards.reaper import children as children_of
+from pl_grouprl.rewards.guard import children as children_of
 
 try:
     import resource

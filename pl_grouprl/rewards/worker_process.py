@@ -18,7 +18,7 @@ from typing import Any
 from pl_grouprl.rewards.base import RewardConfigurationError, hook_of
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import PreparedReward, Score
-from pl_grouprl.rewards.reaper import adopt_orphans
+from pl_grouprl.rewards.guard import adopt_orphans
 
 
 class RemoteError(RuntimeError):

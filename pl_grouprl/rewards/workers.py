@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pl_grouprl.rewards.call import Call, Failure, Outcome, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
-from pl_grouprl.rewards.reaper import kill_tree
+from pl_grouprl.rewards.guard import kill_tree
 from pl_grouprl.rewards.worker_process import read_answer, run_worker
 from pl_grouprl.utilities.progress import tick
 
@@ -59,10 +59,10 @@ class RewardWorkers:
                 "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
             )
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        reaper = _start_reaper()
-        self._workers = [_Worker(pickled, self._tasks, timeout, reaper) for _ in range(count if pickled else 0)]
+        guard = _start_guard()
+        self._workers = [_Worker(pickled, self._tasks, timeout, guard) for _ in range(count if pickled else 0)]
         # Before multiprocessing waits for its processes at the end of the program.
-        self.close = Finalize(self, _close, (self._workers, self._tasks, reaper), exitpriority=100)
+        self.close = Finalize(self, _close, (self._workers, self._tasks, guard), exitpriority=100)
         for worker in self._workers:
             worker.start()
         try:
@@ -116,13 +116,13 @@ class _Worker(threading.Thread):
         pickled: Mapping[str, bytes],
         tasks: queue.SimpleQueue[_Task | None],
         timeout: float | None,
-        reaper: subprocess.Popen[bytes],
+        guard: subprocess.Popen[bytes],
     ) -> None:
         super().__init__(name="reward-worker", daemon=True)
         self._pickled = pickled
         self._tasks = tasks
         self._timeout = timeout
-        self._reaper = reaper
+        self._guard = guard
         self._closing = False
         self.started: Future[None] = Future()
         self.process: Any = None
@@ -175,7 +175,7 @@ class _Worker(threading.Thread):
             process = context.Process(target=run_worker, args=(theirs, self._pickled), name="reward-worker")
             process.start()
             self.process, self._pipe = process, ours
-            self._tell_reaper(f"+{process.pid}")
+            self._tell_guard(f"+{process.pid}")
         theirs.close()
         outcome, _ = self._receive(START_SECONDS)
         if isinstance(outcome, Failure):
@@ -200,15 +200,15 @@ class _Worker(threading.Thread):
             return None
         with self._forking:
             kill_tree(process.pid)
-            self._tell_reaper(f"-{process.pid}")
+            self._tell_guard(f"-{process.pid}")
             process.join()
             self.process = None
         pipe.close()
         return process.exitcode
 
-    def _tell_reaper(self, line: str) -> None:
-        assert self._reaper.stdin is not None
-        self._reaper.stdin.write(f"{line}\n".encode())  # unbuffered, and whole lines
+    def _tell_guard(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(f"{line}\n".encode())  # unbuffered, and whole lines
 
 
 def _check(count: int, timeout: float | None) -> None:
@@ -230,13 +230,13 @@ def _pickle(reward: PreparedReward) -> bytes:
         ) from error
 
 
-def _start_reaper() -> subprocess.Popen[bytes]:
-    script = str(Path(__file__).with_name("reaper.py"))
+def _start_guard() -> subprocess.Popen[bytes]:
+    script = str(Path(__file__).with_name("guard.py"))
     command = [sys.executable, "-I", "-S", script]
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
 
 
-def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], reaper: subprocess.Popen[bytes]) -> None:
+def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], guard: subprocess.Popen[bytes]) -> None:
     for _ in workers:
         tasks.put(None)
     for worker in workers:
@@ -244,4 +244,4 @@ def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], r
     for worker in workers:
         if worker is not threading.current_thread():
             worker.join()
-    reaper.communicate()
+    guard.communicate()

@@ -132,7 +132,7 @@ class HFRolloutEngine:
             raise ValueError(
                 "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
             )
-        policy = BoundPolicy(self.model, self.tokenizer)
+        policy, limits = BoundPolicy(self.model, self.tokenizer), length_limits(self.model)
         policy.check(prompts, sampling, num_generations)
         media = [{} for _ in prompts] if media is None else media
         check_prompt_media(self.model, prompts, media)
@@ -147,7 +147,7 @@ class HFRolloutEngine:
             "themselves are too long at once",
         )
         with memory, _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
-            if min(length_limits(self.model).values(), default=LONGEST) >= LONGEST:
+            if min(limits.values(), default=LONGEST) >= LONGEST:
                 check_decoding(self.model, self._sample_freely)
             groups = self._generate(
                 asked, sampling, num_generations, seed, end_ids=end_ids, stop=stop, indices=prompt_indices

@@ -22,7 +22,7 @@ from pl_grouprl.rewards import (
     prepare_rewards,
     start_rewards,
 )
-from pl_grouprl.rewards.workers import _start_reaper
+from pl_grouprl.rewards.workers import _start_guard
 from pl_grouprl.types import Rollout, RolloutGroup
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
@@ -268,11 +268,11 @@ def test_a_program_ends_without_closing_them(tmp_path):
     until(lambda: not any(map(runs, ids)))
 
 
-def test_the_reaper_kills_the_groups_that_are_left():
-    reaper = _start_reaper()
+def test_the_guard_kills_the_groups_that_are_left():
+    guard = _start_guard()
     first, second = (subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2))
-    reaper.stdin.write(f"+{first.pid}\n+{second.pid}\n-{first.pid}\n".encode())
-    reaper.communicate()
+    guard.stdin.write(f"+{first.pid}\n+{second.pid}\n-{first.pid}\n".encode())
+    guard.communicate()
     assert second.wait() == -signal.SIGKILL
     assert first.poll() is None
     first.kill()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from pl_grouprl.rewards import RewardConfigurationError, Sandbox, SandboxLimits
-from pl_grouprl.rewards.reaper import children
+from pl_grouprl.rewards.guard import children
 from pl_grouprl.rewards.sandbox import SandboxUnavailableError, view
 from pl_grouprl.rewards.sandbox.seccomp import CLONE, CLONE3, REFUSED, SOCKET, seccomp_filter
 

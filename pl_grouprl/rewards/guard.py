@@ -48,7 +48,7 @@ def kill_tree(root: int) -> None:
     _send(os.kill, root, signal.SIGKILL)  # in case it has no group of its own yet
 
 
-def reap() -> None:
+def guard() -> None:
     """Read until the input ends, then kill what is left."""
     workers: set[int] = set()
     for line in sys.stdin:
@@ -96,4 +96,4 @@ def _send(kill: Callable[[int, int], None], target: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    reap()
+    guard()
