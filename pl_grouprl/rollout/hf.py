@@ -134,7 +134,7 @@ class HFRolloutEngine:
             raise ValueError(
                 "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
             )
-        policy = BoundPolicy(self.model, self.tokenizer)
+        policy, limits = BoundPolicy(self.model, self.tokenizer), length_limits(self.model)
         policy.check(prompts, sampling, num_generations)
         media = [{} for _ in prompts] if media is None else media
         check_prompt_media(self.model, prompts, media)
