@@ -149,7 +149,7 @@ class HFRolloutEngine:
             "themselves are too long at once",
         )
         with memory, _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
-            if min(length_limits(self.model).values(), default=LONGEST) >= LONGEST:
+            if min(limits.values(), default=LONGEST) >= LONGEST:
                 check_decoding(
                     self.model,
                     self._sample_freely,
