@@ -63,7 +63,7 @@ def main(steps: int = 20, num_generations: int = 8, cache_dir: str = ".cache/exa
     run = PlainRun(source.load().train(), source.load_tokenizer())
     sampler = Sampler(run)
     run.sample = sampler.generate
-    rewarder = Rewarder(share_of_letters, lambda: run.tokenizer)
+    rewarder = Rewarder(share_of_letters, run)
     collector = Collector(run, sampler, rewarder, StepTimer(), sampling=sampling, num_generations=num_generations)
     objective = PolicyObjective(
         "ppo", {}, loss_agg_mode="token-mean", kl=KLPenalty(), max_new_tokens=sampling.max_new_tokens

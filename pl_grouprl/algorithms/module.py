@@ -276,7 +276,7 @@ class RLModule(pl.LightningModule, ABC):
         self.engine = self.sampler.engine
         self.rewarder = Rewarder(
             rewards,
-            lambda: self.tokenizer,
+            self,
             workers=reward_workers,
             timeout=reward_timeout,
             retries=reward_retries,
@@ -299,7 +299,7 @@ class RLModule(pl.LightningModule, ABC):
             rollout_ahead=rollout_ahead,
         )
         self.micro_batcher = MicroBatcher(self, sharing, max_tokens_per_micro_batch, sequence_parallel_size)
-        self.scorer = Scorer(self, self.micro_batcher, lambda: self.trainer.precision_plugin.forward_context())
+        self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
@@ -325,8 +325,8 @@ class RLModule(pl.LightningModule, ABC):
             self,
             self.micro_batcher,
             self.optimization,
-            lambda batch: self.compute_loss(batch),
-            lambda tokens, rollouts: self.loss_denominators(tokens, rollouts),
+            self.compute_loss,
+            self.loss_denominators,
             type(self).__name__,
         )
         self.unfinished_rollouts = UnfinishedRollouts(self, num_mini_batches)
@@ -499,9 +499,7 @@ class RLModule(pl.LightningModule, ABC):
         limits = [config.max_grad_norm for _, config in parts.values()]
         refuse_clipping_nothing(self.trainer.gradient_clip_val, limits)
         self.optimization.reset()
-        self.prefix_sharing.open(
-            self.scored_models(), self.parity_reports, self.trainer.precision_plugin.forward_context()
-        )
+        self.prefix_sharing.open(self.scored_models(), self.parity_reports)
 
     def on_train_start(self) -> None:
         """Continue a resumed run: with the next epoch if one was complete, its data, and its random numbers."""

@@ -67,6 +67,10 @@ class StrategySupport:
         """
         return getattr(module, method)(*args, **kwargs)
 
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the run's precision wants forward passes, such as autocast; none without a Trainer."""
+        return contextlib.nullcontext() if self._trainer is None else self._trainer.precision_plugin.forward_context()
+
     def backward(self, loss: Tensor) -> None:
         """Differentiate one pass of several inside `training_step`, adding to the gradients; nothing is reduced."""
         if self._trainer is None:

@@ -39,25 +39,19 @@ class PrefixSharing:
         self.verify = verify
         self._contexts = contextlib.ExitStack()
 
-    def open(
-        self,
-        models: Iterable[Any],
-        reports: Callable[[], list[ParityReport]],
-        precision: contextlib.AbstractContextManager[Any],
-    ) -> None:
+    def open(self, models: Iterable[Any], reports: Callable[[], list[ParityReport]]) -> None:
         """Patch the models of a fit.
 
         Args:
             models: Transformers models that read rollouts.
             reports: Compares shared with repeated prefixes.
-            precision: The context in which the comparison runs.
         """
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
         if self.verify:
             memory = naming_memory("the check of shared prefixes before training", "verify=False leaves it out")
-            with memory, precision:
+            with memory, self._run.support.forward_context():
                 found = reports()
             for report in found:
                 report.raise_if_failed()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -18,6 +17,7 @@ from pl_grouprl.rewards import (
     prepare_rewards,
     start_rewards,
 )
+from pl_grouprl.training.run import Run
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.options import check_options
 
@@ -27,7 +27,7 @@ class Rewarder:
 
     Args:
         rewards: One reward function or several; see `pl_grouprl.rewards`.
-        tokenizer: Returns the policy's tokenizer.
+        run: Has the tokenizer.
         workers: Processes per rank that run reward functions in parallel; 0 runs them in this one.
         timeout: Seconds that a call may take; None is no limit.
         retries: How often a call that raised is repeated.
@@ -44,7 +44,7 @@ class Rewarder:
     def __init__(
         self,
         rewards: list[Weighted | RewardFunction] | RewardFunction,
-        tokenizer: Callable[[], Any],
+        run: Run,
         *,
         workers: int = 0,
         timeout: float | None = None,
@@ -65,7 +65,7 @@ class Rewarder:
         if timeout is not None and workers == 0:
             check_stoppable(self.functions, timeout)
         self._rewards = rewards
-        self._tokenizer = tokenizer
+        self._run = run
         self._num_workers, self._timeout = workers, timeout
         self._retries, self._max_failed_share = retries, max_failed_share
         self._max_unrewarded_batches = max_unrewarded_batches
@@ -93,7 +93,7 @@ class Rewarder:
         return start_rewards(
             groups,
             self._rewards,
-            tokenizer=self._tokenizer(),
+            tokenizer=self._run.tokenizer,
             retries=self._retries,
             max_failed_share=self._max_failed_share,
             workers=self._workers,

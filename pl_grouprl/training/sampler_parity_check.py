@@ -67,7 +67,7 @@ def _compare(
     module: Run, engine: SyncedRolloutEngine, groups: Sequence[RolloutGroup], sampling: SamplingConfig
 ) -> None:
     def score(group: RolloutGroup) -> list[Tensor]:
-        with torch.inference_mode(False), torch.no_grad(), module.support.trainer.precision_plugin.forward_context():
+        with torch.inference_mode(False), torch.no_grad(), module.support.forward_context():
             return rollout_logprobs(module.policy, [group], sharing="repeated", temperature=sampling.temperature or 1.0)
 
     difference = sampler_difference(score, groups, sampling)

@@ -6,7 +6,6 @@ Legend: B rollouts, N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,15 +28,11 @@ class Scorer:
     Args:
         run: The run.
         micro_batcher: Packs the micro-batches.
-        precision: Makes the context that forwards run in, such as autocast.
     """
 
-    def __init__(
-        self, run: Run, micro_batcher: MicroBatcher, precision: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
+    def __init__(self, run: Run, micro_batcher: MicroBatcher) -> None:
         self._run = run
         self._micro_batcher = micro_batcher
-        self._precision = precision
 
     def map(
         self, model: nn.Module, buffer: RolloutBuffer, function: ScoringFunction, *, per_rollout: Sequence[int] = ()
@@ -53,7 +48,7 @@ class Scorer:
         Returns:
             Each tensor for all rollouts, in the order of the buffer, on the CPU; None if the function returned None.
         """
-        with self._micro_batcher.naming_memory("scoring, "), evaluating(model), self._precision():
+        with self._micro_batcher.naming_memory("scoring, "), evaluating(model), self._run.support.forward_context():
             parts = self._run.call_wrapped(partial(self._map, buffer, function))
         numbers = [number for own, _ in parts for number in own]
         columns = enumerate(zip(*(values for _, values in parts), strict=True))

@@ -84,7 +84,7 @@ def test_sampler(run, prompts):
 
 
 def test_rewarder(run):
-    rewarder = Rewarder(share_of_ones, lambda: run.tokenizer, max_unrewarded_batches=2)
+    rewarder = Rewarder(share_of_ones, run, max_unrewarded_batches=2)
     tokens = run.tokenizer("11")["input_ids"]
     group = RolloutGroup([3], [Rollout(list(tokens))])
     rewarder.start([group]).wait()
@@ -100,7 +100,7 @@ def test_rewarder(run):
 
 def test_collector(run, prompts):
     timer = StepTimer()
-    rewarder = Rewarder(share_of_ones, lambda: run.tokenizer)
+    rewarder = Rewarder(share_of_ones, run)
     collector = Collector(run, Sampler(run), rewarder, timer, sampling=SAMPLING, num_generations=4, num_mini_batches=2)
     collected = collector.collect(PromptBatch(prompts, 7))
     assert collected.pending is not None
@@ -226,7 +226,7 @@ def test_objective_adds_its_terms(run, buffer):
 
 def test_prefix_sharing_patches_until_closed(run):
     sharing = PrefixSharing(run, verify=False)
-    sharing.open([run.policy], list, torch.no_grad())
+    sharing.open([run.policy], list)
     hooked = len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
     sharing.close()
     assert hooked > len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
