@@ -251,8 +251,8 @@ class WholeStep:
 def sharing(module: Measured) -> Iterator[None]:
     """Share prefixes in all models of a module, where it does."""
     with contextlib.ExitStack() as stack:
-        for model in module.scored_models() if module.prefix_sharing.sharing == "shared" else ():
-            stack.enter_context(shared_prefix(model, module.prefix_sharing.backend))
+        for model in module.scored_models() if module.sharing == "shared" else ():
+            stack.enter_context(shared_prefix(model, module.attention_backend))
         yield
 
 
@@ -268,4 +268,4 @@ def mini_batch(module: Measured, buffer: RolloutBuffer, index: int) -> MicroBatc
     """What a training step gets."""
     groups, tokens = buffer.mini_batch(index)
     on_device = {name: own.to(module.device) for name, own in tokens.items()}
-    return MicroBatch(pack(groups, module.prefix_sharing.sharing, device=module.device), on_device, groups)
+    return MicroBatch(pack(groups, module.sharing, device=module.device), on_device, groups)

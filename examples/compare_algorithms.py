@@ -241,7 +241,7 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
     assert module.critic is not None
     groups, tokens = buffer.mini_batch(0)
     batch = MicroBatch(
-        pack(groups, module.prefix_sharing.sharing, device=module.device),
+        pack(groups, module.sharing, device=module.device),
         {name: own.to(module.device) for name, own in tokens.items()},
         groups,
     )

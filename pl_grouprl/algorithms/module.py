@@ -261,6 +261,9 @@ class RLModule(pl.LightningModule, ABC):
         self.sampling, self.val_sampling = sampling, sampling if val_sampling is None else val_sampling
         self.num_generations, self.val_num_generations = num_generations, val_num_generations
         self.num_iterations, self.num_mini_batches = num_iterations, num_mini_batches
+        self.sharing, self.attention_backend, self.verify = sharing, attention_backend, verify
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.sequence_parallel_size = sequence_parallel_size
         self.mask_truncated_completions, self.dynamic_sampling = mask_truncated_completions, dynamic_sampling
         self.rollout_ahead = rollout_ahead
         self.policy: Any = None
@@ -477,7 +480,7 @@ class RLModule(pl.LightningModule, ABC):
     def parity_reports(self) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on each model that is trained."""
         with self.support.whole_weights(self.policy):
-            return [check_parity(self.policy, backend=self.prefix_sharing.backend, padded_rows=False)]
+            return [check_parity(self.policy, backend=self.attention_backend, padded_rows=False)]
 
     def configure_optimizers(self) -> Any:
         """Build one AdamW over all parts."""

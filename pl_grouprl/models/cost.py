@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pl_grouprl.packing import SharedPrefixLayout, Sharing
+from pl_grouprl.utilities.arguments import checked_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ModelCost:
     """Floating-point operations of one forward pass of a decoder; a backward pass takes about twice as many.
