@@ -98,8 +98,6 @@ class GRPO(RLModule):
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         self._check_estimator(advantage_estimator)
-        # A greedy rollout is sampled where the rewards' columns are.
-        self.collector.can_move = not self.advantage_estimator.needs_greedy
 
     def _check_estimator(self, name: str) -> None:
         if self.num_generations < 2 and name not in ("remax", "reinforce_plus_plus"):
@@ -117,6 +115,11 @@ class GRPO(RLModule):
                 raise ValueError(f"advantage_estimator={name!r} takes one reward; use 'sum_then_normalize'.")
             if self.kl_penalty.in_reward:
                 raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
+
+    def setup(self, stage: str) -> None:
+        """Keep groups with the rank that sampled them if a greedy rollout needs their columns."""
+        super().setup(stage)
+        self.collector.can_move = not self.advantage_estimator.needs_greedy
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Compare rollouts, or tokens, with their group and the batch."""

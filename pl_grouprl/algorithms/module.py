@@ -9,6 +9,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -44,6 +45,7 @@ from pl_grouprl.training.micro_batcher import MicroBatcher
 from pl_grouprl.training.objective import PolicyObjective, describe, drop_none, join_options
 from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part, saved_options
+from pl_grouprl.training.override_results import refuse_renamed
 from pl_grouprl.training.prefix_sharing import PrefixSharing
 from pl_grouprl.training.prompt_checks import check_batch, check_prompts, limits_of_source, prompts_of_stage
 from pl_grouprl.training.random_numbers import RandomNumbers
@@ -90,6 +92,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+
+
+def _call(owner: Any, method: str, *args: Any) -> Any:
+    """Call a method by its name, so that one set on the instance counts; survives a deep copy of the owner."""
+    return getattr(owner, method)(*args)
+
+
 DEFAULT_OPTIMIZER = OptimizerConfig()
 DEFAULT_SAMPLING = SamplingConfig()
 CHECKPOINT_KEY = "pl_grouprl"
@@ -194,6 +203,7 @@ class RLModule(pl.LightningModule, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        refuse_renamed(cls)
         if "__init__" in cls.__dict__:
             cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
 
@@ -328,8 +338,8 @@ class RLModule(pl.LightningModule, ABC):
             self,
             self.micro_batcher,
             self.optimization,
-            self.compute_loss,
-            self.loss_denominators,
+            partial(_call, self, "compute_loss"),
+            partial(_call, self, "loss_denominators"),
             type(self).__name__,
         )
         self.unfinished_rollouts = UnfinishedRollouts(self, num_mini_batches)
@@ -394,6 +404,7 @@ class RLModule(pl.LightningModule, ABC):
             self.rewarder.check_columns(own, split)
         self._check_prompts(stage, limits_of_source(self.policy_source))
         self.sampler.reset()
+        self.rewarder.close()  # of a run that an exception has ended
         if stage != "predict":
             self.rewarder.open()
         train_prompts = prompts.get("train", ()) if stage == "fit" else None
@@ -512,6 +523,7 @@ class RLModule(pl.LightningModule, ABC):
 
     def on_train_epoch_start(self) -> None:
         """Log how many prompts were dropped and truncated."""
+        super().on_train_epoch_start()
         metrics = getattr(getattr(self.trainer, "datamodule", None), "metrics", None)
         if metrics is not None:
             self.log_dict(metrics(), batch_size=1, sync_dist=True)

@@ -61,9 +61,18 @@ class Optimization:
             device: Where the sum is put.
             weight: This rank's share, if several ranks compute the same micro-batch.
 
+        Raises:
+            ValueError: If a part has no denominator.
+
         Returns:
             The loss to differentiate. Ranks average their gradients, so it is multiplied by their number.
         """
+        unknown = [name for name in losses if name not in self._denominators]
+        if unknown:
+            raise ValueError(
+                f"compute_loss returned a loss of {', '.join(map(repr, unknown))}, of which loss_denominators said "
+                "nothing; override both alike."
+            )
         factor = num_ranks() * weight
         parts = [total * (factor / (self._denominators[name][0] or 1.0)) for name, (total, _) in losses.items()]
         return torch.stack([part.to(device) for part in parts]).sum()

@@ -85,3 +85,30 @@ def _check_scalar(value: Any, where: str) -> None:
         raise TypeError(f"{where} is a {type(value).__name__}; expected a scalar tensor.")
     if value.dim():
         raise ValueError(f"{where} has shape {list(value.shape)}; expected a scalar tensor, shape [].")
+
+
+_RENAMED = {
+    "prepare": "compute_targets",
+    "estimate_advantages": "compute_targets",
+    "prepare_scores": "score_rollouts_before_update",
+    "policy_terms": "compute_loss",
+    "recorded_routers": "compute_loss",
+    "collect_groups": "collect_rollouts",
+    "reward_groups": "collect_rollouts",
+    "map_rollouts": "score_rollouts",
+    "start_rewards": "collect_rollouts",
+    "sample_with": "generate",
+    "divide": "compute_loss",
+    "total_denominators": "loss_denominators",
+}
+
+
+def refuse_renamed(cls: type) -> None:
+    """Refuse a subclass that overrides a method which is no longer called.
+
+    Raises:
+        TypeError: Names the method to override instead.
+    """
+    for old, new in _RENAMED.items():
+        if old in vars(cls):
+            raise TypeError(f"{cls.__name__}.{old} would never be called; override {new}, see RLModule.")

@@ -74,7 +74,6 @@ class Rewarder:
 
     def open(self) -> None:
         """Start the workers."""
-        self.close()  # of a run that an exception has ended
         if self._num_workers:
             self._workers = RewardWorkers(prepare_rewards(self._rewards), self._num_workers, self._timeout)
 

@@ -55,19 +55,23 @@ class Accumulation:
     Attributes:
         batches: Micro-batches of the Trainer per optimizer step (`accumulate_grad_batches`).
         steps: Whether an optimizer step follows this one.
-        loss_scale: Factor of the loss under float16.
+        scaler: Scales the loss under float16; None is no scaling.
     """
 
     batches: int = 1
     steps: bool = True
-    loss_scale: float = 1.0
+    scaler: Any = None
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss; waits for the GPU under float16."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     @classmethod
     def of(cls, trainer: Any) -> Accumulation:
         """Read it from a Trainer."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        return cls(trainer.accumulate_grad_batches, not trainer.fit_loop._should_accumulate(), scale)
+        return cls(trainer.accumulate_grad_batches, not trainer.fit_loop._should_accumulate(), scaler)
 
 
 @dataclass

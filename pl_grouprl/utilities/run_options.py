@@ -11,13 +11,20 @@ from typing import Any
 
 from pl_grouprl.utilities.describe import plain
 
+_MOVED = {
+    "pl_grouprl.algorithms.optimizer.": "pl_grouprl.training.optimizer.",
+    "pl_grouprl.data.tasks.": "pl_grouprl.demo.digits.",
+    "pl_grouprl.models.warm_start.": "pl_grouprl.demo.warm_start.",
+}
+"""Where classes in the options of older checkpoints are now."""
+
 Changes = dict[str, tuple[Any, Any]]
 """By option name, its value then and now."""
 
 
 def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Options that both runs have with different values; tuples equal lists."""
-    both = {name: (plain(then[name]), plain(now[name])) for name in then if name in now}
+    both = {name: (_with_new_names(plain(then[name])), plain(now[name])) for name in then if name in now}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
 
 
@@ -31,6 +38,16 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
     if "run_options" in saved:
         return changed_options(saved["run_options"], options_of(module))
     return changed_options(saved.get("options", {}), {"model": type(module).__name__} | _rollout_options(module))
+
+
+def _with_new_names(value: Any) -> Any:
+    """A plain value in which classes that have moved since have their present names."""
+    if isinstance(value, str):
+        home = next((home for home in _MOVED if value.startswith(home)), None)
+        return value if home is None else _MOVED[home] + value.removeprefix(home)
+    if isinstance(value, list):
+        return [_with_new_names(item) for item in value]
+    return {key: _with_new_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def options_of(module: Any) -> dict[str, Any]:
