@@ -1,8 +1,5 @@
 """LightningModules: what to roll out, and what to learn from it."""
 
-import warnings
-from typing import Any
-
 from pl_grouprl.algorithms.group_ppo import GroupPPO
 from pl_grouprl.algorithms.grpo import GRPO
 from pl_grouprl.algorithms.module import RLModule
@@ -11,6 +8,7 @@ from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.utilities.moved import moved
 
 __all__ = [
     "GRPO",
@@ -26,15 +24,11 @@ __all__ = [
 ]
 
 _RENAMED = {
-    "LossTerms": "LossSums",
-    "MiniBatch": "MicroBatch",
-    **dict.fromkeys(("PolicyGradientModule", "PolicyModule", "RolloutModule", "SamplingModule"), "RLModule"),
+    "LossTerms": "training.loss_sums.LossSums",
+    "MiniBatch": "training.micro_batch.MicroBatch",
+    **dict.fromkeys(
+        ("PolicyGradientModule", "PolicyModule", "RolloutModule", "SamplingModule"), "algorithms.module.RLModule"
+    ),
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Old names, for one version."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{__name__}.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+__getattr__ = moved(__name__, {old: f"pl_grouprl.{new}" for old, new in _RENAMED.items()})

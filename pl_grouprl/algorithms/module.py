@@ -94,7 +94,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def _call(owner: Any, method: str, *args: Any) -> Any:
+def _call_by_name(owner: Any, method: str, *args: Any) -> Any:
     """Call a method by its name, so that one set on the instance counts; survives a deep copy of the owner."""
     return getattr(owner, method)(*args)
 
@@ -338,8 +338,8 @@ class RLModule(pl.LightningModule, ABC):
             self,
             self.micro_batcher,
             self.optimization,
-            partial(_call, self, "compute_loss"),
-            partial(_call, self, "loss_denominators"),
+            partial(_call_by_name, self, "compute_loss"),
+            partial(_call_by_name, self, "loss_denominators"),
             type(self).__name__,
         )
         self.unfinished_rollouts = UnfinishedRollouts(self, num_mini_batches)

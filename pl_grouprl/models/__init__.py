@@ -8,9 +8,9 @@ from pl_grouprl.models.lora_critic import LoRACritic
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
-from pl_grouprl.utilities.deprecation import moved_names
+from pl_grouprl.utilities.moved import moved
 
-__getattr__ = moved_names(__name__, {"WarmStartedPolicy": "pl_grouprl.demo.WarmStartedPolicy"})
+__getattr__ = moved(__name__, {"WarmStartedPolicy": "pl_grouprl.demo.WarmStartedPolicy"})
 
 __all__ = [
     "Critic",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch._dynamo import OptimizedModule
 
+from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.options import check_options
 
 
@@ -19,6 +20,11 @@ def check_trainer(trainer: Any, stage: str) -> None:
     """
     if stage != "fit":
         return
+    if num_ranks() not in (1, trainer.world_size):
+        raise ValueError(
+            f"a process group of {num_ranks()} ranks is there, but the Trainer has {trainer.world_size}; gradients "
+            "would not be averaged over it. Pass devices and strategy for all ranks, or destroy the group."
+        )
     every_epoch, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     clip, limit = trainer.gradient_clip_val, trainer.limit_train_batches
     accumulated = trainer.accumulate_grad_batches

@@ -22,7 +22,7 @@ def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def resolve(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} is deprecated; use {homes[name]}.", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{module}.{name} is now {homes[name]}.", DeprecationWarning, stacklevel=2)
         home, _, new_name = homes[name].rpartition(".")
         return getattr(importlib.import_module(home), new_name)
 

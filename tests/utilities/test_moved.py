@@ -20,7 +20,7 @@ def split(name):
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_an_old_name_is_the_new_one_with_a_warning(old, new):
-    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated; use {new}."):
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}."):
         found = getattr(*split(old))
     assert found is getattr(*split(new))
 

@@ -4,7 +4,7 @@ import pl_grouprl.data
 import pl_grouprl.data.tasks
 import pl_grouprl.demo
 import pl_grouprl.models
-from pl_grouprl.utilities.deprecation import moved_names
+from pl_grouprl.utilities.moved import moved
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_an_old_name_is_the_new_object(module, name):
 
 def test_any_other_name_is_an_error():
     with pytest.raises(AttributeError, match="module 'package' has no attribute 'absent'"):
-        moved_names("package", {"old": "os.path"})("absent")
+        moved("package", {"old": "os.path"})("absent")
     with pytest.raises(AttributeError, match=r"module 'pl_grouprl\.data' has no attribute 'absent'"):
         pl_grouprl.data.absent  # noqa: B018
 
