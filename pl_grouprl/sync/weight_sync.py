@@ -58,7 +58,7 @@ class PolicyOwner(Protocol):
 class WeightSync:
     """Sends the policy's weights to a sampler before it samples, if they changed since the last time.
 
-    They have changed if one bit of them has, on any rank, whoever wrote it. Nothing is assumed of the sampler at the
+    They have changed if any bit of them has, on any rank, whatever changed it. Nothing is assumed of the sampler at the
     start of a run. All ranks take part in everything, and an error on one ends the run on all.
 
     Args:
