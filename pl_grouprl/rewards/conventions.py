@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -56,14 +56,17 @@ class Score:
     """What a function said of one rollout.
 
     Attributes:
-        value: The reward. None: the function does not apply.
+        value: The reward; the sum of those of the tokens if there are any. None: the function does not apply.
         extras: Further numbers to be logged.
         failed: True where the function raised.
+        token_rewards: The reward of each token, None for a token without one; None: the reward is of the completion as
+            a whole.
     """
 
     value: float | None = None
     extras: dict[str, float] = field(default_factory=dict)
     failed: bool = False
+    token_rewards: list[float | None] | None = None
 
     @property
     def invalid(self) -> bool:
@@ -129,7 +132,7 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
             f"Reward function {name!r} has the signature {signature}, which is none of the known ones; write "
             "f(prompts, completions, **columns) -> list[float | None] (TRL), "
             "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict (verl) or "
-            "f(groups) -> list[list[float | None]]."
+            "f(groups) -> list[list[float | None]]. In place of a number, a list has one per token."
         )
     is_async = _is_async(function)
     return PreparedReward(
@@ -233,13 +236,14 @@ def _taken(reward: PreparedReward, inputs: RewardInputs, available: dict[str, An
     return {key: value for key, value in available.items() if key in reward.parameters}
 
 
-def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int]) -> list[Score]:
+def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], lengths: Sequence[int]) -> list[Score]:
     """Turn what a function returned into one score per rollout of the call.
 
     Args:
         reward: The function.
         result: What it returned.
         group_of: Which group each rollout of the call is from.
+        lengths: Tokens of each completion.
 
     Raises:
         ValueError: If it has the wrong type or length.
@@ -248,7 +252,7 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int]) ->
         result.close()
         raise ValueError(f"Reward function {reward.name!r} returned a coroutine; define it with `async def`.")
     if reward.convention == "verl":
-        return [_read_verl(reward, result)]
+        return [_read_verl(reward, result, lengths[0])]
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
@@ -263,7 +267,7 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int]) ->
             f"Reward function {reward.name!r} returned {len(result)} rewards for {len(group_of)} completions; "
             "return one number or None per completion, in their order."
         )
-    return [Score(_reward_value(reward, value)) for value in result]
+    return [_read_value(reward, value, length) for value, length in zip(result, lengths, strict=True)]
 
 
 def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
@@ -327,29 +331,54 @@ def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
     )
 
 
-def _read_verl(reward: PreparedReward, result: Any) -> Score:
+def _read_verl(reward: PreparedReward, result: Any, length: int) -> Score:
     if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
         return Score(result)
     if not isinstance(result, Mapping):
-        return Score(_reward_value(reward, result))
+        return _read_value(reward, result, length)
     if "score" not in result:
         raise ValueError(
             f"Reward function {reward.name!r} returned a dictionary with the keys {sorted(result)}; "
             "it must have the key 'score'."
         )
     extras = {key: float(value) for key, value in result.items() if key != "score" and isinstance(value, Real)}
-    return Score(_reward_value(reward, result["score"]), extras)
+    return replace(_read_value(reward, result["score"], length), extras=extras)
 
 
-def _reward_value(reward: PreparedReward, value: Any) -> float | None:
+def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
+    """The score of one completion: a number, None, or a reward for each of its `length` tokens."""
+    value = _without_arrays(value, length)
+    if not isinstance(value, (list, tuple)):
+        return Score(_number(reward, value, "rollout"))
+    if len(value) != length:
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {len(value)} rewards for a completion of {length} tokens; "
+            "return one number or None per token of completion_ids, or one number for all."
+        )
+    numbers = [_number(reward, _without_arrays(own), "token") for own in value]
+    tokens = [None if own is None or math.isnan(own) else own for own in numbers]
+    steps = [own for own in tokens if own is not None]
+    return Score(sum(steps) if all(map(fits_float32, steps)) else math.inf, token_rewards=tokens)
+
+
+def _without_arrays(value: Any, length: int = 0) -> Any:
+    """Turn arrays and tensors into numbers and lists; one with a single element is a number."""
+    if not hasattr(value, "item"):
+        return value
+    shape = getattr(value, "shape", ())
+    if math.prod(shape) != 1:
+        return value.tolist()
+    number = value.item()
+    return [None] if len(shape) == length == 1 and number != number else number  # the only token has no reward
+
+
+def _number(reward: PreparedReward, value: Any, of: str) -> float | None:
     if value is None:
         return None
-    if hasattr(value, "item"):  # scalar arrays and tensors
-        value = value.item()
     if not isinstance(value, Real):
         raise ValueError(
             f"Reward function {reward.name!r} returned {value!r} of type {type(value).__name__} as the reward of a "
-            "rollout; return a number or None."
+            f"{of}; return a number or None."
         )
     try:
         return float(value)
