@@ -22,7 +22,13 @@ from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.training.group_rewards import gather_rewards, less_penalties, refusal, token_advantages
+from pl_grouprl.training.group_rewards import (
+    gather_rewards,
+    has_token_rewards,
+    less_penalties,
+    refusal,
+    token_advantages,
+)
 from pl_grouprl.training.objective import describe, drop_none, join_options
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -107,14 +113,16 @@ class GRPO(RLModule):
         if self.advantage_estimator.per_token:
             buffer.put("advantages", token_advantages(self.advantage_estimator, buffer, groups, self.device))
             return
-        lengths_B = buffer.rollout_lengths
+        num_rollouts, num_tokens = len(buffer.rollout_lengths), int(buffer.rollout_lengths.sum())
         advantages = checked_tensor(
             self.compute_advantages(private_copy(groups)),
             f"{type(self).__name__}.compute_advantages",
-            ((len(lengths_B),), "one number per rollout"),
-            ((int(lengths_B.sum()),), "one per response token"),
+            ((num_rollouts,), "one number per rollout"),
+            ((num_tokens,), "one number per response token"),
         )
-        put = buffer.put_per_rollout if len(advantages) == len(lengths_B) else buffer.put
+        either = num_rollouts == num_tokens
+        per_token = has_token_rewards(groups) if either else len(advantages) == num_tokens
+        put = buffer.put if per_token else buffer.put_per_rollout
         put("advantages", advantages.float())
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
@@ -128,7 +136,7 @@ class GRPO(RLModule):
 
         Returns:
             One advantage per rollout, shape [B], or one per response token of all rollouts, one after another, shape
-            [N]. Where B equals N, they are read as per rollout.
+            [N]. Where B equals N, they are per token if a rollout has `token_rewards`, else per rollout.
         """
         estimator, by_function = self.advantage_estimator, self.multi_objective_aggregation == "normalize_then_sum"
         greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
@@ -143,7 +151,7 @@ class GRPO(RLModule):
             advantages_B = multi_reward_advantages(rewards.outcomes, weights, rewards.group_ids_B, **extras)
         else:
             advantages_B = estimator(rewards.outcomes, rewards.group_ids_B, **extras)
-        if rewards.token_rewards_N is None:
+        if rewards.token_rewards_N is None or not has_token_rewards(groups):
             return advantages_B[rewards.own_B]
         process_N = process_supervision_advantages(
             rewards.token_rewards_N, rewards.lengths_B, rewards.group_ids_B, estimator=estimator

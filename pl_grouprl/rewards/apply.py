@@ -241,7 +241,7 @@ def _weighted_tokens(scores: Sequence[tuple[float, Score]]) -> list[float | None
 
 
 def _as_steps(scores: Sequence[Score], rollouts: Sequence[Rollout]) -> list[Score]:
-    """Make a function's numbers rewards of the last token, if it rewarded the tokens of another rollout of the group."""
+    """Make a function's numbers rewards of the last token if it rewarded tokens of another rollout of the group."""
     if all(score.token_rewards is None for score in scores):
         return list(scores)
     return [

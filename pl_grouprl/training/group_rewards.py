@@ -76,7 +76,7 @@ def gather_rewards(
             "rewards": [row for group in groups for row in _columns(group, functions)],
             "greedy": [row for rows in baselines for row in rows],
             "steps": [rollout.step_rewards for rollout in rollouts],
-            "per_token": [rollout.token_rewards is not None for rollout in rollouts],
+            "per_token": [has_token_rewards(groups)],
         },
         run.device,
     )
@@ -112,6 +112,11 @@ def _on_tokens(steps: Sequence[dict[int, float]], lengths: Sequence[int]) -> Ten
         rewards_N[[first + place for place in own]] = torch.tensor(list(own.values()), dtype=torch.float32)
         first += length
     return rewards_N
+
+
+def has_token_rewards(groups: Sequence[RolloutGroup]) -> bool:
+    """Whether a reward function rewarded the tokens of a rollout."""
+    return any(rollout.token_rewards is not None for group in groups for rollout in group.rollouts)
 
 
 def less_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
@@ -152,7 +157,7 @@ def token_advantages(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if isinstance(estimator, ReinforcePlusPlusBaselineAdvantage):
         # The rewards of tokens do not tell a rollout without a trained token from one with a reward of 0.
-        if any(gather_plain(any(rollout.token_rewards is not None for rollout in rollouts), device)):
+        if any(gather_plain(has_token_rewards(groups), device)):
             raise ValueError(refusal("reinforce_plus_plus_baseline compares whole rollouts", "use reinforce_plus_plus"))
         rewards_B = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
         advantages_BT = reinforce_plus_plus_baseline_advantages(rewards_B, ids_B, mask_BT, reduce=reduce)
