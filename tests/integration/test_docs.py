@@ -67,7 +67,15 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "page", ["shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "vision_language.md", "rollouts.md"]
+    "page",
+    [
+        "shared_prefix.md",
+        "rewards_and_data.md",
+        "algorithms.md",
+        "ppo_and_group_ppo.md",
+        "vision_language.md",
+        "rollouts.md",
+    ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
