@@ -26,8 +26,8 @@ from pl_grouprl.training.group_rewards import (
     gather_rewards,
     has_token_rewards,
     less_penalties,
-    refusal,
     token_advantages,
+    token_rewards_error,
 )
 from pl_grouprl.training.objective import describe, drop_none, join_options
 from pl_grouprl.training.override_results import checked_tensor
@@ -100,7 +100,7 @@ class GRPO(RLModule):
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         _check_estimator(self, advantage_estimator)
-        self._refusal = _why_no_process_supervision(self, advantage_estimator)
+        self._token_rewards_error = _token_rewards_error(self, advantage_estimator)
 
     def setup(self, stage: str) -> None:
         """Keep groups with the rank that sampled them if a greedy rollout needs their columns."""
@@ -142,8 +142,8 @@ class GRPO(RLModule):
         greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
         functions = self.rewarder.functions if by_function else ()
         rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
-        if rewards.token_rewards_N is not None and self._refusal:
-            raise ValueError(self._refusal)
+        if rewards.token_rewards_N is not None and self._token_rewards_error:
+            raise ValueError(self._token_rewards_error)
         extras: dict[str, Any] = {"lengths": rewards.lengths_B, "greedy_rewards": rewards.greedy}
         if by_function:
             extras |= {"estimator": estimator, "aggregation": self.multi_objective_aggregation}
@@ -184,14 +184,16 @@ def _check_estimator(module: GRPO, name: str) -> None:
             raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
 
 
-def _why_no_process_supervision(module: GRPO, name: str) -> str | None:
+def _token_rewards_error(module: GRPO, name: str) -> str | None:
     """The error for a reward per token; None if the options allow them."""
     if name != "grpo":
-        return refusal(f"advantage_estimator={name!r} compares whole rollouts", "use 'grpo' or 'reinforce_plus_plus'")
+        return token_rewards_error(
+            f"advantage_estimator={name!r} compares whole rollouts", "use 'grpo' or 'reinforce_plus_plus'"
+        )
     if module.multi_objective_aggregation == "normalize_then_sum":
-        return refusal("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
+        return token_rewards_error("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
     if module.kl_penalty.in_reward:
-        return refusal("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
+        return token_rewards_error("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
     return None
 
 

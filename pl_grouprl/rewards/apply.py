@@ -11,12 +11,11 @@ from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted, hook_
 from pl_grouprl.rewards.calls import CallRunner, PendingScores
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
-    Score,
     call_arguments,
-    fits_float32,
     flatten_groups,
     prepare_reward,
 )
+from pl_grouprl.rewards.results import Score, fits_float32
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import private_copy
 

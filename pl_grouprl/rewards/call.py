@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pl_grouprl.rewards.base import RewardConfigurationError, RewardFunction
-from pl_grouprl.rewards.conventions import PreparedReward, Score, read_result
+from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.results import Score, read_result
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.progress import tick
 

@@ -17,12 +17,12 @@ from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
     RewardInputs,
-    Score,
     call_arguments,
     call_units,
     smaller_units,
 )
 from pl_grouprl.rewards.process_state import left_as_found
+from pl_grouprl.rewards.results import Score
 
 log = logging.getLogger(__name__)
 
