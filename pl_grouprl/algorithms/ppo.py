@@ -7,6 +7,7 @@ where the critic is trained.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,14 +58,14 @@ class CriticRows(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Advantages and what the critic learns.
+    """Advantages and what the critic learns, each of shape [B, T] or [N].
 
     Attributes:
-        advantages: Not yet whitened, shape [B, T].
-        returns: The critic's target, shape [B, T].
-        value_mask: Tokens at which the critic is trained, bool, shape [B, T].
-        advantage_mask: Tokens that have an advantage, bool, shape [B, T]; the others stay at 0 when advantages are
-            whitened. None for all trained tokens.
+        advantages: Not yet whitened.
+        returns: The critic's target.
+        value_mask: Tokens at which the critic is trained, bool.
+        advantage_mask: Tokens that have an advantage, bool; the others stay at 0 when advantages are whitened. None for
+            all trained tokens.
     """
 
     advantages: Tensor
@@ -258,7 +259,7 @@ class PPO(RLModule):
         lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_BT.sum(1), self.lam_alpha)
         rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
         rows = CriticRows(rewards_BT, to_rows(values_N, lengths_B), mask_BT, bootstrap_B, lam)
-        estimate = self._checked(self.estimate(rows, buffer, scores), tuple(mask_BT.shape))
+        estimate = self._checked(self.estimate(rows, buffer, scores), mask_BT.shape, lengths_B)
         reduce = partial(reduce_over_ranks, device=self.device)
         buffer.put("returns", from_rows(estimate.returns, lengths_B))
         buffer.put("value_mask", from_rows(estimate.value_mask, lengths_B))
@@ -275,23 +276,22 @@ class PPO(RLModule):
         )
         buffer.metrics["value/explained_variance"] = float(explained)
 
-    def _checked(self, estimate: Any, shape: tuple[int, ...]) -> Estimate:
-        """Check what a subclass's `estimate` returned."""
+    def _checked(self, estimate: Any, shape: Sequence[int], lengths_B: Tensor) -> Estimate:
+        """Check what a subclass's `estimate` returned, and bring it into rows."""
         where = f"{type(self).__name__}.estimate"
         if not isinstance(estimate, Estimate):
             raise TypeError(f"{where} returned a {type(estimate).__name__}; expected an Estimate.")
-        rows = shape, "[rollouts, tokens of the longest]"
-        advantages, returns = (
-            checked_tensor(getattr(estimate, f), f"{where}: {f}", rows) for f in ("advantages", "returns")
+        shapes = (
+            (shape, "[rollouts, tokens of the longest]"),
+            ((int(lengths_B.sum()),), "one number per response token"),
         )
-        value_mask = checked_tensor(estimate.value_mask, f"{where}: value_mask", rows, boolean=True)
-        own = estimate.advantage_mask
-        return Estimate(
-            advantages,
-            returns,
-            value_mask,
-            None if own is None else checked_tensor(own, f"{where}: advantage_mask", rows, boolean=True),
-        )
+
+        def rows(name: str, *, boolean: bool = False) -> Tensor:
+            value = checked_tensor(getattr(estimate, name), f"{where}: {name}", *shapes, boolean=boolean)
+            return value if value.dim() == 2 else to_rows(value, lengths_B)
+
+        mask_BT = None if estimate.advantage_mask is None else rows("advantage_mask", boolean=True)
+        return Estimate(rows("advantages"), rows("returns"), rows("value_mask", boolean=True), mask_BT)
 
     def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
         """Value of each state of the rollouts, without gradient, on the CPU.

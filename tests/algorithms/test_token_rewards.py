@@ -8,7 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig, RolloutBuffer
+from pl_grouprl.algorithms import GRPO, PPO, Estimate, GroupPPO, OptimizerConfig, RolloutBuffer
+from pl_grouprl.functional.rows import from_rows
 from pl_grouprl.models import PolicyCopyCritic
 from pl_grouprl.rewards import Weighted
 from pl_grouprl.training.selection import has_spread, without_rewards
@@ -253,6 +254,23 @@ def test_as_many_rollouts_as_tokens(step):
     module = step(rewards=steps, engine=UnevenEngine())
     expected = by_hand(module, {"steps": 1.0})
     assert module.last_rollouts.joined("advantages").tolist() == pytest.approx(expected, abs=1e-5)
+
+
+class FlatPPO(PPO):
+    """The same on the axis of response tokens."""
+
+    def estimate(self, rows, buffer, scores):
+        flat = [
+            None if own is None else from_rows(own, buffer.rollout_lengths)
+            for own in super().estimate(rows, buffer, scores)
+        ]
+        return Estimate(*flat)
+
+
+def test_an_estimate_per_token(step):
+    buffers = [step(cls, rewards=[steps, outcome]).last_rollouts for cls in (PPO, FlatPPO)]
+    for name in ("advantages", "returns", "value_mask"):
+        assert torch.equal(*(buffer.joined(name) for buffer in buffers))
 
 
 # Resuming.
