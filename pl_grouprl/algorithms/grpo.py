@@ -1,6 +1,6 @@
 """GRPO and its relatives: critic-free policy gradients whose baseline is the group of rollouts of a prompt.
 
-Legend: B rollouts, F columns of rewards, N response tokens of all rollouts one after another.
+Legend: B rollouts, N response tokens of all rollouts one after another.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pl_grouprl.training.group_rewards import (
     gather_rewards,
     has_token_rewards,
     less_penalties,
+    no_token_rewards,
     token_advantages,
-    token_rewards_error,
 )
 from pl_grouprl.training.objective import describe, drop_none, join_options
 from pl_grouprl.training.override_results import checked_tensor
@@ -100,7 +100,7 @@ class GRPO(RLModule):
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         _check_estimator(self, advantage_estimator)
-        self._token_rewards_error = _token_rewards_error(self, advantage_estimator)
+        self._no_token_rewards = _why_no_token_rewards(self, advantage_estimator)
 
     def setup(self, stage: str) -> None:
         """Keep groups with the rank that sampled them if a greedy rollout needs their columns."""
@@ -120,8 +120,7 @@ class GRPO(RLModule):
             ((num_rollouts,), "one number per rollout"),
             ((num_tokens,), "one number per response token"),
         )
-        either = num_rollouts == num_tokens
-        per_token = has_token_rewards(groups) if either else len(advantages) == num_tokens
+        per_token = len(advantages) == num_tokens and (num_tokens != num_rollouts or has_token_rewards(groups))
         put = buffer.put if per_token else buffer.put_per_rollout
         put("advantages", advantages.float())
 
@@ -142,8 +141,8 @@ class GRPO(RLModule):
         greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
         functions = self.rewarder.functions if by_function else ()
         rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
-        if rewards.token_rewards_N is not None and self._token_rewards_error:
-            raise ValueError(self._token_rewards_error)
+        if rewards.token_rewards_N is not None and self._no_token_rewards:
+            raise ValueError(self._no_token_rewards)
         extras: dict[str, Any] = {"lengths": rewards.lengths_B, "greedy_rewards": rewards.greedy}
         if by_function:
             extras |= {"estimator": estimator, "aggregation": self.multi_objective_aggregation}
@@ -184,16 +183,16 @@ def _check_estimator(module: GRPO, name: str) -> None:
             raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
 
 
-def _token_rewards_error(module: GRPO, name: str) -> str | None:
-    """The error for a reward per token; None if the options allow them."""
+def _why_no_token_rewards(module: GRPO, name: str) -> str | None:
+    """What an error says if a reward function rewards tokens; None if the options allow it."""
     if name != "grpo":
-        return token_rewards_error(
+        return no_token_rewards(
             f"advantage_estimator={name!r} compares whole rollouts", "use 'grpo' or 'reinforce_plus_plus'"
         )
     if module.multi_objective_aggregation == "normalize_then_sum":
-        return token_rewards_error("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
+        return no_token_rewards("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
     if module.kl_penalty.in_reward:
-        return token_rewards_error("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
+        return no_token_rewards("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
     return None
 
 

@@ -189,7 +189,7 @@ class PPO(RLModule):
             return [*reports, check_critic_parity(critic, backend=backend)]
 
     def on_fit_start(self) -> None:
-        """Tie a critic beside the policy to where the policy's weights are now.
+        """Tie a critic that shares the policy's weights to where they are now.
 
         Raises:
             ValueError: If gradient accumulation cannot be exact with this critic.
@@ -332,7 +332,7 @@ class PPO(RLModule):
             if not self.warming_up:
                 scores = self.score(self.policy, batch.scoring, states=states, **self.objective.score_options)
         if self.warming_up:
-            # Every rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
+            # Each rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
             untouched = self.support.touch(self.policy.parameters())
             sums = LossSums({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
         else:
@@ -368,7 +368,7 @@ class PPO(RLModule):
         return (self.vf_coef * numerator, count), metrics
 
     def _values_at(self, batch: MicroBatch, chosen_N: Tensor, states: Tensor | None) -> Tensor:
-        """Values where the critic is trained. Its own trunk does not run on tokens behind the last of them."""
+        """Values where the critic is trained; a trunk of its own does not run on the tokens after the last of them."""
         critic = self._critic
         if states is not None:
             return critic.values(batch.scoring, batch.scoring.predict_index_N[chosen_N], states=states)

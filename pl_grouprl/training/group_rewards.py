@@ -159,7 +159,7 @@ def token_advantages(
         # The rewards of tokens do not tell a rollout without a trained token from one with a reward of 0.
         if any(gather_plain(has_token_rewards(groups), device)):
             raise ValueError(
-                token_rewards_error("reinforce_plus_plus_baseline compares whole rollouts", "use reinforce_plus_plus")
+                no_token_rewards("reinforce_plus_plus_baseline compares whole rollouts", "use reinforce_plus_plus")
             )
         rewards_B = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
         advantages_BT = reinforce_plus_plus_baseline_advantages(rewards_B, ids_B, mask_BT, reduce=reduce)
@@ -169,7 +169,7 @@ def token_advantages(
     return from_rows(advantages_BT, lengths_B)
 
 
-def token_rewards_error(reason: str, remedy: str) -> str:
+def no_token_rewards(reason: str, remedy: str) -> str:
     """What an error says where rewards per token have no meaning."""
     return (
         f"a reward function returned a reward per token, but {reason}; {remedy}, or return one number per completion."
