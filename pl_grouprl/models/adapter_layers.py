@@ -144,6 +144,14 @@ def leave_parameters_out_of_checkpoints(module: nn.Module, names: Iterable[str])
     module.register_load_state_dict_pre_hook(partial(_fill_in, names))
 
 
+def leave_frozen_parameters_out_of_checkpoints(module: nn.Module, child: str) -> None:
+    """Keep the frozen parameters of a child out of the checkpoints of a module."""
+    parameters = getattr(module, child).named_parameters(remove_duplicate=False)
+    leave_parameters_out_of_checkpoints(
+        module, [f"{child}.{name}" for name, parameter in parameters if not parameter.requires_grad]
+    )
+
+
 def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     for name in names:
         state.pop(prefix + name, None)

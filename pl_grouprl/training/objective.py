@@ -6,6 +6,7 @@ Legend: N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
@@ -81,6 +82,22 @@ class PolicyObjective:
     def corrects_sampling(self) -> bool:
         """Whether importance sampling is on."""
         return bool(self.importance_sampling["kind"] != "none")
+
+    def check_sampled(self, tokens: Mapping[str, Any], engine: str) -> None:
+        """Refuse a correction for the sampler's log-probabilities if there are none.
+
+        Args:
+            tokens: Per-token quantities by name.
+            engine: Class of the engine, for the error.
+
+        Raises:
+            ValueError: If `rollout_logprobs` is missing but needed.
+        """
+        if self.corrects_sampling and "rollout_logprobs" not in tokens:
+            raise ValueError(
+                f"importance_sampling is {self.importance_sampling['kind']!r}, but {engine} reports no "
+                "log-probabilities; leave it 'none' or use an engine that does."
+            )
 
     @property
     def score_options(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.progress import PROGRESS
 
 
@@ -80,10 +81,18 @@ class Throughput:
         """Begin a rollout."""
         self._seconds, self._is_whole = 0.0, True
 
-    def add(self, seconds: float) -> None:
-        """Add the time of a step."""
-        self._seconds += seconds
+    def after_step(self, seconds: float, buffer: RolloutBuffer, updates_per_rollout: int) -> dict[str, float]:
+        """Add a step; after the last one of a rollout, return `perf/tokens_per_second`.
 
-    def tokens_per_second(self, num_tokens: int) -> float | None:
-        """Tokens that were sampled and trained, over the time for both; None if a resumed run began in between."""
-        return num_tokens / self._seconds if self._is_whole else None
+        That is the number of sampled and trained tokens over the time for both. A resumed run does not know it for the
+        rollout that it begins with.
+
+        Args:
+            seconds: How long the step took.
+            buffer: The rollouts that it trained.
+            updates_per_rollout: Steps of each rollout.
+        """
+        self._seconds += seconds
+        if not self._is_whole or buffer.updates_done < updates_per_rollout:
+            return {}
+        return {"perf/tokens_per_second": buffer.num_tokens / self._seconds}

@@ -105,10 +105,13 @@ def remedy(changes: Changes, allowed: Sequence[str]) -> str:
     return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
 
 
-def recorded(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Make a constructor pass its arguments, defaults included, to `self.note_options` before it runs.
+def recorded(initialize: Callable[..., None], note: Callable[[Any, Mapping[str, Any]], None]) -> Callable[..., None]:
+    """Make a constructor pass its arguments, defaults included, to a function before it runs.
 
-    If one constructor calls another, the inner one's value of an option counts.
+    Args:
+        initialize: The constructor.
+        note: Takes the object and some of its arguments by name. If one constructor calls another, the inner one's
+            value of an option comes last.
     """
     signature = inspect.signature(initialize)
 
@@ -123,9 +126,9 @@ def recorded(initialize: Callable[..., None]) -> Callable[..., None]:
         for parameter in list(signature.parameters.values())[1:]:
             value = bound.arguments[parameter.name]
             if parameter.kind is parameter.VAR_KEYWORD:
-                self.note_options(value)
+                note(self, value)
             elif parameter.kind is not parameter.VAR_POSITIONAL:
-                self.note_options({parameter.name: value})
+                note(self, {parameter.name: value})
         initialize(self, *args, **kwargs)
 
     return initialize_recorded

@@ -58,7 +58,7 @@ def verify_loads(trainer: Trainer) -> None:
 
     def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         verify_checkpoint(checkpoint_path, strategy.root_device)
-        compare = getattr(trainer.lightning_module, "compare_origin", None)
+        compare = getattr(getattr(trainer.lightning_module, "run_checkpoint", None), "compare_origin", None)
         if compare is not None and "://" not in str(checkpoint_path):
             compare(read_manifest(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
         if not reads_files:
