@@ -128,8 +128,8 @@ def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, A
         ]
         if differing:
             raise ValueError(
-                f"the {part} has a different adapter from the one in the checkpoint: {', '.join(differing)}; restore its options, "
-                "or start a new run."
+                f"the {part} has a different adapter from the one in the checkpoint: {', '.join(differing)}; restore "
+                "its options, or start a new run."
             )
 
 
