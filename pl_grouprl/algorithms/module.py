@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.registry import describe
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
 from pl_grouprl.models.adapters import adapter_options
 from pl_grouprl.models.policy import PolicySource, as_policy_source
@@ -42,7 +43,7 @@ from pl_grouprl.training.loading import module_from_checkpoint
 from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.micro_batcher import MicroBatcher
-from pl_grouprl.training.objective import PolicyObjective, describe, drop_none, join_options
+from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part, saved_options
 from pl_grouprl.training.override_results import refuse_renamed
@@ -79,7 +80,7 @@ from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.last_checkpoint import find_last
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.origin import compare_lineage, describe_misfit, lineage
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
@@ -424,9 +425,9 @@ class RLModule(pl.LightningModule, ABC):
         self.kl_penalty.check_horizon(getattr(data, "batch_size", None), self.num_generations)
         budget, ranks = self.micro_batcher.max_tokens, self.micro_batcher.sequence_parallel_size
         loss = self.objective.policy_loss
-        if (budget is not None or ranks > 1) and getattr(loss, "compares_tokens", False):
+        if (budget is not None or ranks > 1) and loss.compares_tokens:
             rank_zero_warn(
-                f"{type(loss).__name__} chooses tokens by comparing those of one pass, so that "
+                f"policy_loss {loss.name!r} chooses tokens by comparing those of one pass, so that "
                 f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
             )
 
