@@ -149,9 +149,9 @@ def test_presets(fit, loss_type):
 
 def test_options_of_a_preset_can_be_set(make_module):
     sapo = make_module(loss_type="sapo", policy_loss_options={"sapo_temperature_neg": 2.0}).objective.policy_loss
-    assert (sapo.sapo_temperature_pos, sapo.sapo_temperature_neg) == (1.0, 2.0)
+    assert sapo.options == {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
     gspo = make_module(loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4).objective.policy_loss
-    assert gspo.epsilon_high == 4e-4
+    assert gspo.options["epsilon_high"] == 4e-4
 
 
 @pytest.mark.parametrize(
