@@ -51,11 +51,11 @@ class GRPO(RLModule):
         loss_agg_mode: How tokens become one loss; see `RLModule`.
         scale_rewards: What centred rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
-        advantage_estimator: Its name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
+        advantage_estimator: A name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
             `rloo` with the mean of the others, `opo` with a mean weighted by length, `remax` with a greedy rollout,
             `grpo_passk` credits the best of the group alone, and `reinforce_plus_plus` whitens over the batch, with the
             group's mean taken off before where it ends in `_baseline`.
-        advantage_options: Further options of the estimator, by the names of its class, such as `gamma`.
+        advantage_options: Further options of the estimator, by the names of its arguments, such as `gamma`.
         multi_objective_aggregation: Whether several rewards are added up before they are compared with the group
             (`sum_then_normalize`) or after (`normalize_then_sum`).
         **kwargs: Options of `RLModule`.

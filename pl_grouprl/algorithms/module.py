@@ -161,9 +161,9 @@ class RLModule(pl.LightningModule, ABC):
             micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be as many times as long. It divides the number of ranks.
-        policy_loss: Its name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
             `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`.
-        policy_loss_options: Further options of that loss, by the names of its class.
+        policy_loss_options: Further options of that loss, by the names of its arguments.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
         epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).

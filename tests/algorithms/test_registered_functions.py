@@ -144,7 +144,7 @@ def test_an_older_checkpoint_with_names_of_classes_resumes(fit, tmp_path, has_ru
         del state["run_options"]
     torch.save(checkpoint, path)
     fit(checkpoint=path, num_iterations=2)
-    with pytest.raises(ValueError, match="epsilon is 0.3|policy_loss is 'ppo.epsilon=0.3"):
+    with pytest.raises(ValueError, match=r"epsilon is 0.3|policy_loss is 'ppo.epsilon=0.3"):
         fit(checkpoint=path, num_iterations=2, epsilon=0.3)
 
 
@@ -180,6 +180,7 @@ model:
         cache_dir: {folder}
     rewards: [{{function: own_functions.brevity}}]
     num_generations: 2
+    verify: false
     sampling: {{max_new_tokens: 4}}
     policy_loss: plain
     policy_loss_options: {{weight: {weight}}}
@@ -210,5 +211,5 @@ def config(tmp_path, monkeypatch):
 
 def test_functions_of_a_module_that_a_configuration_names(config):
     main(["fit", "--config", config(0.5)])
-    with pytest.raises(ValueError, match="plain.weight is 'heavy'; it must be a number"):
+    with pytest.raises(ValueError, match=r"plain.weight is 'heavy'; it must be a number"):
         main(["fit", "--config", config("heavy")])

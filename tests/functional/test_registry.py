@@ -109,7 +109,7 @@ def test_an_estimator_gets_what_it_declares():
     assert estimator(rewards, [0, 0], lengths=torch.tensor([1, 2])).tolist() == [3.0, 5.0]
     with pytest.raises(ValueError, match="lengths is None, but the estimator 'short' needs it"):
         estimator(rewards, [0, 0])
-    assert not (estimator.compares_rollouts or estimator.needs_greedy or estimator.per_token)
+    assert [estimator.compares_rollouts, estimator.needs_greedy, estimator.per_token] == [False] * 3
     rows, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]])
     assert make_advantage_estimator("tokens")(rows, [0], mask=mask, reduce=lambda sums: 2 * sums).tolist() == [[2, 0]]
 
