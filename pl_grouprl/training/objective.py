@@ -1,4 +1,9 @@
-"""What the policy minimizes: policy loss, KL penalty, entropy bonus and the routers' loss, as sums.
+"""What the policy minimizes, as sums.
+
+    loss of a token = importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
+
+`loss_agg_mode` makes one number of them, and the routers' loss is added. The policy loss is chosen by name from
+`pl_grouprl.functional.policy_loss`; the default, `ppo`, is in `clipped.py` there.
 
 Legend: N response tokens of all rollouts one after another.
 """
@@ -28,8 +33,8 @@ class PolicyObjective:
     """Computes the policy's loss on a micro-batch.
 
     Args:
-        policy_loss: A name registered in `pl_grouprl.functional.policy_loss`.
-        options: Options of that loss.
+        policy_loss: Name of the loss.
+        options: Its options.
         loss_agg_mode: How tokens become one loss, by verl's names.
         kl: The KL penalty.
         max_new_tokens: The norm of `seq-mean-token-sum-norm`.
