@@ -16,28 +16,24 @@ from torch import Tensor
 from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.functional.advantages import (
     REWARD_AGGREGATIONS,
-    ReinforcePlusPlusBaselineAdvantage,
     make_advantage_estimator,
     multi_reward_advantages,
-    reinforce_plus_plus_baseline_advantages,
 )
 from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.registry import describe
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.training.objective import describe, drop_none, join_options
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
+from pl_grouprl.utilities.options import drop_none, join_options
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
-EstimatorName = Literal[
-    "grpo", "rloo", "opo", "grpo_passk", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-]
 
 
 @checked_arguments
@@ -55,11 +51,11 @@ class GRPO(RLModule):
         loss_agg_mode: How tokens become one loss; see `RLModule`.
         scale_rewards: What centred rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
-        advantage_estimator: Its name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
+        advantage_estimator: A name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
             `rloo` with the mean of the others, `opo` with a mean weighted by length, `remax` with a greedy rollout,
             `grpo_passk` credits the best of the group alone, and `reinforce_plus_plus` whitens over the batch, with the
             group's mean taken off before where it ends in `_baseline`.
-        advantage_options: Further options of the estimator, by the names of its class, such as `gamma`.
+        advantage_options: Further options of the estimator, by the names of its arguments, such as `gamma`.
         multi_objective_aggregation: Whether several rewards are added up before they are compared with the group
             (`sum_then_normalize`) or after (`normalize_then_sum`).
         **kwargs: Options of `RLModule`.
@@ -77,7 +73,7 @@ class GRPO(RLModule):
         policy_loss: str | None = None,
         loss_agg_mode: str | None = None,
         scale_rewards: Literal["group", "batch", "none"] | None = None,
-        advantage_estimator: EstimatorName = "grpo",
+        advantage_estimator: str = "grpo",
         advantage_options: dict[str, Any] | None = None,
         multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
         **kwargs: Any,
@@ -100,7 +96,7 @@ class GRPO(RLModule):
         self._check_estimator(advantage_estimator)
 
     def _check_estimator(self, name: str) -> None:
-        if self.num_generations < 2 and name not in ("remax", "reinforce_plus_plus"):
+        if self.num_generations < 2 and self.advantage_estimator.compares_rollouts:
             raise ValueError(
                 f"num_generations is {self.num_generations}; {name} compares the rollouts of a prompt with each other, "
                 "so pass at least 2."
@@ -183,15 +179,12 @@ class GRPO(RLModule):
         mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
         sizes = torch.tensor([len(group.rollouts) for group in buffer.groups])
         ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
-        if isinstance(self.advantage_estimator, ReinforcePlusPlusBaselineAdvantage):
-            # The rewards of tokens do not tell a rollout without a trained token from one with a reward of 0.
-            rewards_B = torch.tensor([_number(r.reward) for group in self._penalized(buffer) for r in group.rollouts])
-            advantages_BT = reinforce_plus_plus_baseline_advantages(
-                rewards_B.float(), ids_B, mask_BT, reduce=self._reduce
-            )
-        else:
-            rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
-            advantages_BT = self.advantage_estimator(rewards_BT, mask_BT, ids_B, reduce=self._reduce)
+        if self.advantage_estimator.token_rewards:
+            rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
+        else:  # the rewards of tokens do not tell a rollout without a trained token from one with a reward of 0
+            numbers = [_number(r.reward) for group in self._penalized(buffer) for r in group.rollouts]
+            rewards = torch.tensor(numbers, dtype=torch.float32)
+        advantages_BT = self.advantage_estimator(rewards, ids_B, mask=mask_BT, reduce=self._reduce)
         return from_rows(advantages_BT, lengths_B)
 
     def _reduce(self, sums: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.registry import describe
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_frozen_parameters_out_of_checkpoints
 from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
@@ -40,7 +41,7 @@ from pl_grouprl.training.loading import module_from_checkpoint
 from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.micro_batcher import MicroBatcher
-from pl_grouprl.training.objective import PolicyObjective, describe, drop_none, join_options
+from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.training.override_results import refuse_renamed
@@ -67,7 +68,7 @@ from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.last_checkpoint import find_last
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
 from pl_grouprl.utilities.run_options import recorded
@@ -141,9 +142,9 @@ class RLModule(pl.LightningModule, ABC):
             micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be as many times as long. It divides the number of ranks.
-        policy_loss: Its name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
             `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`.
-        policy_loss_options: Further options of that loss, by the names of its class.
+        policy_loss_options: Further options of that loss, by the names of its arguments.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
         epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).

@@ -70,8 +70,8 @@ def _check_fit(module: Any) -> None:
     module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.num_generations)
     budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size
     loss = module.objective.policy_loss
-    if (budget is not None or ranks > 1) and getattr(loss, "compares_tokens", False):
+    if (budget is not None or ranks > 1) and loss.compares_tokens:
         rank_zero_warn(
-            f"{type(loss).__name__} chooses tokens by comparing those of one micro-batch, so that "
+            f"policy_loss {loss.name!r} chooses tokens by comparing those of one micro-batch, so that "
             f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
         )

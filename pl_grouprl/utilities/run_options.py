@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.utilities.describe import plain
+from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES, POLICY_LOSS_CLASSES
 
 _MOVED = {
     "pl_grouprl.algorithms.optimizer.": "pl_grouprl.training.optimizer.",
     "pl_grouprl.data.tasks.": "pl_grouprl.demo.digits.",
     "pl_grouprl.models.warm_start.": "pl_grouprl.demo.warm_start.",
+    **{f"{old}(": f"{new}(" for old, new in (POLICY_LOSS_CLASSES | ESTIMATOR_CLASSES).items()},
 }
-"""Where classes in the options of older checkpoints are now."""
+"""What the options of older checkpoints begin with, and what those of this version do."""
 
 Changes = dict[str, tuple[Any, Any]]
 """By option name, its value then and now."""
