@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -71,8 +72,11 @@ class Rollout:
             point, reports those of temperature 1 without filters.
         loss_mask: 1 where a token is trained, 0 where it is only context (tool output). None trains every token.
         finish_reason: Why the completion ended.
-        reward: The combined reward; None where no reward function applied. Such a rollout is not trained.
-        rewards: The reward of each function by name, before weighting.
+        reward: The combined reward, `token_rewards` included; None where no reward function applied. Such a rollout is
+            not trained.
+        rewards: The reward of each function by name, before weighting; the sum where it gave rewards per token.
+        token_rewards: For reward functions that reward tokens, the weighted sum of what they gave each token; None (or
+            NaN) for a token without a reward.
         text: The completion as a string, special tokens left out.
     """
 
@@ -83,15 +87,34 @@ class Rollout:
     reward: float | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)
     text: str | None = None
+    token_rewards: list[float | None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "loss_mask"):
+        for name in ("logprobs", "loss_mask", "token_rewards"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(
                     f"Rollout.{name} has {len(values)} entries for {len(self.token_ids)} token_ids; "
                     "pass one per token or None."
                 )
+
+    @property
+    def step_rewards(self) -> dict[int, float]:
+        """The rewards of tokens by position, in order; empty if the rollout has no reward."""
+        if self.reward is None or math.isnan(self.reward):
+            return {}
+        return {
+            place: reward
+            for place, reward in enumerate(self.token_rewards or ())
+            if reward is not None and not math.isnan(reward)
+        }
+
+    @property
+    def outcome_reward(self) -> float | None:
+        """The part of the reward that belongs to the completion as a whole, not to one of its tokens."""
+        if self.reward is None:
+            return None
+        return self.reward - math.fsum(self.step_rewards.values())
 
 
 @dataclass

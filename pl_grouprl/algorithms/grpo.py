@@ -1,16 +1,14 @@
 """GRPO and its relatives: critic-free policy gradients whose baseline is the group of rollouts of a prompt.
 
-Legend: B rollouts, F reward functions, T length of the longest rollout.
+Legend: B rollouts, F columns of rewards, N response tokens of all rollouts one after another.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from pl_grouprl.algorithms.module import RLModule
@@ -18,19 +16,25 @@ from pl_grouprl.functional.advantages import (
     REWARD_AGGREGATIONS,
     make_advantage_estimator,
     multi_reward_advantages,
+    process_supervision_advantages,
 )
 from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.registry import describe
-from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.training.group_rewards import (
+    gather_rewards,
+    has_token_rewards,
+    less_penalties,
+    token_advantages,
+    token_rewards_error,
+)
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
-from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
 from pl_grouprl.utilities.options import drop_none, join_options
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
@@ -93,24 +97,8 @@ class GRPO(RLModule):
             options.setdefault("scale", preset.scale)
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
-        self._check_estimator(advantage_estimator)
-
-    def _check_estimator(self, name: str) -> None:
-        if self.num_generations < 2 and self.advantage_estimator.compares_rollouts:
-            raise ValueError(
-                f"num_generations is {self.num_generations}; {name} compares the rollouts of a prompt with each other, "
-                "so pass at least 2."
-            )
-        if self.multi_objective_aggregation not in REWARD_AGGREGATIONS:
-            raise ValueError(
-                f"multi_objective_aggregation is {self.multi_objective_aggregation!r}; it must be one of "
-                f"{', '.join(REWARD_AGGREGATIONS)}."
-            )
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            if self.advantage_estimator.per_token:
-                raise ValueError(f"advantage_estimator={name!r} takes one reward; use 'sum_then_normalize'.")
-            if self.kl_penalty.in_reward:
-                raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
+        _check_estimator(self, advantage_estimator)
+        self._token_rewards_error = _token_rewards_error(self, advantage_estimator)
 
     def setup(self, stage: str) -> None:
         """Keep groups with the rank that sampled them if a greedy rollout needs their columns."""
@@ -119,80 +107,54 @@ class GRPO(RLModule):
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Compare rollouts, or tokens, with their group and the batch."""
+        groups = less_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
         if self.advantage_estimator.per_token:
-            buffer.put("advantages", self._per_token_advantages(buffer))
+            buffer.put("advantages", token_advantages(self.advantage_estimator, buffer, groups, self.device))
             return
-        advantages = self.compute_advantages(private_copy(self._penalized(buffer)))
-        where, shape = f"{type(self).__name__}.compute_advantages", (len(buffer.rollout_lengths),)
-        advantages_B = checked_tensor(advantages, where, shape, "one number per rollout")
-        buffer.put_per_rollout("advantages", advantages_B.float())
+        num_rollouts, num_tokens = len(buffer.rollout_lengths), int(buffer.rollout_lengths.sum())
+        advantages = checked_tensor(
+            self.compute_advantages(private_copy(groups)),
+            f"{type(self).__name__}.compute_advantages",
+            ((num_rollouts,), "one number per rollout"),
+            ((num_tokens,), "one number per response token"),
+        )
+        either = num_rollouts == num_tokens
+        per_token = has_token_rewards(groups) if either else len(advantages) == num_tokens
+        put = buffer.put if per_token else buffer.put_per_rollout
+        put("advantages", advantages.float())
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
-        """Compute the advantage of each rollout of this rank, shape [B], with statistics over all ranks.
+        """Compute the advantages of this rank's rollouts, with statistics over all ranks.
 
-        The groups are copies; changing them does not affect training.
+        Rewards of whole rollouts are compared with the group. If there are rewards of tokens, those of all steps of the
+        group are normalized, and each token gets the sum of those that end from it on (process supervision).
+
+        Args:
+            groups: Copies; changing them does not affect training.
+
+        Returns:
+            One advantage per rollout, shape [B], or one per response token of all rollouts, one after another, shape
+            [N]. Where B equals N, they are per token if a rollout has `token_rewards`, else per rollout.
         """
-        weights = [reward.weight for reward in self.rewarder.functions]
-        own = {
-            "rewards": [self._reward_columns(group) for group in groups],
-            "lengths": [[len(rollout.token_ids) for rollout in group.rollouts] for group in groups],
-        }
-        if self.advantage_estimator.needs_greedy:
-            own["greedy"] = [
-                greedy * len(group.rollouts) for greedy, group in zip(self._greedy(groups), groups, strict=True)
-            ]
-        per_rank = gather_plain(own, self.device)
-        sizes = torch.tensor([len(group) for rank in per_rank for group in rank["rewards"]])
-        joined = {name: [row for rank in per_rank for group in rank[name] for row in group] for name in own}
-        advantages_B = multi_reward_advantages(
-            torch.tensor(joined["rewards"], dtype=torch.float32).view(int(sizes.sum()), -1),
-            weights if self.multi_objective_aggregation == "normalize_then_sum" else [1.0],
-            torch.arange(len(sizes)).repeat_interleave(sizes),
-            estimator=self.advantage_estimator,
-            aggregation=self.multi_objective_aggregation,
-            lengths=torch.tensor(joined["lengths"]),
-            greedy_rewards=torch.tensor(joined["greedy"], dtype=torch.float32) if "greedy" in joined else None,
+        estimator, by_function = self.advantage_estimator, self.multi_objective_aggregation == "normalize_then_sum"
+        greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
+        functions = self.rewarder.functions if by_function else ()
+        rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
+        if rewards.token_rewards_N is not None and self._token_rewards_error:
+            raise ValueError(self._token_rewards_error)
+        extras: dict[str, Any] = {"lengths": rewards.lengths_B, "greedy_rewards": rewards.greedy}
+        if by_function:
+            extras |= {"estimator": estimator, "aggregation": self.multi_objective_aggregation}
+            weights = [function.weight for function in functions]
+            advantages_B = multi_reward_advantages(rewards.outcomes, weights, rewards.group_ids_B, **extras)
+        else:
+            advantages_B = estimator(rewards.outcomes, rewards.group_ids_B, **extras)
+        if rewards.token_rewards_N is None or not has_token_rewards(groups):
+            return advantages_B[rewards.own_B]
+        process_N = process_supervision_advantages(
+            rewards.token_rewards_N, rewards.lengths_B, rewards.group_ids_B, estimator=estimator
         )
-        return advantages_B.split([sum(map(len, rank["rewards"])) for rank in per_rank])[self.global_rank]
-
-    def _reward_columns(self, group: RolloutGroup) -> list[list[float]]:
-        """The combined reward of each rollout, or that of each function where they are normalized first."""
-        if self.multi_objective_aggregation == "sum_then_normalize":
-            return [[_number(rollout.reward)] for rollout in group.rollouts]
-        names = [reward.name for reward in self.rewarder.functions]
-        return [
-            [_number(rollout.rewards.get(name)) if rollout.reward is not None else math.nan for name in names]
-            for rollout in group.rollouts
-        ]
-
-    def _greedy(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Reward columns of one greedy rollout of each prompt."""
-        prompts = [Prompt(g.prompt_ids, g.prompt, g.columns, g.data_source, g.media) for g in groups]
-        with self.timer.part("rollout"):
-            greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=("greedy",))
-        with self.timer.part("reward"):
-            self.rewarder.start(greedy).wait()
-        return [self._reward_columns(group) for group in greedy]
-
-    def _per_token_advantages(self, buffer: RolloutBuffer) -> Tensor:
-        lengths_B = buffer.rollout_lengths
-        mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
-        sizes = torch.tensor([len(group.rollouts) for group in buffer.groups])
-        ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
-        if self.advantage_estimator.token_rewards:
-            rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
-        else:  # the rewards of tokens do not tell a rollout without a trained token from one with a reward of 0
-            numbers = [_number(r.reward) for group in self._penalized(buffer) for r in group.rollouts]
-            rewards = torch.tensor(numbers, dtype=torch.float32)
-        advantages_BT = self.advantage_estimator(rewards, ids_B, mask=mask_BT, reduce=self._reduce)
-        return from_rows(advantages_BT, lengths_B)
-
-    def _reduce(self, sums: Tensor) -> Tensor:
-        return reduce_over_ranks(sums, self.device)
-
-    def _penalized(self, buffer: RolloutBuffer) -> list[RolloutGroup]:
-        """The groups, with rewards less the KL penalty where that is part of the reward."""
-        return _with_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
+        return (process_N + advantages_B.repeat_interleave(rewards.lengths_B))[rewards.own_N]
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides the advantages."""
@@ -202,18 +164,42 @@ class GRPO(RLModule):
         }
 
 
-def _with_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
-    """The groups with each reward less the KL penalty of its tokens."""
-    groups = []
-    for group, penalties in zip(buffer.groups, buffer.tokens["kl_penalty"], strict=True):
-        sums = [float(part.sum()) for part in penalties.split([len(r.token_ids) for r in group.rollouts])]
-        rollouts = [
-            rollout if rollout.reward is None else replace(rollout, reward=rollout.reward - penalty)
-            for rollout, penalty in zip(group.rollouts, sums, strict=True)
-        ]
-        groups.append(replace(group, rollouts=rollouts))
-    return groups
+def _check_estimator(module: GRPO, name: str) -> None:
+    if module.num_generations < 2 and module.advantage_estimator.compares_rollouts:
+        raise ValueError(
+            f"num_generations is {module.num_generations}; {name} compares the rollouts of a prompt with each other, "
+            "so pass at least 2."
+        )
+    aggregation = module.multi_objective_aggregation
+    if aggregation not in REWARD_AGGREGATIONS:
+        raise ValueError(
+            f"multi_objective_aggregation is {aggregation!r}; it must be one of {', '.join(REWARD_AGGREGATIONS)}."
+        )
+    if aggregation == "normalize_then_sum":
+        if module.advantage_estimator.per_token:
+            raise ValueError(f"advantage_estimator={name!r} takes one reward; use 'sum_then_normalize'.")
+        if module.kl_penalty.in_reward:
+            raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
 
 
-def _number(reward: float | None) -> float:
-    return math.nan if reward is None else reward
+def _token_rewards_error(module: GRPO, name: str) -> str | None:
+    """The error for a reward per token; None if the options allow them."""
+    if not module.advantage_estimator.process_supervision:
+        return token_rewards_error(
+            f"advantage_estimator={name!r} compares whole rollouts", "use 'grpo' or 'reinforce_plus_plus'"
+        )
+    if module.multi_objective_aggregation == "normalize_then_sum":
+        return token_rewards_error("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
+    if module.kl_penalty.in_reward:
+        return token_rewards_error("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
+    return None
+
+
+def _greedy_rollouts(module: GRPO, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """One greedy rollout of each prompt, rewarded."""
+    prompts = [Prompt(g.prompt_ids, g.prompt, g.columns, g.data_source, g.media) for g in groups]
+    with module.timer.part("rollout"):
+        greedy = module.generate(prompts, replace(module.sampling, temperature=0.0), 1, seed=("greedy",))
+    with module.timer.part("reward"):
+        module.rewarder.start(greedy).wait()
+    return greedy

@@ -57,7 +57,7 @@ from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.scorer import Scorer
 from pl_grouprl.training.setup_checks import check_before_loading, check_prompts_of_model
 from pl_grouprl.training.step_timer import StepTimer, Throughput
-from pl_grouprl.training.token_rewards import outcome_rewards
+from pl_grouprl.training.token_rewards import rewards_per_token
 from pl_grouprl.training.trainer_options import refuse_compiled
 from pl_grouprl.training.updater import Updater
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
@@ -344,8 +344,8 @@ class RLModule(pl.LightningModule, ABC):
         """Put `advantages` into the buffer, and whatever else the loss needs.
 
         Args:
-            buffer: Rollouts with `token_rewards`: the reward at the last trained token of each rollout, less the KL
-                penalty of each token if that is part of the reward.
+            buffer: Rollouts with `token_rewards`: rewards per token where functions gave such, the rest of the reward
+                at the last trained token, less the KL penalty of each token if that is part of the reward.
             scores: The policy's scores, shape [N], if `needs_old_scores`.
         """
 
@@ -513,7 +513,7 @@ class RLModule(pl.LightningModule, ABC):
     def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Put rewards per token into the buffer, and the targets computed from them."""
         buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))
-        buffer.put("token_rewards", outcome_rewards(buffer) - buffer.joined("kl_penalty"))
+        buffer.put("token_rewards", rewards_per_token(buffer) - buffer.joined("kl_penalty"))
         self.compute_targets(buffer, scores)
 
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:

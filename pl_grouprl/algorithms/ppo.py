@@ -280,15 +280,17 @@ class PPO(RLModule):
         where = f"{type(self).__name__}.estimate"
         if not isinstance(estimate, Estimate):
             raise TypeError(f"{where} returned a {type(estimate).__name__}; expected an Estimate.")
-        check = partial(checked_tensor, shape=shape, meaning="[rollouts, tokens of the longest]")
-        advantages, returns = (check(getattr(estimate, f), f"{where}: {f}") for f in ("advantages", "returns"))
-        value_mask = check(estimate.value_mask, f"{where}: value_mask", boolean=True)
+        rows = shape, "[rollouts, tokens of the longest]"
+        advantages, returns = (
+            checked_tensor(getattr(estimate, f), f"{where}: {f}", rows) for f in ("advantages", "returns")
+        )
+        value_mask = checked_tensor(estimate.value_mask, f"{where}: value_mask", rows, boolean=True)
         own = estimate.advantage_mask
         return Estimate(
             advantages,
             returns,
             value_mask,
-            None if own is None else check(own, f"{where}: advantage_mask", boolean=True),
+            None if own is None else checked_tensor(own, f"{where}: advantage_mask", rows, boolean=True),
         )
 
     def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:

@@ -139,6 +139,7 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
             "rewards": dict(rollout.rewards),
             "num_tokens": len(rollout.token_ids),
             "finish_reason": rollout.finish_reason,
+            **({} if rollout.token_rewards is None else {"token_rewards": rollout.token_rewards}),
         }
         for rollout in group.rollouts
     ]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted, hook_of
 from pl_grouprl.rewards.calls import CallRunner, PendingScores
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
-    Score,
     call_arguments,
-    fits_float32,
     flatten_groups,
     prepare_reward,
 )
+from pl_grouprl.rewards.results import Score, fits_float32
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import private_copy
 
@@ -96,9 +96,13 @@ class PendingRewards:
         Call it once. Returns and raises what `apply_rewards` does.
         """
         scores = self._scores.wait()
-        rollouts = [rollout for group in self._groups for rollout in group.rollouts]
-        for index, rollout in enumerate(rollouts):
-            _write_reward(rollout, self._prepared, [own[index] for own in scores])
+        start = 0
+        for group in self._groups:
+            end = start + len(group.rollouts)
+            by_function = [_as_steps(own[start:end], group.rollouts) for own in scores]
+            for index, rollout in enumerate(group.rollouts):
+                _write_reward(rollout, self._prepared, [own[index] for own in by_function])
+            start = end
         metrics: dict[str, float] = {}
         for reward, own in zip(self._prepared, scores, strict=True):
             metrics |= _metrics(f"rewards/{reward.name}", own)
@@ -145,12 +149,16 @@ def apply_rewards(
     workers: CallRunner | None = None,
     timeout: float | None = None,
 ) -> dict[str, float]:
-    """Reward every rollout: sets `Rollout.rewards` (per function, unweighted) and `Rollout.reward`.
+    """Reward every rollout: sets `Rollout.rewards` (per function, unweighted), `reward` and `token_rewards`.
 
     The combined reward is the weighted sum over the functions that apply, where None means "does not apply". It is
     None, and the rollout is not trained, if no function applies, or if one with a weight other than 0 failed (raised,
     took too long, or gave NaN or infinity of float32): the sum of the rest would not be comparable with the other
     rollouts of the group.
+
+    A function may return a list for a completion, with a number for each token, or None (or NaN) for a token without a
+    reward. Their sum is then the function's reward. Where it does so for a completion of a group, a number that it
+    returns for another one of the group is the reward of the last token.
 
     Args:
         groups: Any number of groups of any size. Changed in place.
@@ -198,18 +206,49 @@ def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
-    rollout.rewards = {}
-    applied, valid = [], True
-    for reward, score in zip(prepared, scores, strict=True):
-        invalid = score.invalid
-        rollout.rewards[reward.name] = None if invalid else score.value
-        if reward.weight == 0:
-            continue
-        valid = valid and not invalid
-        if score.value is not None:
-            applied.append(reward.weight * score.value)
-    combined = sum(applied)
-    rollout.reward = combined if valid and applied and fits_float32(combined) else None
+    rollout.rewards = {
+        reward.name: None if score.invalid else score.value for reward, score in zip(prepared, scores, strict=True)
+    }
+    counted = [(reward.weight, score) for reward, score in zip(prepared, scores, strict=True) if reward.weight != 0]
+    applied = [(weight, score) for weight, score in counted if score.value is not None]
+    rollout.reward = rollout.token_rewards = None
+    if not applied or any(score.invalid for _, score in counted):
+        return
+    tokens = _weighted_tokens(applied)
+    steps = [own for own in tokens or () if own is not None]
+    if not all(map(fits_float32, steps)):
+        return
+    outcome = sum(weight * (score.value or 0.0) for weight, score in applied if score.token_rewards is None)
+    combined = outcome + math.fsum(steps)
+    if fits_float32(combined):
+        rollout.reward, rollout.token_rewards = combined, tokens
+
+
+def _weighted_tokens(scores: Sequence[tuple[float, Score]]) -> list[float | None] | None:
+    """The weighted sum of the rewards per token; None if there are none."""
+    rows = [
+        [None if own is None else weight * own for own in score.token_rewards]
+        for weight, score in scores
+        if score.token_rewards is not None
+    ]
+    if not rows:
+        return None
+    return [
+        None if all(own is None for own in column) else sum(own for own in column if own is not None)
+        for column in zip(*rows, strict=True)
+    ]
+
+
+def _as_steps(scores: Sequence[Score], rollouts: Sequence[Rollout]) -> list[Score]:
+    """Make a function's numbers rewards of the last token if it rewarded tokens of another rollout of the group."""
+    if all(score.token_rewards is None for score in scores):
+        return list(scores)
+    return [
+        replace(score, token_rewards=[*[None] * (len(rollout.token_ids) - 1), score.value])
+        if score.token_rewards is None and score.value is not None and rollout.token_ids
+        else score
+        for score, rollout in zip(scores, rollouts, strict=True)
+    ]
 
 
 def _metrics(prefix: str, scores: Sequence[Score]) -> dict[str, float]:

@@ -32,6 +32,9 @@ is called once, with the `RolloutGroup`s, and returns for each group one number 
 
     f(groups) -> list[list[float | None]]
 
+In place of a number, each of them may return a list (an array, a tensor) with one number per token of the completion,
+None or NaN for a token without a reward.
+
 Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
 
 If the object has a method `set_up()`, it is called when a run is set up, and perhaps again: whatever must be loaded is

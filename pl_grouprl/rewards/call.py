@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pl_grouprl.rewards.base import RewardConfigurationError, RewardFunction
-from pl_grouprl.rewards.conventions import PreparedReward, Score, read_result
+from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.results import Score, read_result
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.progress import tick
 
@@ -18,11 +19,13 @@ class Call:
     Attributes:
         unit: The rollouts that it scores.
         group_of: The group of each of them.
+        lengths: Tokens of each completion.
         kwargs: The function's arguments, not yet copied.
     """
 
     unit: list[int]
     group_of: list[int]
+    lengths: list[int]
     kwargs: dict[str, Any]
 
     def make(self, function: RewardFunction) -> Any:
@@ -68,7 +71,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             failure = Failure.of(error)
         else:
-            return read_result(reward, result, call.group_of)
+            return read_result(reward, result, call.group_of, call.lengths)
     return failure
 
 
@@ -80,7 +83,7 @@ async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:
         raise
     except (Exception, SystemExit) as error:  # a SystemExit that leaves a task would end the event loop
         return Failure.of(error)
-    return read_result(reward, result, call.group_of)
+    return read_result(reward, result, call.group_of, call.lengths)
 
 
 def too_slow(timeout: float | None) -> Failure:

@@ -17,12 +17,12 @@ from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import (
     PreparedReward,
     RewardInputs,
-    Score,
     call_arguments,
     call_units,
     smaller_units,
 )
 from pl_grouprl.rewards.process_state import left_as_found
+from pl_grouprl.rewards.results import Score
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +111,15 @@ class PendingScores:
         ]
 
     def _make_calls(self, reward: PreparedReward, units: Sequence[list[int]]) -> list[Call]:
-        groups = self._inputs.groups
+        groups, completions = self._inputs.groups, self._inputs.completion_ids
         return [
-            Call(unit, [groups[index] for index in unit], call_arguments(reward, self._inputs, unit)) for unit in units
+            Call(
+                unit,
+                [groups[index] for index in unit],
+                [len(completions[index]) for index in unit],
+                call_arguments(reward, self._inputs, unit),
+            )
+            for unit in units
         ]
 
     def _runs_in_workers(self, reward: PreparedReward) -> bool:

@@ -1,21 +1,16 @@
-"""The three signatures of reward functions: telling them apart, what each is called with, what each returns."""
+"""The three signatures of reward functions: telling them apart, and what each is called with."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal
 
 from pl_grouprl.rewards.base import FunctionFromFile, RewardFunction, Weighted
 from pl_grouprl.types import Messages, RolloutGroup
 
 Convention = Literal["trl", "verl", "groups"]
-
-_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 _TRL_INPUTS = ("prompts", "completions", "completion_ids")
 _VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -44,34 +39,6 @@ class RewardInputs:
     groups: list[int]
     rollout_groups: list[RolloutGroup] = field(default_factory=list)
     of_prompts: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-
-
-def fits_float32(value: float) -> bool:
-    """Whether a number is finite in float32."""
-    return abs(value) <= _MAX_FLOAT32  # False for NaN
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a function said of one rollout.
-
-    Attributes:
-        value: The reward. None: the function does not apply.
-        extras: Further numbers to be logged.
-        failed: True where the function raised.
-    """
-
-    value: float | None = None
-    extras: dict[str, float] = field(default_factory=dict)
-    failed: bool = False
-
-    @property
-    def invalid(self) -> bool:
-        """True where there should be a number and there is none: the function raised, or gave NaN or infinity.
-
-        What float32 does not hold, in which advantages are computed, is infinite.
-        """
-        return self.failed or (self.value is not None and not fits_float32(self.value))
 
 
 @dataclass(frozen=True)
@@ -129,7 +96,7 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
             f"Reward function {name!r} has the signature {signature}, which is none of the known ones; write "
             "f(prompts, completions, **columns) -> list[float | None] (TRL), "
             "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict (verl) or "
-            "f(groups) -> list[list[float | None]]."
+            "f(groups) -> list[list[float | None]]. In place of a number, a list has one per token."
         )
     is_async = _is_async(function)
     return PreparedReward(
@@ -233,56 +200,6 @@ def _taken(reward: PreparedReward, inputs: RewardInputs, available: dict[str, An
     return {key: value for key, value in available.items() if key in reward.parameters}
 
 
-def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int]) -> list[Score]:
-    """Turn what a function returned into one score per rollout of the call.
-
-    Args:
-        reward: The function.
-        result: What it returned.
-        group_of: Which group each rollout of the call is from.
-
-    Raises:
-        ValueError: If it has the wrong type or length.
-    """
-    if inspect.iscoroutine(result):
-        result.close()
-        raise ValueError(f"Reward function {reward.name!r} returned a coroutine; define it with `async def`.")
-    if reward.convention == "verl":
-        return [_read_verl(reward, result)]
-    if hasattr(result, "tolist"):  # arrays and tensors
-        result = result.tolist()
-    if not isinstance(result, (list, tuple)):
-        raise ValueError(
-            f"Reward function {reward.name!r} returned {type(result).__name__} instead of a list; "
-            f"return one number or None per completion ({len(group_of)} of them)."
-        )
-    if reward.convention == "groups":
-        result = _join_groups(reward, result, group_of)
-    if len(result) != len(group_of):
-        raise ValueError(
-            f"Reward function {reward.name!r} returned {len(result)} rewards for {len(group_of)} completions; "
-            "return one number or None per completion, in their order."
-        )
-    return [Score(_reward_value(reward, value)) for value in result]
-
-
-def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
-    """Check that there is one list per group and one entry per rollout in it; return the entries of all groups.
-
-    Raises:
-        ValueError: If not.
-    """
-    lists = [own.tolist() if hasattr(own, "tolist") else own for own in result]
-    given = [len(own) if isinstance(own, (list, tuple)) else type(own).__name__ for own in lists]
-    expected = list(Counter(group_of).values())
-    if given != expected:
-        raise ValueError(
-            f"Reward function {reward.name!r} returned {given} rewards for groups of {expected} rollouts; return one "
-            "list per group, with one number or None per rollout."
-        )
-    return [value for own in lists for value in own]
-
-
 def _groups_arguments(inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
     numbers = dict.fromkeys(inputs.groups[index] for index in unit)  # each once, in order
     return {"groups": [inputs.rollout_groups[number] for number in numbers]}
@@ -325,36 +242,6 @@ def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
         f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
         f"{sorted(columns)}; add reward_model.ground_truth (verl), or a column `ground_truth` or `answer`."
     )
-
-
-def _read_verl(reward: PreparedReward, result: Any) -> Score:
-    if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
-        return Score(result)
-    if not isinstance(result, Mapping):
-        return Score(_reward_value(reward, result))
-    if "score" not in result:
-        raise ValueError(
-            f"Reward function {reward.name!r} returned a dictionary with the keys {sorted(result)}; "
-            "it must have the key 'score'."
-        )
-    extras = {key: float(value) for key, value in result.items() if key != "score" and isinstance(value, Real)}
-    return Score(_reward_value(reward, result["score"]), extras)
-
-
-def _reward_value(reward: PreparedReward, value: Any) -> float | None:
-    if value is None:
-        return None
-    if hasattr(value, "item"):  # scalar arrays and tensors
-        value = value.item()
-    if not isinstance(value, Real):
-        raise ValueError(
-            f"Reward function {reward.name!r} returned {value!r} of type {type(value).__name__} as the reward of a "
-            "rollout; return a number or None."
-        )
-    try:
-        return float(value)
-    except OverflowError:  # an integer beyond float64
-        return math.inf
 
 
 def _is_async(function: RewardFunction) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 
 from pl_grouprl.rewards.base import RewardConfigurationError, hook_of
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
-from pl_grouprl.rewards.conventions import PreparedReward, Score
+from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.results import Score
 from pl_grouprl.utilities.reaper import adopt_orphans
 
 

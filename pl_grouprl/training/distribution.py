@@ -103,11 +103,11 @@ def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup
         own: Groups that it trains; changed in place, found by their `group_id`.
         device: Where ranks communicate.
     """
-    rewards = [(group.group_id, [(r.reward, r.rewards) for r in group.rollouts]) for group in sampled]
+    rewards = [(group.group_id, [(r.reward, r.rewards, r.token_rewards) for r in group.rollouts]) for group in sampled]
     found = dict(pair for pairs in gather_plain(rewards, device) for pair in pairs)
     for group in own:
-        for rollout, (reward, by_function) in zip(group.rollouts, found.get(group.group_id, ()), strict=False):
-            rollout.reward, rollout.rewards = reward, by_function
+        for rollout, rewarded in zip(group.rollouts, found.get(group.group_id, ()), strict=False):
+            rollout.reward, rollout.rewards, rollout.token_rewards = rewarded
 
 
 def to_state(group: RolloutGroup) -> dict[str, Any]:

@@ -21,8 +21,10 @@ def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
             "lengths": [len(rollout.token_ids) for rollout in group.rollouts],
             "truncated": [rollout.finish_reason == "length" for rollout in group.rollouts],
             "texts": [rollout.text for rollout in group.rollouts],
-            "rewards": [_number(rollout.reward) for rollout in group.rollouts],
-            "by_function": [{name: _number(r) for name, r in rollout.rewards.items()} for rollout in group.rollouts],
+            "rewards": [number_or_nan(rollout.reward) for rollout in group.rollouts],
+            "by_function": [
+                {name: number_or_nan(r) for name, r in rollout.rewards.items()} for rollout in group.rollouts
+            ],
         }
         for group in groups
     ]
@@ -87,7 +89,8 @@ def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
     return merged
 
 
-def _number(value: float | None) -> float:
+def number_or_nan(value: float | None) -> float:
+    """NaN for what is missing."""
     return math.nan if value is None else float(value)
 
 

@@ -11,24 +11,23 @@ from torch import Tensor
 from pl_grouprl.training.loss_sums import LossSums
 
 
-def checked_tensor(value: Any, where: str, shape: Sequence[int], meaning: str, *, boolean: bool = False) -> Tensor:
+def checked_tensor(value: Any, where: str, *shapes: tuple[Sequence[int], str], boolean: bool = False) -> Tensor:
     """Check a tensor that an override returned; gives it back detached and on the CPU.
 
     Args:
         value: What the override returned.
         where: Class, method and field, for the error.
-        shape: The expected shape.
-        meaning: What the axes are, for the error.
+        *shapes: The shapes that it may have, each with what its axes are, for the error.
         boolean: Whether it must be a bool tensor rather than real numbers.
 
     Raises:
         TypeError: If it is not a tensor, or has the wrong dtype.
         ValueError: If its shape differs, or a value is NaN or infinite.
     """
-    expected = f"expected a tensor of shape {list(shape)}, {meaning}"
+    expected = "expected a tensor of shape " + ", or ".join(f"{list(shape)}, {meaning}" for shape, meaning in shapes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{where} returned a {type(value).__name__}; {expected}.")
-    if list(value.shape) != list(shape):
+    if list(value.shape) not in [list(shape) for shape, _ in shapes]:
         raise ValueError(f"{where} returned shape {list(value.shape)}; {expected}.")
     if boolean != (value.dtype == torch.bool) or value.is_complex():
         kind = "of bool" if boolean else "of floating-point numbers"

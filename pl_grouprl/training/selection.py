@@ -10,9 +10,10 @@ from pl_grouprl.types import RolloutGroup
 
 
 def has_spread(group: RolloutGroup) -> bool:
-    """Whether the rewards of a group differ, so that comparing its rollouts says something."""
+    """Whether the rewards of a group, or those of its tokens, differ, so that comparing them says something."""
     rewards = [r.reward for r in group.rollouts if r.reward is not None and not math.isnan(r.reward)]
-    return bool(rewards) and max(rewards) > min(rewards)
+    steps = [reward for rollout in group.rollouts for reward in rollout.step_rewards.values()]
+    return any(bool(own) and max(own) > min(own) for own in (rewards, steps))
 
 
 def mask_truncated(groups: Sequence[RolloutGroup]) -> None:
@@ -27,4 +28,4 @@ def without_rewards(group: RolloutGroup) -> RolloutGroup:
 
     A rank without groups of its own still has to take part in the updates.
     """
-    return replace(group, rollouts=[replace(rollout, reward=None) for rollout in group.rollouts])
+    return replace(group, rollouts=[replace(rollout, reward=None, token_rewards=None) for rollout in group.rollouts])

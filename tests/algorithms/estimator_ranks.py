@@ -38,6 +38,14 @@ def brevity(completions, **columns):
     return [-float(len(text)) for text in completions]
 
 
+def letters_where_few(completion_ids, completions, prompts):
+    """Reward each letter of some prompts' completions; tokens of others, of whole ranks perhaps, have no rewards."""
+    return [
+        [None if token < 12 else float(token % 4) for token in ids] if sum(map(int, prompt)) % 3 else float(len(ids))
+        for ids, prompt in zip(completion_ids, prompts, strict=True)
+    ]
+
+
 KL = {"beta": 0.5, "kl_in": "reward", "kl_type": "k1"}
 CASES = {
     "grpo": {},
@@ -52,6 +60,9 @@ CASES = {
         "rewards": [some, Weighted(brevity, 2.0)],
         "multi_objective_aggregation": "normalize_then_sum",
     },
+    "process": {"rewards": [Weighted(letters_where_few, 0.5), some]},
+    "process_batch": {"rewards": [letters_where_few, some], "scale_rewards": "batch"},
+    "process_reinforce": {"rewards": [letters_where_few, some], "advantage_estimator": "reinforce_plus_plus"},
     "kl": KL,
     "token_kl": {**KL, "advantage_estimator": "reinforce_plus_plus"},
     "token_truncate": {"importance_sampling": "token_truncate", "importance_sampling_high": 1.2},

@@ -297,7 +297,12 @@ def ranks(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("case", [*ROLLOUT_LEVEL, *TOKEN_LEVEL, "batch", "normalize_then_sum", "kl", "token_kl"])
+PROCESS = ("process", "process_batch", "process_reinforce")
+
+
+@pytest.mark.parametrize(
+    "case", [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, "batch", "normalize_then_sum", "kl", "token_kl"]
+)
 def test_two_ranks_have_the_advantages_of_one(ranks, case):
     (one,), two = ranks
     merged = {**two[0][case]["advantages"], **two[1][case]["advantages"]}

@@ -28,6 +28,15 @@ def rewards_with_a_gap(completions, **columns):
     return [None if len(text) == 6 else len(set(text)) / 5 - 0.3 * (len(text) % 2) for text in completions]
 
 
+def rewards_of_tokens(completion_ids, completions, **columns):
+    """The same outcome for some, rewards of tokens (of tool output too) for the others."""
+    outcomes = rewards_with_a_gap(completions)
+    return [
+        own if len(ids) % 3 == 0 else [None if i % 2 else 0.1 * (token % 7) for i, token in enumerate(ids)]
+        for own, ids in zip(outcomes, completion_ids, strict=True)
+    ]
+
+
 class Weights:
     """The models as they were before a given step."""
 
@@ -75,6 +84,7 @@ class Plain:
     def __init__(self, module, before, threshold=None):
         self.module = module
         self.rollouts, self.kept, self.rewards, self.cut = [], [], [], []
+        self.steps = []
         for group in module.last_rollouts.groups:
             for r in group.rollouts:
                 if r.reward is None:
@@ -83,6 +93,7 @@ class Plain:
                 self.rollouts.append((list(group.prompt_ids), list(r.token_ids)))
                 self.kept.append([i for i, bit in enumerate(mask) if bit])
                 self.rewards.append(r.reward)
+                self.steps.append(r.token_rewards or [])
                 self.cut.append(r.finish_reason == "length")
         with torch.no_grad():
             self.old = [self.logprobs(before.distributions(r), i) for i, r in enumerate(self.rollouts)]
@@ -93,13 +104,7 @@ class Plain:
                 values = before.values(r).tolist()
                 self.values.append([values[t] for t in self.kept[i]])
                 self.after.append(values[-1] if self.cut[i] else 0.0)
-        beta = OPTIONS["beta"]
-        self.token_rewards = []
-        for i, reward in enumerate(self.rewards):
-            row = [-beta * (p - q) for p, q in zip(self.old[i].tolist(), reference[i].tolist(), strict=True)]
-            if row:
-                row[-1] += reward
-            self.token_rewards.append(row)
+        self.token_rewards = [self.rewards_of(i, reference[i]) for i in range(len(self.rewards))]
         if threshold is None:
             self.groups = [[[t] for t in range(len(row))] for row in self.values]
         else:
@@ -110,6 +115,14 @@ class Plain:
             targets = self.semi_mdp(i, OPTIONS["critic_lam"])
             self.returns.append([a + self.values[i][g[0]] for a, g in zip(targets, self.groups[i], strict=True)])
         self.whiten()
+
+    def rewards_of(self, i, reference):
+        row = [-OPTIONS["beta"] * (p - q) for p, q in zip(self.old[i].tolist(), reference.tolist(), strict=True)]
+        if row:
+            row[-1] += self.rewards[i] - sum(step or 0.0 for step in self.steps[i])
+            for t, step in enumerate(self.steps[i]):  # the last trained token up to t, or the first one
+                row[max(sum(kept <= t for kept in self.kept[i]) - 1, 0)] += step or 0.0
+        return row
 
     def logprobs(self, distributions, i):
         tokens = self.rollouts[i][1]
@@ -208,8 +221,20 @@ CRITICS = {
 @pytest.mark.parametrize(("critic", "sharing"), [*((name, "shared") for name in CRITICS), ("copy", "repeated")])
 @pytest.mark.parametrize("cls", [PPO, GroupPPO])
 def test_an_update_by_hand(make_module, make_data, make_trainer, ragged_engine, history, cls, critic, sharing):
+    check_an_update(make_module, make_data, make_trainer, ragged_engine, history, cls, critic, sharing)
+
+
+@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+def test_rewards_of_tokens_by_hand(make_module, make_data, make_trainer, ragged_engine, history, cls):
+    options = make_module, make_data, make_trainer, ragged_engine, history
+    check_an_update(*options, cls, "copy", "shared", rewards_of_tokens)
+
+
+def check_an_update(
+    make_module, make_data, make_trainer, ragged_engine, history, cls, critic, sharing, rewards=rewards_with_a_gap
+):
     module = make_module(
-        cls, rewards=rewards_with_a_gap, critic=CRITICS[critic], engine=ragged_engine(), sharing=sharing,
+        cls, rewards=rewards, critic=CRITICS[critic], engine=ragged_engine(), sharing=sharing,
         sampling=SamplingConfig(max_new_tokens=12, temperature=TEMPERATURE),
         optimizer=OptimizerConfig(learning_rate=4e-3), critic_optimizer=OptimizerConfig(learning_rate=5e-3), **OPTIONS,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from pl_grouprl.callbacks.completions_table import (
     prompt_text,
     render_table,
 )
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.types import Rollout, RolloutGroup
 
 
 def lines_of(path):
@@ -27,6 +27,12 @@ def test_rows_hold_what_was_sampled_and_earned(groups):
     assert rows[1]["rewards"] == {"exact": 1.0}
     assert (rows[1]["num_tokens"], rows[1]["finish_reason"], rows[1]["step"]) == (2, "stop", 3)
     assert {row["prompt"] for row in rows} == {"12"}
+    assert "token_rewards" not in rows[1]
+
+
+def test_rewards_of_tokens_are_in_the_rows_that_have_them():
+    group = RolloutGroup([7], [Rollout([8, 9], reward=0.5, token_rewards=[None, 0.5]), Rollout([8], reward=0.5)])
+    assert [row.get("token_rewards") for row in completion_rows(group, 0, step=0)] == [[None, 0.5], None]
 
 
 def test_what_has_no_text_is_shown_by_its_token_ids(groups):

@@ -29,6 +29,20 @@ async def patient(completions):
     return [None if "n" in text else 2.0 for text in completions]
 
 
+def steps(completion_ids, completions):
+    """Rewards of tokens: none for the first, then 1, 2, ..."""
+    return [[math.nan if i == 0 else float(i) for i in range(len(ids))] for ids in completion_ids]
+
+
+def graded_steps(solution_str, ground_truth):
+    """Rewards the last token with the number of characters."""
+    return {"score": [*[None] * (len(solution_str) - 1), float(len(solution_str))], "right": 1.0}
+
+
+def wrong_steps(completions):
+    return [[0.0] * (len(text) + 1) for text in completions]
+
+
 def process_id(completions):
     return [float(os.getpid()) for _ in completions]
 

@@ -73,6 +73,7 @@ OPTIONS = {
         "options.md",
         "shared_prefix.md",
         "rewards_and_data.md",
+        "algorithms.md",
         "ppo_and_group_ppo.md",
         "vision_language.md",
         "rollouts.md",

@@ -38,6 +38,20 @@ def test_subclass_of_grpo_trains_and_learns(tmp_path):
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
+def test_process_rewards_teach_to_count(tmp_path):
+    shares = load("process_rewards").main(steps=25, cache_dir=str(tmp_path))
+    assert len(shares) == 25
+    assert sum(shares[:5]) / 5 < 0.1
+    assert sum(shares[-5:]) / 5 > 0.3
+
+
+def test_steps_of_counting_by_hand():
+    example = load("process_rewards")
+    ids = [next(token for token, own in example.DIGITS.items() if own == digit) for digit in (0, 1, 3, 4)]
+    assert example.steps_right(["19", "18"], [[*ids, 1], [1, ids[1]]]) == [[1, 1, 0, 1, 0], [0, 0]]
+    assert example.share_right(["19", "18"], [[*ids, 1], []]) == [0.6, 0]
+
+
 def test_plain_loop_learns(tmp_path):
     rewards = load("grpo_loop").main(steps=10, num_generations=6, cache_dir=str(tmp_path))
     assert len(rewards) == 10

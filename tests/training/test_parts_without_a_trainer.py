@@ -24,7 +24,7 @@ from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, load_par
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.scorer import Scorer
 from pl_grouprl.training.step_timer import StepTimer
-from pl_grouprl.training.token_rewards import outcome_rewards
+from pl_grouprl.training.token_rewards import rewards_per_token
 from pl_grouprl.training.updater import Updater
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 
@@ -200,7 +200,7 @@ def test_gradients_are_clipped_part_by_part(run):
     assert [float(own[0].grad.norm()) for own in parts.values()] == pytest.approx([1.0, 2.0], rel=1e-5)
 
 
-def test_kl_penalty_and_outcome_rewards(buffer):
+def test_kl_penalty_and_rewards_per_token(buffer):
     logprobs_N = torch.zeros(8)
     buffer.put("old_logprobs", logprobs_N)
     buffer.put("ref_logprobs", logprobs_N - 0.5)
@@ -208,7 +208,7 @@ def test_kl_penalty_and_outcome_rewards(buffer):
     mask_N = buffer.joined("loss_mask")
     assert torch.allclose(penalty_N, 0.05 * mask_N)  # the last rollout has no reward and is not trained
     assert buffer.metrics["kl"] == pytest.approx(0.5)
-    assert outcome_rewards(buffer)[:6].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.5]
+    assert rewards_per_token(buffer)[:6].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.5]
 
 
 def test_objective_adds_its_terms(run, buffer):

@@ -18,6 +18,7 @@ from pl_grouprl.functional.advantages.multi_reward import (
     combine_rewards,
     multi_reward_advantages,
 )
+from pl_grouprl.functional.advantages.process_supervision import process_supervision_advantages
 from pl_grouprl.functional.advantages.registry import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,

@@ -1,0 +1,152 @@
+"""What reward functions return, read into one score per rollout."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+from pl_grouprl.rewards.conventions import PreparedReward
+
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+def fits_float32(value: float) -> bool:
+    """Whether a number is finite in float32."""
+    return abs(value) <= _MAX_FLOAT32  # False for NaN
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a function said of one rollout.
+
+    Attributes:
+        value: The reward; the sum of those of the tokens if there are any. None: the function does not apply.
+        extras: Further numbers to be logged.
+        failed: True where the function raised.
+        token_rewards: The reward of each token, None for a token without one; None: the reward is of the completion as
+            a whole.
+    """
+
+    value: float | None = None
+    extras: dict[str, float] = field(default_factory=dict)
+    failed: bool = False
+    token_rewards: list[float | None] | None = None
+
+    @property
+    def invalid(self) -> bool:
+        """True where there should be a number and there is none: the function raised, or gave NaN or infinity.
+
+        What float32 does not hold, in which advantages are computed, is infinite.
+        """
+        return self.failed or (self.value is not None and not fits_float32(self.value))
+
+
+def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], lengths: Sequence[int]) -> list[Score]:
+    """Turn what a function returned into one score per rollout of the call.
+
+    Args:
+        reward: The function.
+        result: What it returned.
+        group_of: Which group each rollout of the call is from.
+        lengths: Tokens of each completion.
+
+    Raises:
+        ValueError: If it has the wrong type or length.
+    """
+    if inspect.iscoroutine(result):
+        result.close()
+        raise ValueError(f"Reward function {reward.name!r} returned a coroutine; define it with `async def`.")
+    if reward.convention == "verl":
+        return [_read_verl(reward, result, lengths[0])]
+    if hasattr(result, "tolist"):  # arrays and tensors
+        result = result.tolist()
+    if not isinstance(result, (list, tuple)):
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {type(result).__name__} instead of a list; "
+            f"return one number or None per completion ({len(group_of)} of them)."
+        )
+    if reward.convention == "groups":
+        result = _join_groups(reward, result, group_of)
+    if len(result) != len(group_of):
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {len(result)} rewards for {len(group_of)} completions; "
+            "return one number or None per completion, in their order."
+        )
+    return [_read_value(reward, value, length) for value, length in zip(result, lengths, strict=True)]
+
+
+def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
+    """Check that there is one list per group and one entry per rollout in it; return the entries of all groups.
+
+    Raises:
+        ValueError: If not.
+    """
+    lists = [own.tolist() if hasattr(own, "tolist") else own for own in result]
+    given = [len(own) if isinstance(own, (list, tuple)) else type(own).__name__ for own in lists]
+    expected = list(Counter(group_of).values())
+    if given != expected:
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {given} rewards for groups of {expected} rollouts; return one "
+            "list per group, with one number or None per rollout."
+        )
+    return [value for own in lists for value in own]
+
+
+def _read_verl(reward: PreparedReward, result: Any, length: int) -> Score:
+    if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
+        return Score(result)
+    if not isinstance(result, Mapping):
+        return _read_value(reward, result, length)
+    if "score" not in result:
+        raise ValueError(
+            f"Reward function {reward.name!r} returned a dictionary with the keys {sorted(result)}; "
+            "it must have the key 'score'."
+        )
+    extras = {key: float(value) for key, value in result.items() if key != "score" and isinstance(value, Real)}
+    return replace(_read_value(reward, result["score"], length), extras=extras)
+
+
+def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
+    """The score of one completion: a number, None, or a reward for each of its `length` tokens."""
+    value = _without_arrays(value, length)
+    if not isinstance(value, (list, tuple)):
+        return Score(_number(reward, value, "rollout"))
+    if len(value) != length:
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {len(value)} rewards for a completion of {length} tokens; "
+            "return one number or None per token of completion_ids, or one number for all."
+        )
+    numbers = [_number(reward, _without_arrays(own), "token") for own in value]
+    tokens = [None if own is None or math.isnan(own) else own for own in numbers]
+    steps = [own for own in tokens if own is not None]
+    return Score(sum(steps) if all(map(fits_float32, steps)) else math.inf, token_rewards=tokens)
+
+
+def _without_arrays(value: Any, length: int = 0) -> Any:
+    """Turn arrays and tensors into numbers and lists; one with a single element is a number."""
+    if not hasattr(value, "item"):
+        return value
+    shape = getattr(value, "shape", ())
+    if math.prod(shape) != 1:
+        return value.tolist()
+    number = value.item()
+    return [None] if len(shape) == length == 1 and number != number else number  # the only token has no reward
+
+
+def _number(reward: PreparedReward, value: Any, of: str) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real):
+        raise ValueError(
+            f"Reward function {reward.name!r} returned {value!r} of type {type(value).__name__} as the reward of a "
+            f"{of}; return a number or None."
+        )
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.inf

@@ -1,0 +1,172 @@
+"""Rewards of groups, as the estimators of advantages take them.
+
+Legend: B rollouts, F columns of rewards, N response tokens of all rollouts one after another, T length of the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.advantages import (
+    AdvantageEstimator,
+)
+from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.training.metrics import number_or_nan
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run import Run
+from pl_grouprl.types import RolloutGroup
+from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """Rewards of the rollouts of all ranks, one rank after another.
+
+    Attributes:
+        outcomes: The outcome of each rollout, shape [B], or its reward from each function, shape [B, F]; NaN for none.
+        group_ids_B: The group of each rollout.
+        lengths_B: Its response tokens.
+        greedy: The outcomes of the greedy rollout of its prompt, if there is one.
+        token_rewards_N: Reward of each token, NaN for none, if a rollout of any rank has `token_rewards`.
+        own_B: This rank's rollouts.
+        own_N: This rank's tokens.
+    """
+
+    outcomes: Tensor
+    group_ids_B: Tensor
+    lengths_B: Tensor
+    greedy: Tensor | None
+    token_rewards_N: Tensor | None
+    own_B: slice
+    own_N: slice
+
+
+def gather_rewards(
+    groups: Sequence[RolloutGroup],
+    run: Run,
+    *,
+    functions: Sequence[str] = (),
+    greedy: Sequence[RolloutGroup] | None = None,
+) -> GroupRewards:
+    """Collect the rewards of all ranks. All ranks call it.
+
+    Args:
+        groups: Those of this rank.
+        run: The run.
+        functions: Reward functions by name, for a column each; none for the outcome alone.
+        greedy: One greedy rollout of each prompt, in the order of the groups.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    baselines = [
+        _columns(own, functions) * len(group.rollouts) for own, group in zip(greedy or (), groups, strict=False)
+    ]
+    per_rank: list[dict[str, Any]] = gather_plain(
+        {
+            "sizes": [len(group.rollouts) for group in groups],
+            "lengths": [len(rollout.token_ids) for rollout in rollouts],
+            "rewards": [row for group in groups for row in _columns(group, functions)],
+            "greedy": [row for rows in baselines for row in rows],
+            "steps": [rollout.step_rewards for rollout in rollouts],
+            "per_token": [has_token_rewards(groups)],
+        },
+        run.device,
+    )
+    joined = {name: [item for rank in per_rank for item in rank[name]] for name in per_rank[0]}
+    sizes, shape = torch.tensor(joined["sizes"]), (-1, len(functions)) if functions else (-1,)
+    ends = [(len(rank["lengths"]), sum(rank["lengths"])) for rank in per_rank]
+    first_B, first_N = (sum(own) for own in zip((0, 0), *ends[: run.global_rank], strict=True))
+    count_B, count_N = ends[run.global_rank]
+    return GroupRewards(
+        outcomes=torch.tensor(joined["rewards"], dtype=torch.float32).view(shape),
+        group_ids_B=torch.arange(len(sizes)).repeat_interleave(sizes),
+        lengths_B=torch.tensor(joined["lengths"], dtype=torch.long),
+        greedy=None if greedy is None else torch.tensor(joined["greedy"], dtype=torch.float32).view(shape),
+        token_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["per_token"]) else None,
+        own_B=slice(first_B, first_B + count_B),
+        own_N=slice(first_N, first_N + count_N),
+    )
+
+
+def _columns(group: RolloutGroup, functions: Sequence[str]) -> list[list[float]]:
+    if not functions:
+        return [[number_or_nan(rollout.outcome_reward)] for rollout in group.rollouts]
+    return [
+        [number_or_nan(rollout.rewards.get(name)) if rollout.reward is not None else math.nan for name in functions]
+        for rollout in group.rollouts
+    ]
+
+
+def _on_tokens(steps: Sequence[dict[int, float]], lengths: Sequence[int]) -> Tensor:
+    rewards_N = torch.full((sum(lengths),), torch.nan)
+    first = 0
+    for own, length in zip(steps, lengths, strict=True):
+        rewards_N[[first + place for place in own]] = torch.tensor(list(own.values()), dtype=torch.float32)
+        first += length
+    return rewards_N
+
+
+def has_token_rewards(groups: Sequence[RolloutGroup]) -> bool:
+    """Whether a reward function rewarded the tokens of a rollout."""
+    return any(rollout.token_rewards is not None for group in groups for rollout in group.rollouts)
+
+
+def less_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
+    """The groups with each reward less the KL penalty of its tokens."""
+    groups = []
+    for group, penalties in zip(buffer.groups, buffer.tokens["kl_penalty"], strict=True):
+        sums = [float(part.sum()) for part in penalties.split([len(r.token_ids) for r in group.rollouts])]
+        rollouts = [
+            rollout if rollout.reward is None else replace(rollout, reward=rollout.reward - penalty)
+            for rollout, penalty in zip(group.rollouts, sums, strict=True)
+        ]
+        groups.append(replace(group, rollouts=rollouts))
+    return groups
+
+
+def token_advantages(
+    estimator: AdvantageEstimator, buffer: RolloutBuffer, groups: Sequence[RolloutGroup], device: torch.device
+) -> Tensor:
+    """Call an estimator of advantages per token. All ranks call it.
+
+    Args:
+        estimator: Its `per_token` is true.
+        buffer: With `token_rewards`.
+        groups: Those of the buffer, with rewards less the KL penalty where that is part of the reward.
+        device: Where ranks communicate.
+
+    Returns:
+        Advantages, shape [N].
+
+    Raises:
+        ValueError: If the estimator takes one reward per rollout, and a rollout of any rank has them per token.
+    """
+    lengths_B = buffer.rollout_lengths
+    mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
+    sizes = torch.tensor([len(group.rollouts) for group in groups])
+    ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
+    reduce = partial(reduce_over_ranks, device=device)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if estimator.token_rewards:
+        rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
+    else:  # the rewards of tokens do not tell a rollout without a trained token from one with a reward of 0
+        if any(gather_plain(has_token_rewards(groups), device)):
+            raise ValueError(
+                token_rewards_error(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
+            )
+        rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
+    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, reduce=reduce)
+    return from_rows(advantages_BT, lengths_B)
+
+
+def token_rewards_error(reason: str, remedy: str) -> str:
+    """What an error says where rewards per token have no meaning."""
+    return (
+        f"a reward function returned a reward per token, but {reason}; {remedy}, or return one number per completion."
+    )
