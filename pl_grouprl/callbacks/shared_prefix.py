@@ -99,7 +99,7 @@ class SharedPrefixCallback(Callback):
         if patch is None:
             patch = shared_prefix(model, self.backend, min_saved_tokens=self.min_saved_tokens).__enter__()
             self._entered.append(patch)
-        elif self.backend not in ("auto", patch.backend):
+        elif get_backend(self.backend).choice is None and self.backend != patch.backend:
             raise ValueError(
                 f"SharedPrefixCallback(backend={self.backend!r}), but {type(model).__name__} already runs backend "
                 f"{patch.backend!r}; set the backend where the model is patched, or leave it at 'auto' here."

@@ -41,10 +41,10 @@ def refuse_whole_weights(module: LightningModule, strategy: str) -> None:
         ValueError: With the option and what to use instead.
     """
     critic = getattr(module, "critic_source", None)
-    if type(critic).__name__ == "LoRACritic":
+    if getattr(critic, "needs_whole_weights", False):
         raise ValueError(
-            f"critic is a LoRACritic, which shares the storage of whole weights with the policy; {strategy} shards "
-            "them. Use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
+            f"critic is a {type(critic).__name__}, which shares the storage of whole weights with the policy; "
+            f"{strategy} shards them. Use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
         )
     if getattr(getattr(module, "policy_source", None), "compile_layers", False):
         raise ValueError(

@@ -14,6 +14,7 @@ class ShardedSupport(StrategySupport):
     """What strategies have in common whose optimizer steps each rank's shards by themselves."""
 
     shards = True
+    keeps_plain_weights = False
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients, the square root of the ranks' sums of squares, a scalar. All ranks call it."""
