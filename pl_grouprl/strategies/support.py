@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.strategies.weights import named_places, weights_of
-from pl_grouprl.utilities.shards import local_shard
+from pl_grouprl.utilities.distributed import local_shard
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
