@@ -24,26 +24,11 @@ from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.prefix_states import check_prefix_states
 from pl_grouprl.attention.registration import LayoutCall, register
-from pl_grouprl.attention.row_scale import scales_by_row
-from pl_grouprl.attention.rows import (
-    SharedRows,
-    hand_back_router_logits,
-    has_holes,
-    has_padding,
-    pads_left,
-    share_rows,
-    unsharable,
-)
+from pl_grouprl.attention.row_sharing import RowSharing
+from pl_grouprl.attention.rows import SharedRows, hand_back_output
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
-from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, install, stateful_mixers
-from pl_grouprl.attention.support import (
-    check_supported,
-    find_backbone,
-    find_decoder,
-    frequencies_move,
-    positions_are_relative,
-    why_not_reached,
-)
+from pl_grouprl.attention.state.stateful import STATEFUL, install
+from pl_grouprl.attention.support import check_supported, find_backbone, find_decoder, why_not_reached
 from pl_grouprl.packing import SharedPrefixLayout
 
 if TYPE_CHECKING:
@@ -95,7 +80,7 @@ class SharedPrefix:
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "auto", min_saved_tokens: int = 16) -> None:
-        self.model, self.backend, self.min_saved_tokens = model, backend, min_saved_tokens
+        self.model, self.backend = model, backend
         self._max_depth = get_backend(backend).max_depth
         self.last_call: CallReport | None = None
         self.listeners: list[Callable[[CallReport], None]] = []
@@ -107,14 +92,7 @@ class SharedPrefix:
         check_supported(model)
         self.decoder, self.backbone = find_decoder(model), find_backbone(model)
         self._parameters = list(inspect.signature(self.decoder.forward).parameters)
-        # OPT's default positions count the tokens of the attention mask, not the columns.
-        self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
-        self._positions_are_relative = positions_are_relative(self.decoder)
-        self._counts_columns = any(scales_by_row(module) for module in self.decoder.modules())
-        self._differing_padding: Padding | None = None
-        self._frequencies_move = frequencies_move(self.decoder)
-        self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(self.decoder))
-        self._labels_need_padding = False
+        self._row_sharing = RowSharing(self.decoder, min_saved_tokens, self._max_depth)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
         """A copy of a patched model has its hooks; they let every call through once this context is left."""
@@ -181,7 +159,7 @@ class SharedPrefix:
             return (), self._start_packed_row(kwargs, layout)
         if self.paused:
             return (), kwargs
-        shared = self._share(decoder, kwargs, group_ids)
+        shared = self._row_sharing.pack(kwargs, group_ids, self.layers)
         if isinstance(shared, str):
             self._report(kwargs, None, shared)
             return (), kwargs
@@ -190,30 +168,6 @@ class SharedPrefix:
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
         start_packed_masks(shared.layout)
         return (), kwargs
-
-    def _share(self, decoder: nn.Module, kwargs: dict[str, Any], group_ids: Any) -> SharedRows | str:
-        """Pack the rows of an ordinary call, or say why it goes through untouched."""
-        reason = unsharable(kwargs, decoder.config, decoder)
-        if reason is not None:
-            return reason
-        if self._labels_need_padding:
-            return "its labels train tokens that padding predicts"
-        if self._sees_columns() and has_holes(kwargs.get("attention_mask")):
-            return "its padding lies between tokens, which windows, chunks and states count"
-        if self._padding_reaches_states and pads_left(kwargs.get("attention_mask")):
-            return "its padding on the left reaches the states of its layers through a bias"
-        if self._differs_through_padding(kwargs.get("attention_mask")):
-            return f"a trial on a few tokens with {self._differing_padding} differed from the unshared run"
-        shared = share_rows(
-            kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
-            positions_are_relative=self._positions_are_relative, by_column=self._counts_columns,
-            min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
-        )  # fmt: skip
-        if shared is None:
-            return "no rows of the batch share a prefix"
-        if self._frequencies_move and not _same_largest_position(shared, kwargs):
-            return "its rotary frequencies depend on the largest position, which is that of padding"
-        return shared
 
     @torch.compiler.disable(reason="looks at the layout in Python; the decoder's layers compile")
     def _before_backbone(
@@ -252,20 +206,7 @@ class SharedPrefix:
                 "labels are shifted by one token along the packed row, from one rollout into the next; leave them out "
                 "and compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
             )
-        # What padding computes is not handed back: a loss that reads it there needs the rows as they are.
-        self._labels_need_padding = (
-            isinstance(labels, Tensor)
-            and isinstance(mask, Tensor)
-            and mask.shape == labels.shape
-            and bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
-        )
-
-    def _positions(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Positions that the decoder would use for the caller's rows; None for the columns."""
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if positions is None and mask is not None and self._mask_counts:
-            return (mask.cumsum(dim=1) - 1).clamp(min=0)
-        return positions
+        self._row_sharing.look_at_labels(labels, mask)
 
     def _as_packed_row(
         self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
@@ -301,7 +242,7 @@ class SharedPrefix:
             output = gather_output(output, call.shards)
         if call.expects_cache and isinstance(output, dict):
             output["past_key_values"] = _NoCache()
-        return output if call.rows is None else _hand_back(output, call.rows)
+        return output if call.rows is None else hand_back_output(output, call.rows)
 
     def _account_for_layers(self, decoder: nn.Module, call: LayoutCall) -> None:
         """Every layer must have mixed tokens by the layout, or not at all.
@@ -319,8 +260,8 @@ class SharedPrefix:
         """Run a few tokens both ways, once per decoder and backend, without telling listeners."""
         outer = _IN_FORCE[self.decoder][0]
         if outer is not self:  # which has been checked already, and whose backend runs the calls
-            self.layers, self._positions_are_relative = outer.layers, outer._positions_are_relative
-            self._differing_padding = outer._differing_padding
+            self.layers = outer.layers
+            self._row_sharing.learn(outer._row_sharing.positions_are_relative, outer._row_sharing.differing_padding)
             return
         seen = _CHECKED.setdefault(self.decoder, {})
         # A layer that was exchanged is checked again.
@@ -329,12 +270,12 @@ class SharedPrefix:
             seen[built_of] = self._run_layer_check()
         found = seen[built_of]
         if found is not None:
-            self.layers, relative, self._differing_padding = found
-            self._positions_are_relative = self._positions_are_relative and relative
+            self.layers, relative, padding = found
+            self._row_sharing.learn(relative, padding)
 
     def _run_layer_check(self) -> _LayerFindings | None:
         listeners, self.listeners = self.listeners, []
-        last_call, paused, least = self.last_call, self.paused, self.min_saved_tokens
+        last_call, paused, least = self.last_call, self.paused, self._row_sharing.min_saved_tokens
         try:
             self.paused = True
             relative = check_layers(self.model, self._max_depth)
@@ -345,18 +286,15 @@ class SharedPrefix:
                     type(self.model).__name__,
                 )
                 return None
-            self._positions_are_relative, self.min_saved_tokens = self._positions_are_relative and relative, 1
+            self._row_sharing.learn(relative, None)
+            self._row_sharing.min_saved_tokens = 1
             return self.layers, relative, differing_padding(self.decoder, self._set_paused)
         finally:
-            self.listeners, self.last_call, self.paused, self.min_saved_tokens = listeners, last_call, paused, least
+            self.listeners, self.last_call, self.paused = listeners, last_call, paused
+            self._row_sharing.min_saved_tokens = least
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
-
-    def _differs_through_padding(self, mask: Tensor | None) -> bool:
-        if self._differing_padding is None:
-            return False
-        return has_padding(mask) if self._differing_padding == "padding" else pads_left(mask)
 
     def describe(self) -> str:
         """Which backend runs which layers, in words: `window 512: cascade (20 layers); full: cascade (4 layers)`."""
@@ -364,12 +302,6 @@ class SharedPrefix:
             f"{kind}: {ran} ({count} layer{'s' if count > 1 else ''})" for kind, (ran, count) in self.layers.items()
         ]
         return "; ".join(parts) or f"{self.backend}, chosen at the first call"
-
-    def _sees_columns(self) -> bool:
-        """Whether padding between tokens changes more than positions; assumed where layers are not known yet."""
-        return not self.layers or any(
-            "window" in kind or "chunks" in kind or ran == STATEFUL for kind, (ran, _) in self.layers.items()
-        )
 
     def _report(
         self,
@@ -460,21 +392,3 @@ class _NoCache:
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if isinstance(kwargs.get("prefix_layout"), LayoutCall):
         end_packed_masks()
-
-
-def _same_largest_position(shared: SharedRows, kwargs: dict[str, Any]) -> bool:
-    positions = kwargs.get("position_ids")
-    largest = kwargs["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
-    return int(shared.position_ids.max()) == largest
-
-
-def _hand_back(output: Any, rows: SharedRows) -> Any:
-    """Replace the packed hidden states of a decoder's output by those of the caller's rows."""
-    if isinstance(output, Tensor):
-        return rows.hand_back(output)
-    if isinstance(output, tuple):
-        return tuple(_hand_back(item, rows) if item is not None else None for item in output)
-    for name in ("last_hidden_state", "hidden_states"):
-        if output.get(name) is not None:
-            output[name] = _hand_back(output[name], rows)
-    return hand_back_router_logits(output, rows)

@@ -11,15 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pl_grouprl.attention.routers import masks_balancing_loss
 from pl_grouprl.packing import SharedPrefixLayout
-
-CACHE_IN_USE = "a cache is in use"
-"""Why calls of generation go through untouched."""
-
-_KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +56,18 @@ class SharedRows:
         return rows if self.kept is None else rows * self.kept[..., None]
 
 
+def hand_back_output(output: Any, rows: SharedRows) -> Any:
+    """Replace the packed hidden states and router logits of a decoder's output by those of the caller's rows."""
+    if isinstance(output, Tensor):
+        return rows.hand_back(output)
+    if isinstance(output, tuple):
+        return tuple(hand_back_output(item, rows) if item is not None else None for item in output)
+    for name in ("last_hidden_state", "hidden_states"):
+        if output.get(name) is not None:
+            output[name] = hand_back_output(output[name], rows)
+    return hand_back_router_logits(output, rows)
+
+
 def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
     """Replace a decoder's router logits [T, E] of each layer by those of the caller's rows, [B * L, E]; 0 at padding.
 
@@ -85,62 +91,6 @@ def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
                 "handed back row by row; leave out output_router_logits."
             )
     output["router_logits"] = tuple(rows.hand_back(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
-
-
-def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None = None) -> str | None:
-    """Why a decoder call must go through untouched, or None if its rows may be packed.
-
-    Args:
-        arguments: Of the call, by name.
-        config: The decoder's.
-        decoder: Which router logits may be asked of, where they are handed back by `hand_back_router_logits`.
-    """
-    input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-    tensors = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
-    tensors -= _KNOWN_ARGUMENTS
-
-    def asked_for(option: str) -> bool:
-        return bool(arguments[option] if arguments.get(option) is not None else getattr(config, option, False))
-
-    findings = {
-        CACHE_IN_USE: arguments.get("past_key_values") is not None or bool(arguments.get("use_cache")),
-        "embeddings cannot be compared": input_ids is None,
-        "input_ids are not of shape [rows, tokens]": input_ids is not None and input_ids.dim() != 2,
-        "it has one row": input_ids is not None and len(input_ids) < 2,
-        "attention_mask is not of the shape of input_ids":
-            mask is not None and getattr(mask, "shape", None) != getattr(input_ids, "shape", None),
-        "attention weights are asked for": asked_for("output_attentions"),
-        "router logits are asked for":
-            asked_for("output_router_logits") and not _router_logits_go_back(arguments, config, decoder),
-        "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
-        f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
-    }  # fmt: skip
-    return next((reason for reason, found in findings.items() if found), None)
-
-
-def _router_logits_go_back(arguments: dict[str, Any], config: Any, decoder: nn.Module | None) -> bool:
-    """Whether what is asked of the routers is the same for rows that were packed: where padding is left out."""
-    by_name = arguments.get("return_dict", getattr(config, "return_dict", True)) is not False
-    return decoder is not None and by_name and masks_balancing_loss(decoder)
-
-
-def has_holes(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] has padding between its tokens."""
-    if attention_mask is None:
-        return False
-    kept = attention_mask.bool()
-    starts = kept & ~torch.nn.functional.pad(kept, (1, 0))[:, :-1]
-    return bool((starts.sum(dim=1) > 1).any())
-
-
-def has_padding(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] has padding."""
-    return attention_mask is not None and not bool(attention_mask.all())
-
-
-def pads_left(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] begins with padding."""
-    return attention_mask is not None and bool((attention_mask[:, 0] == 0).any())
 
 
 def share_rows(

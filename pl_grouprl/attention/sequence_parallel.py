@@ -24,6 +24,7 @@ from pl_grouprl.attention.row_shards import RowShards, check_heads
 from pl_grouprl.attention.state.stateful import stateful_mixers
 from pl_grouprl.attention.support import find_decoder, frequencies_move
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.utilities.distributed import num_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,9 +52,8 @@ def sequence_mesh(sequence_parallel_size: int, device_type: str) -> DeviceMesh:
     Raises:
         ValueError: If s does not divide the number of ranks.
     """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    check_sequence_parallel_size(sequence_parallel_size, num_ranks)
-    shape = (num_ranks // sequence_parallel_size, sequence_parallel_size)
+    check_sequence_parallel_size(sequence_parallel_size, num_ranks())
+    shape = (num_ranks() // sequence_parallel_size, sequence_parallel_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "sequence"))
 
 

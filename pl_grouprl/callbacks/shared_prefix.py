@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pl_grouprl.attention import CallReport, SharedPrefix, find_decoder, in_force, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.measure import measure_speedup
-from pl_grouprl.attention.rows import CACHE_IN_USE
+from pl_grouprl.attention.row_sharing import CACHE_IN_USE
 from pl_grouprl.checks import check_parity
 from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -99,7 +99,7 @@ class SharedPrefixCallback(Callback):
         if patch is None:
             patch = shared_prefix(model, self.backend, min_saved_tokens=self.min_saved_tokens).__enter__()
             self._entered.append(patch)
-        elif self.backend not in ("auto", patch.backend):
+        elif get_backend(self.backend).choice is None and self.backend != patch.backend:
             raise ValueError(
                 f"SharedPrefixCallback(backend={self.backend!r}), but {type(model).__name__} already runs backend "
                 f"{patch.backend!r}; set the backend where the model is patched, or leave it at 'auto' here."

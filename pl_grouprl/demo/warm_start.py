@@ -26,7 +26,7 @@ from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import tick
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
@@ -260,14 +260,13 @@ def _demonstration_seed(seed: int, step: int) -> int:
 @contextmanager
 def _rank_zero_first() -> Iterator[None]:
     """Rank 0 runs the body before the other ranks."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else 0
-    if distributed and rank != 0:
+    several, rank = num_ranks() > 1, own_rank()
+    if several and rank != 0:
         torch.distributed.barrier()
     try:
         yield
     finally:
-        if distributed and rank == 0:
+        if several and rank == 0:
             torch.distributed.barrier()
 
 

@@ -20,7 +20,11 @@ from pl_grouprl.utilities.arguments import checked_arguments
 
 @runtime_checkable
 class CriticSource(Protocol):
-    """Makes the initial critic. Called again on every rank and on every resume, with the same result each time."""
+    """Makes the initial critic. Called again on every rank and on every resume, with the same result each time.
+
+    A source whose critic shares storage with the policy declares `needs_whole_weights = True`: strategies that shard
+    weights refuse it.
+    """
 
     def load(self, policy: nn.Module) -> Critic:
         """Return a new critic in training mode.

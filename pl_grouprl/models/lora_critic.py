@@ -7,7 +7,7 @@ and the critic's gradient never reaches them. A policy's own adapter is no part 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ class LoRACritic(LoRAOptions):
         ModuleNotFoundError: If PEFT is not installed.
         ValueError: If an option is out of range.
     """
+
+    needs_whole_weights: ClassVar[bool] = True
 
     head_std: float = DEFAULT_HEAD_STD
 

@@ -58,6 +58,23 @@ class BoundPolicy:
                 rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
 
 
+class HoldsPolicy:
+    """An engine that keeps its policy as a `BoundPolicy`."""
+
+    _policy: BoundPolicy | None = None
+
+    @property
+    def policy(self) -> BoundPolicy:
+        """What is bound.
+
+        Raises:
+            ValueError: If nothing is.
+        """
+        if self._policy is None:
+            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
+        return self._policy
+
+
 def sequence_seeds(
     seed: int, num_prompts: int, num_generations: int, prompt_indices: Sequence[int] | None
 ) -> list[list[int]]:

@@ -38,6 +38,8 @@ class DeepSpeedSupport(StrategySupport):
     nothing to save up for the last pass.
     """
 
+    keeps_plain_weights = False
+
     def __init__(self, trainer: Trainer | None) -> None:
         super().__init__(trainer)
         self.shards = self.stage == 3

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from pl_grouprl.strategies.models import decoder_layers_of, refuse_whole_weights, roots
-from pl_grouprl.strategies.sharded import ShardedSupport
+from pl_grouprl.strategies.sharded import ShardedSupport, decoder_layers_of, refuse_whole_weights, roots
 from pl_grouprl.strategies.weights import gathered, weights_of
 
 if TYPE_CHECKING:

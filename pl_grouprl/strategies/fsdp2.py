@@ -13,8 +13,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from pl_grouprl.attention import find_backbone
-from pl_grouprl.strategies.models import decoder_layers_of, is_transformers_model, refuse_whole_weights, roots
-from pl_grouprl.strategies.sharded import ShardedSupport
+from pl_grouprl.strategies.sharded import (
+    ShardedSupport,
+    decoder_layers_of,
+    is_transformers_model,
+    refuse_whole_weights,
+    roots,
+)
 from pl_grouprl.strategies.weights import Weight, weights_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.strategies.weights import named_places, weights_of
-from pl_grouprl.utilities.shards import local_shard
+from pl_grouprl.utilities.distributed import local_shard
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -24,9 +24,12 @@ class StrategySupport:
 
     Attributes:
         shards: Whether a rank holds only a part of the weights between forward and backward passes.
+        keeps_plain_weights: Whether every rank holds all weights as ordinary tensors at any time, so that another
+            thread may copy them.
     """
 
     shards: bool = False
+    keeps_plain_weights: bool = True
 
     def __init__(self, trainer: Trainer | None) -> None:
         self._trainer = trainer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.utilities.shards import local_shard
+from pl_grouprl.utilities.distributed import local_shard
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 """Parts of names that FSDP1, torch.compile and PyTorch's activation checkpointing put in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.packing import Sharing, balance, imbalance
 from pl_grouprl.training.selection import without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import field_values
 from pl_grouprl.utilities.distributed import gather_plain
 
 
@@ -112,7 +113,7 @@ def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup
 
 def to_state(group: RolloutGroup) -> dict[str, Any]:
     """A group as plain containers and tensors. Columns of the data set, needed for the reward only, are left out."""
-    return {**_shallow(group), "columns": {}, "rollouts": [_shallow(rollout) for rollout in group.rollouts]}
+    return {**field_values(group), "columns": {}, "rollouts": [field_values(rollout) for rollout in group.rollouts]}
 
 
 def from_state(state: dict[str, Any]) -> RolloutGroup:
@@ -131,7 +132,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(type(name) is str and _is_plain(item) for name, item in value.items())
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _shallow(instance: Any) -> dict[str, Any]:
-    return {part.name: getattr(instance, part.name) for part in fields(instance)}

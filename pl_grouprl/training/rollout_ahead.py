@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +16,7 @@ from pl_grouprl.models.reference import frozen_copy
 from pl_grouprl.rollout.engine import RolloutEngine, declares
 from pl_grouprl.strategies.support import StrategySupport
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import field_values
 
 Sample = Callable[[Sequence[Prompt], int, RolloutEngine], list[RolloutGroup]]
 """Samples the rollouts of prompts, for the rollout of that number, with an engine that is bound; runs in a thread."""
@@ -94,7 +94,7 @@ class RolloutAhead:
         if rollouts is None:
             assert self._pending is not None
             rollouts = [group.rollouts for group in self._pending.result()]
-        plain = [[_shallow(rollout) for rollout in own] for own in rollouts]
+        plain = [[field_values(rollout) for rollout in own] for own in rollouts]
         return {"rollout_number": self._number, "policy_step": self.policy_step, "rollouts": plain}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -154,7 +154,7 @@ def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: Strate
             f"{type(engine).__name__}",
         ),
         (
-            type(support) is not StrategySupport,
+            not support.keeps_plain_weights,
             f"only single devices and DDP hold whole weights to copy, and trainer.strategy is "
             f"{type(module.trainer.strategy).__name__}",
         ),
@@ -176,7 +176,3 @@ def _event(model: nn.Module) -> Any:
     if next(model.parameters()).device.type != "cuda":
         return None
     return torch.cuda.current_stream().record_event()
-
-
-def _shallow(rollout: Rollout) -> dict[str, Any]:
-    return {part.name: getattr(rollout, part.name) for part in fields(rollout)}

@@ -6,7 +6,7 @@ Legend: B rollouts, N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.training.distribution import cut_into_mini_batches, from_state, to_state
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import field_values
 from pl_grouprl.utilities.distributed import derive_seed
 
 
@@ -93,14 +94,6 @@ class RolloutBuffer:
         """Which rollouts have a trained token, bool, shape [B]."""
         return to_rows(self.joined("loss_mask"), self.rollout_lengths).any(dim=1)
 
-    def per_rollout_means(self, name: str) -> list[list[float]]:
-        """Mean over the tokens of each rollout, by group: what a table of completions shows. 0 for an empty one."""
-        means = []
-        for group, values in zip(self.groups, self.tokens[name], strict=True):
-            parts = values.split([len(rollout.token_ids) for rollout in group.rollouts])
-            means.append([float(part.float().mean()) if len(part) else 0.0 for part in parts])
-        return means
-
     def members(self, update_index: int) -> list[int]:
         """Which groups of this rank are trained in an update, whole; a rank may have none.
 
@@ -164,8 +157,7 @@ class RolloutBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors; the groups without columns of the data set."""
-        state = {part.name: getattr(self, part.name) for part in fields(self)}
-        return state | {"groups": [to_state(group) for group in self.groups]}
+        return field_values(self) | {"groups": [to_state(group) for group in self.groups]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RolloutBuffer:

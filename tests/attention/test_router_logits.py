@@ -5,7 +5,8 @@ import torch
 from helpers.tiny_models import gradients, repeated_rows, tiny_model, worst_gradient_error
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention.rows import hand_back_router_logits, share_rows, unsharable
+from pl_grouprl.attention.row_sharing import unsharable
+from pl_grouprl.attention.rows import hand_back_router_logits, share_rows
 
 ROWS = repeated_rows(0, [24, 24], 4, 9)
 

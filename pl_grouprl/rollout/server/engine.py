@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
-from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
+from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
 from pl_grouprl.rollout.server.fleet import Fleet, map_over_servers
 from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
@@ -24,11 +23,12 @@ from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMis
 from pl_grouprl.sync.transfer import cast
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.distributed import own_rank
 from pl_grouprl.utilities.options import check_options
 
 
 @checked_arguments
-class VLLMServerRolloutEngine:
+class VLLMServerRolloutEngine(HoldsPolicy):
     """Samples with servers that were started by `python -m pl_grouprl.rollout.server`, with the policy's model.
 
     Rank 0 sends the weights to all servers in parallel; afterwards checksums of what their layers compute with are
@@ -94,7 +94,6 @@ class VLLMServerRolloutEngine:
         self._bucket_bytes = bucket_mib << 20
         self._clients = [ServerClient(url, token=token, timeout=timeout) for url in urls]
         self._updates: list[str] = []
-        self._policy: BoundPolicy | None = None
         self._tokenizer: str | None = None
         self._fleet: Fleet | None = None
 
@@ -103,17 +102,6 @@ class VLLMServerRolloutEngine:
         if self._policy is None or self._policy.tokenizer is not tokenizer:
             self._tokenizer = None
         self._policy = BoundPolicy(model, tokenizer)
-
-    @property
-    def policy(self) -> BoundPolicy:
-        """What is bound.
-
-        Raises:
-            ValueError: If nothing is.
-        """
-        if self._policy is None:
-            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
-        return self._policy
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -128,7 +116,7 @@ class VLLMServerRolloutEngine:
             raise ValueError(f"adapter is given, but {type(self).__name__} takes merged weights alone.")
         started = time.perf_counter()
         self.version, self._updates = None, []
-        size = self._send(weights, version) if _is_rank_zero() else 0
+        size = self._send(weights, version) if own_rank() == 0 else 0
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
@@ -262,11 +250,6 @@ class VLLMServerRolloutEngine:
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
-
-
-def _is_rank_zero() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def _rollout(found: dict[str, Any]) -> Rollout:

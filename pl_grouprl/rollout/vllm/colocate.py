@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.media.inputs import check_prompt_media
-from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
+from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
@@ -26,7 +26,7 @@ from pl_grouprl.utilities.options import check_options
 
 
 @checked_arguments
-class VLLMRolloutEngine:
+class VLLMRolloutEngine(HoldsPolicy):
     """Samples with vLLM (0.32), which holds its own copy of the weights.
 
     The first `update_weights` starts vLLM from the policy's config alone; all weights come from the policy, straight
@@ -105,7 +105,6 @@ class VLLMRolloutEngine:
         self.max_model_len = max_model_len
         self.dtype: SamplerDtype = dtype
         self._bucket_bytes = bucket_mib << 20
-        self._policy: BoundPolicy | None = None
         self._sent: dict[str, int] = {}
         self._vllm = VLLMInstance(
             {
@@ -126,17 +125,6 @@ class VLLMRolloutEngine:
         if self._policy is None or self._policy.model is not model:
             self.close()
         self._policy = BoundPolicy(model, tokenizer)
-
-    @property
-    def policy(self) -> BoundPolicy:
-        """What is bound.
-
-        Raises:
-            ValueError: If nothing is.
-        """
-        if self._policy is None:
-            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
-        return self._policy
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from pl_grouprl.utilities.distributed import gather_plain, num_ranks
+from pl_grouprl.utilities.distributed import gather_plain, num_ranks, own_rank
 
 
 def check_ranks(tensor_parallel_size: int) -> None:
@@ -51,8 +51,7 @@ def engine_environment(device: torch.device) -> dict[str, str]:
     Args:
         device: The trainer's device on this rank. vLLM uses the GPU with its index.
     """
-    rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
-    return {"RANK": str(rank), "LOCAL_RANK": str(device.index or 0), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return {"RANK": str(own_rank()), "LOCAL_RANK": str(device.index or 0), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def engine_group(tensor_parallel_size: int) -> Any:
