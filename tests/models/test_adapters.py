@@ -87,7 +87,7 @@ def test_options():
     assert layer.lora_dropout["default"].p == 0.5
     stable = LoRAAdapter(r=4, alpha=6, use_rslora=True).add_to(tiny_model("llama"))
     assert stable.model.layers[0].self_attn.q_proj.scaling["default"] == 3.0  # 6 / sqrt(4)
-    with pytest.raises(ValueError, match="has adapters already"):
+    with pytest.raises(ValueError, match="already has adapters"):
         LoRAAdapter().add_to(model)
 
 
@@ -108,7 +108,7 @@ def test_options_out_of_range(name, wrong):
 def test_layers_that_there_are_not_or_that_take_no_adapter(wrong):
     asked = rf"LoRAAdapter.target_modules={re.escape(repr(wrong))}"
     with pytest.raises(
-        ValueError, match=rf"(?s){asked} finds no place: .* a list of ends of names .* or a regular expression"
+        ValueError, match=rf"(?s){asked} matches no layer: .* a list of suffixes of names .* or a regular expression"
     ):
         LoRAAdapter(target_modules=wrong).add_to(tiny_model("llama"))
 
@@ -228,7 +228,7 @@ def test_a_saved_adapter_is_the_start(folder, tmp_path):
         LoRAAdapter(path=path).add_to(tiny_model("llama", num_hidden_layers=3))
     with pytest.raises(FileNotFoundError, match=r"adapter path './nowhere' is not a folder"):
         LoRAAdapter(path="./nowhere")
-    with pytest.raises(ValueError, match=r"holds an adapter; pass the path of its base"):
+    with pytest.raises(ValueError, match=r"is an adapter; pass the path of its base"):
         PretrainedPolicy(path)
 
 
@@ -241,8 +241,8 @@ def test_without_peft_the_constructor_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("init_lora_weights", "pissa_niter_16", "init_lora_weights='pissa_niter_16', which changes the weights"),
-        ("init_lora_weights", "olora", "so the base would be no reference"),
+        ("init_lora_weights", "pissa_niter_16", "init_lora_weights='pissa_niter_16', which changes the base weights"),
+        ("init_lora_weights", "olora", "so the base would not be the reference"),
         ("trainable_token_indices", [1, 2], "trains token embeddings"),
     ],
 )
