@@ -301,7 +301,7 @@ def _find(names: dict[str, bool], target: str) -> list[str]:
 def _refuse_places(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
     raise ValueError(
         f"{argument} matches no layer: {reason}. target_modules are 'all-linear', a list of suffixes of names of "
-        "linear layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), for the model they belong to."
+        "linear layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), for the right model."
     ) from error
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are cut into shards, one part of each on every rank: norms over all of them."""
+"""Common parts of strategies that shard gradients over ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pl_grouprl.strategies.support import StrategySupport
 
 
 class ShardedSupport(StrategySupport):
-    """What strategies have in common whose optimizer steps each rank's shards by themselves."""
+    """Base class for strategies whose optimizer steps each rank's shards separately."""
 
     shards = True
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Norm of the gradients, the square root of the ranks' sums of squares, a scalar. All ranks call it."""
+        """Norm of the gradients over all ranks' shards, a scalar. Collective."""
         device = self.trainer.strategy.root_device
         own = [gradient for gradient in self.gradients(parameters) if gradient.numel()]
         norms = torch._foreach_norm(own) if own else []
@@ -24,5 +24,5 @@ class ShardedSupport(StrategySupport):
         return self.trainer.strategy.reduce(total.square().sum(), reduce_op="sum").sqrt()
 
     def touch(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Zero: nobody waits for gradients of what took no part in the loss."""
+        """Zero: no reducer waits for gradients of unused parameters."""
         return torch.zeros((), device=self.trainer.strategy.root_device)

@@ -196,7 +196,7 @@ def test_groups_of_ones_own():
 
 
 def test_nothing_to_compare_is_refused():
-    with pytest.raises(ValueError, match="groups holds no rollout"):
+    with pytest.raises(ValueError, match="groups has no rollouts"):
         check_parity(tiny_model(), [])
     with pytest.raises(ValueError, match=r"no parameter that requires a gradient.*unfreeze some"):
         check_parity(tiny_model().requires_grad_(False))
