@@ -1,4 +1,4 @@
-"""What modules need from a strategy; the base class serves a single device and DDP, where ranks have all weights."""
+"""What modules need from a strategy; the base class is for a single device and DDP, where ranks have all weights."""
 
 from __future__ import annotations
 

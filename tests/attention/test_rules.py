@@ -276,7 +276,7 @@ def test_flex_refuses_to_train_sinks_on_cpu():
 )
 def test_cascade_refuses(rule, reason):
     forest = Forest([3, 2], [None, 0])
-    message = f"'cascade' refuses: it has {reason}; use backend 'flex' or 'reference'"
+    message = f"'cascade' refuses: it {reason}; use backend 'flex' or 'reference'"
     with pytest.raises(RuntimeError, match=message):
         get_backend("cascade")(*inputs(forest)[:3], SharedPrefixLayout(*forest), to_package(rule))
 

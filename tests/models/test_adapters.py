@@ -114,7 +114,7 @@ def test_layers_that_there_are_not_or_that_take_no_adapter(wrong):
 
 
 def test_weights_that_two_modules_share_get_no_adapter():
-    with pytest.raises(ValueError, match=r"names 'lm_head', .* those of \['model.embed_tokens'\]"):
+    with pytest.raises(ValueError, match=r"names 'lm_head', .* shared with \['model.embed_tokens'\]"):
         LoRAAdapter(target_modules=["lm_head"]).add_to(tiny_model("qwen2", tie_word_embeddings=True))
     assert places(LoRAAdapter(target_modules=["lm_head"]).add_to(tiny_model("qwen2"))) == {"lm_head"}
 
@@ -138,7 +138,7 @@ def test_a_vision_tower_is_left_alone_unless_it_is_asked_for(target_modules, out
 def test_experts_are_no_linear_layers():
     """PEFT reads the names of the dense layers as those of all experts' parameters, and would leave the former out."""
     dense = tiny_model("qwen3_moe", mlp_only_layers=[0])
-    with pytest.raises(ValueError, match=r"target_modules='all-linear' stands for 11 layers .* regular expression"):
+    with pytest.raises(ValueError, match=r"target_modules='all-linear' matches 11 layers .* regular expression"):
         LoRAAdapter(r=2).add_to(dense)
     experts = LoRAAdapter(r=2, target_modules=r".*experts\.down_proj").add_to(tiny_model("qwen3_moe"))
     assert {name.rpartition(".")[2] for name in places(experts)} == {"experts"}
