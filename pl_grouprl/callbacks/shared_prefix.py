@@ -32,8 +32,8 @@ class SharedPrefixCallback(Callback):
 
     Logged each step, over the step's decoder calls without a cache: `prefix/token_ratio` (tokens with repeated
     prefixes over tokens run), `prefix/flops_ratio` (the same for operations of linear layers and attention),
-    `prefix/groups` (groups with a shared prefix) and `prefix/segments`, both summed over those calls (a reference's too),
-    `prefix/padding_fraction` (of the original batch) and, in every `measure_every_n_steps`-th step,
+    `prefix/groups` (groups with a shared prefix) and `prefix/segments`, both summed over these calls (also a
+    reference's), `prefix/padding_fraction` (of the original batch) and, in every `measure_every_n_steps`-th step,
     `prefix/measured_speedup` (seconds of the decoder's forward and backward on padded, repeated rows over seconds on
     the packed row).
 

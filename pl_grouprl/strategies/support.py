@@ -72,7 +72,7 @@ class StrategySupport:
         return contextlib.nullcontext() if self._trainer is None else self._trainer.precision_plugin.forward_context()
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward for one of several micro-batches inside `training_step`, adding to gradients without reducing."""
+        """Run backward for one of several micro-batches inside `training_step`, adding to gradients, not reducing."""
         if self._trainer is None:
             loss.backward()
         else:
