@@ -87,18 +87,18 @@ _ABSENT = object()
 
 @checked_arguments
 class TokenGroupMonitor(Callback):
-    """Logs the figures of `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
+    """Logs `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 
-    The counts of all micro-batches of the step and of all ranks are added up before any ratio is taken. Groups that
-    several micro-batches hand over, being the same object, count once.
+    Sums the counts of all micro-batches of the step and of all ranks before taking ratios. The same object passed by
+    several micro-batches counts once.
     `token_group/speedup_factor` is the reduction in advantage positions, not in wall-clock time.
 
     The groups are what the training step returns under `groups_key` (`{"loss": loss, "token_groups": groups}`), else
     the module's attribute or property of that name: one `TokenGroups`, or several in a list. None means that the batch
-    made none. The threshold is found the same way; it is not logged where there is none.
+    has none. The threshold is found the same way, and only logged if there is one.
 
     Args:
-        groups_key: Key of the training step's result, or attribute of the module, that holds the groups.
+        groups_key: Key of the training step's result, or attribute of the module, with the groups.
         threshold_key: The same for the threshold, a number.
     """
 
@@ -110,7 +110,7 @@ class TokenGroupMonitor(Callback):
         self._counted: list[TokenGroups] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Start counting."""
         self.statistics.to(pl_module.device).reset()
         self._counted.clear()
         self._steps_before = trainer.global_step
@@ -121,12 +121,12 @@ class TokenGroupMonitor(Callback):
         """Count the batch's groups; log when an optimizer step is complete.
 
         Raises:
-            ValueError: If there are no groups to be found.
-            TypeError: If what is found is no `TokenGroups`.
+            ValueError: If no groups are found.
+            TypeError: If they are not `TokenGroups`.
         """
         new = [g for g in self._groups(pl_module, outputs) if not any(g is counted for counted in self._counted)]
         self._counted += new
-        self.statistics.update(None)  # counts nothing, but torchmetrics warns of a sum that never had an update
+        self.statistics.update(None)  # counts nothing, but avoids torchmetrics' warning about a missing update
         for groups in new:
             self.statistics.update(groups)
         if trainer.global_step == self._steps_before:
@@ -148,16 +148,16 @@ class TokenGroupMonitor(Callback):
             raise ValueError(
                 f"TokenGroupMonitor found no token groups: {type(pl_module).__name__}.training_step returned no "
                 f"{self.groups_key!r} and the module has no attribute of that name. Return "
-                f"{{'loss': loss, {self.groups_key!r}: groups}} with what find_token_groups made, or set the "
+                f"{{'loss': loss, {self.groups_key!r}: groups}} with the result of find_token_groups, or set the "
                 "attribute, or name another one in TokenGroupMonitor(groups_key=...)."
             )
-        if found is _ABSENT or found is None:  # a batch without a step, or without groups
+        if found is _ABSENT or found is None:  # no step, or no groups, in this batch
             return []
         several = [found] if isinstance(found, TokenGroups) else found
         if not isinstance(several, list | tuple) or not all(isinstance(groups, TokenGroups) for groups in several):
             raise TypeError(
                 f"{self.groups_key!r} of {type(pl_module).__name__} is a {type(found).__name__}; TokenGroupMonitor "
-                "needs the TokenGroups that find_token_groups made, one or a list of them."
+                "needs the TokenGroups that find_token_groups returns, one or a list of them."
             )
         return list(several)
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class ShardedSupport(StrategySupport):
-    """What strategies have in common whose optimizer steps each rank's shards by themselves."""
+    """Base class for strategies whose optimizer steps each rank's shards separately."""
 
     shards = True
     keeps_plain_weights = False
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Norm of the gradients, the square root of the ranks' sums of squares, a scalar. All ranks call it."""
+        """Norm of the gradients over all ranks' shards, a scalar. Collective."""
         device = self.trainer.strategy.root_device
         own = [gradient for gradient in self.gradients(parameters) if gradient.numel()]
         norms = torch._foreach_norm(own) if own else []
@@ -30,7 +30,7 @@ class ShardedSupport(StrategySupport):
         return self.trainer.strategy.reduce(total.square().sum(), reduce_op="sum").sqrt()
 
     def touch(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Zero: nobody waits for gradients of what took no part in the loss."""
+        """Zero: no reducer waits for gradients of unused parameters."""
         return torch.zeros((), device=self.trainer.strategy.root_device)
 
 

@@ -150,7 +150,7 @@ def test_a_model_that_gives_nan_is_named_as_their_source():
     """float64: the mask's lowest number is infinite in the float32 in which this family takes its softmax."""
     message = (
         r"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in torch.float64; "
-        r"with a shared prefix it does not. Look at its weights, or load it in another dtype"
+        r"with a shared prefix it does not. Check its weights, or load it in another dtype"
     )
     with (
         pytest.raises(UnsupportedModelError, match=message) as caught,
