@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pl_grouprl.utilities.annotations import convert, describe_value
-from pl_grouprl.utilities.describe import identity
+from pl_grouprl.utilities.describe import identity, plain
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound="RegisteredFunction")
@@ -53,7 +53,7 @@ class RegisteredFunction:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+        return f"{self.name}({', '.join(f'{name}={plain(value)!r}' for name, value in self.options.items())})"
 
     def known_options(self) -> dict[str, inspect.Parameter]:
         """The options of the function by name."""

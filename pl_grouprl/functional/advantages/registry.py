@@ -135,8 +135,8 @@ def register_advantage_estimator(
         needs: What the function takes besides rewards, by the names of its arguments: `group_ids`, the prompt of each
             rollout, shape [B]; `lengths`, response tokens, shape [B]; `greedy_rewards`, the reward of the prompt's
             rollout without sampling, shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape
-            [B, T]; `reduce`, which adds up a tensor over ranks (every rank has its own rollouts, while whole rollouts
-            come from all ranks).
+            [B, T]; `reduce`, which adds up sums over ranks, or None for one rank. Per token, each rank passes its own
+            rollouts alone; otherwise every rank passes those of all ranks.
         per_token: The function returns advantages [B, T], not [B].
         token_rewards: With `per_token`, its rewards are those of tokens, [B, T], not of rollouts, [B].
         process_supervision: Rewards may be those of steps instead of rollouts, with the group of each; needs nothing
