@@ -184,7 +184,7 @@ def _check_estimator(module: GRPO, name: str) -> None:
 
 def _token_rewards_error(module: GRPO, name: str) -> str | None:
     """The error for a reward per token; None if the options allow them."""
-    if not module.advantage_estimator.process_supervision:
+    if not module.advantage_estimator.takes_steps:
         return token_rewards_error(
             f"advantage_estimator={name!r} compares whole rollouts", "use 'grpo' or 'reinforce_plus_plus'"
         )

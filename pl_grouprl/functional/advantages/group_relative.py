@@ -18,7 +18,7 @@ REWARD_SCALES = ("group", "batch", "none")
 PASSK_SCALES = ("group", "none")
 
 
-@register_advantage_estimator("grpo", process_supervision=True)
+@register_advantage_estimator("grpo", takes_steps=True)
 @torch.no_grad()
 def group_relative_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], *, scale: str = "group", eps: float = 1e-6

@@ -33,13 +33,13 @@ class AdvantageEstimator(RegisteredFunction):
         needs: The data that the function takes besides rewards.
         per_token: Whether it returns rows of tokens, [B, T].
         token_rewards: Whether its rewards are rows of tokens, [B, T].
-        process_supervision: Whether it may also compare the rewards of steps, as `process_supervision_advantages` does.
+        takes_steps: Whether its rewards may also be those of steps, several per rollout.
     """
 
     needs: tuple[str, ...] = ("group_ids",)
     per_token: bool = False
     token_rewards: bool = False
-    process_supervision: bool = False
+    takes_steps: bool = False
 
     argument: ClassVar[str] = "advantage_estimator"
     data: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(OF_ROLLOUTS + OF_TOKENS))
@@ -122,7 +122,7 @@ def register_advantage_estimator(
     needs: Sequence[str] = ("group_ids",),
     per_token: bool = False,
     token_rewards: bool = False,
-    process_supervision: bool = False,
+    takes_steps: bool = False,
 ) -> Callable[[F], F]:
     """Make a function known as an advantage estimator: `@register_advantage_estimator("name")` above it.
 
@@ -139,8 +139,8 @@ def register_advantage_estimator(
             rollouts alone; otherwise every rank passes those of all ranks.
         per_token: The function returns advantages [B, T], not [B].
         token_rewards: With `per_token`, its rewards are those of tokens, [B, T], not of rollouts, [B].
-        process_supervision: Rewards may be those of steps instead of rollouts, with the group of each; needs nothing
-            but `group_ids`.
+        takes_steps: The function also compares the rewards of steps, several per rollout (process supervision); it
+            needs `group_ids` alone.
 
     Raises:
         ValueError: If the name belongs to another function, or what it needs does not exist.
@@ -153,10 +153,8 @@ def register_advantage_estimator(
         raise ValueError(
             f"advantage_estimator {name!r} needs {what}; with per_token={per_token} there are {', '.join(available)}."
         )
-    if process_supervision and (per_token or tuple(needs) != ("group_ids",)):
-        raise ValueError(
-            f"advantage_estimator {name!r}: process_supervision needs a function of rewards and group_ids."
-        )
+    if takes_steps and (per_token or set(needs) != {"group_ids"}):
+        raise ValueError(f"advantage_estimator {name!r} takes steps, for which there are group_ids alone.")
     return registering(
         ADVANTAGE_ESTIMATORS,
         AdvantageEstimator,
@@ -164,7 +162,7 @@ def register_advantage_estimator(
         needs=tuple(needs),
         per_token=per_token,
         token_rewards=token_rewards,
-        process_supervision=process_supervision,
+        takes_steps=takes_steps,
     )
 
 
