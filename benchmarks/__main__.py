@@ -27,9 +27,10 @@ COMMANDS = {
     "balance": "time of two ranks against the estimated cost of their groups",
     "all": "all of them unattended, within some minutes",
 }
-"""What there is, and a line on each. The code is in the module of that name."""
+"""What there is, and a line on each."""
 
-MODULES = {"all": "unattended"}
+FUNCTIONS = {"all": "unattended.main", "scoring": "passes.scoring", "update": "passes.update"}
+"""What runs a command, unless it is `main` in the module of that name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         raise SystemExit(f"{name!r} is no benchmark.\n{usage()}")
     sys.argv[0] = f"python -m benchmarks {name}"  # what its usage line begins with
-    importlib.import_module(f"benchmarks.{MODULES.get(name, name.replace('-', '_'))}").main(rest)
+    module, _, function = FUNCTIONS.get(name, f"{name.replace('-', '_')}.main").partition(".")
+    getattr(importlib.import_module(f"benchmarks.{module}"), function)(rest)
 
 
 def usage() -> str:

@@ -6,7 +6,6 @@ README.md says how to read the table.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from torch import distributed
 
 from benchmarks.cases import Case
 from benchmarks.measure import CLOCKS, Conditions
-from benchmarks.options import positive
+from benchmarks.options import positive, write_json
 from benchmarks.packing import Setting
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.models import ModelCost
@@ -146,8 +145,5 @@ def report(options: argparse.Namespace, conditions: Conditions, lengths: Lengths
         print(
             f"{row['assignment']:33} {row['estimated']:9.3f} {row['measured']:9.3f} {row['difference']:10.1%}   {each}"
         )
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        told = {key: value for key, value in vars(options).items() if key != "output"}
-        written = {"conditions": asdict(conditions), "model": asdict(MODEL), "options": told, "results": rows}
-        options.output.with_suffix(".json").write_text(json.dumps(written, indent=1) + "\n")
+    told = {key: value for key, value in vars(options).items() if key != "output"}
+    write_json(options.output, conditions, {"model": asdict(MODEL), "options": told, "results": rows})

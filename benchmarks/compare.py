@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.measure import MIB, Timing, cuda_peak_mib, in_fresh_process, resident_peak_mib, time_in_turns
+from benchmarks.measure import (
+    MIB,
+    Timing,
+    cuda_peak_mib,
+    in_fresh_process,
+    peak_flops,
+    resident_peak_mib,
+    time_in_turns,
+)
 from benchmarks.methods import BASELINE, Method, Run, find_method, make_optimizer, place_gradients, step_alone
-from benchmarks.peaks import peak_flops
 
 Measured = Literal["scoring", "update"]
 PASSES: dict[Measured, Callable[[Run], Any]] = {"scoring": Run.score, "update": Run.update}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.compare import Comparison
-from benchmarks.packages import missing
+from benchmarks.methods import missing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

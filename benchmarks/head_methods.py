@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.packages import missing
+from benchmarks.methods import missing
 from pl_grouprl.functional.logprobs import token_scores
 
 BASELINE = "full logits"

@@ -22,6 +22,9 @@ from benchmarks.allocator import give_back_freed
 
 MIB = 2**20
 
+DENSE_BF16_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0, "H100 SXM": 989.0, "A100": 312.0}
+"""Tensor cores in bfloat16 without sparsity, by a part of the device's name as PyTorch gives it: NVIDIA's data sheets
+of the H100 (SXM, 989), the H200 (SXM, 989) and the A100 (312). H100 cards for PCIe slots have other peaks."""
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """`cpu` is the processor time of this process: what a run on one thread would take on a machine that others use too."""
@@ -73,17 +76,25 @@ def time_in_turns(
         for name in names[shift:] + names[:shift]:
             gc.collect()
             with (contexts or {}).get(name, nullcontext)():
-                _synchronize()
-                start = CLOCKS[clock]()
+                start = now(clock)
                 functions[name]()
-                _synchronize()
-                timings[name].seconds.append(CLOCKS[clock]() - start)
+                timings[name].seconds.append(now(clock) - start)
     return timings
 
 
-def _synchronize() -> None:
+def now(clock: str) -> float:
+    """Seconds on one of `CLOCKS`, once the GPU has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return CLOCKS[clock]()
+
+
+def peak_flops(dtype: str) -> float | None:
+    """Operations per second that this machine's CUDA device can do at best in a dtype; None where nobody says."""
+    if dtype != "bfloat16" or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((1e12 * peak for part, peak in DENSE_BF16_TFLOPS.items() if part in name), None)
 
 
 def cuda_peak_mib(function: Callable[[], Any]) -> float:

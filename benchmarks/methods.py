@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.packages import missing
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout, Sharing, pack
@@ -121,6 +121,19 @@ def _repeated_packed(groups: list[RolloutGroup], device: str) -> list[ScoringBat
 
 def _shared(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
     return [pack(groups, "shared", device=device)]
+
+
+def missing(package: str, distribution: str = "") -> str | None:
+    """What to say of a package that is not installed, or None where it is.
+
+    Args:
+        package: As it is imported.
+        distribution: As it is installed, where that is another name.
+    """
+    if find_spec(package) is not None:
+        return None
+    name = distribution or package
+    return f"{name} is not installed: pip install {name}"
 
 
 def _no_backward_on_cpu(case: Case, measured: str) -> str | None:

@@ -102,9 +102,9 @@ def begin_on(device: str, options: argparse.Namespace) -> Conditions:
     return conditions
 
 
-def write_json(output: Path | None, conditions: Conditions, content: dict[str, Any]) -> None:
-    """Write what there is so far, where it is asked for."""
+def write_json(output: Path | None, conditions: Conditions | None, content: dict[str, Any]) -> None:
+    """Write what there is so far, where it is asked for; what only counts has no conditions."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        written = {"conditions": asdict(conditions), **content}
+        written = content if conditions is None else {"conditions": asdict(conditions), **content}
         output.with_suffix(".json").write_text(json.dumps(written, indent=1) + "\n")

@@ -6,7 +6,6 @@ Counting only, no model runs. README.md says how to read the table.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.options import positive
+from benchmarks.options import positive, write_json
 from pl_grouprl.models import ModelCost
 from pl_grouprl.packing import balance, imbalance, plan_rows
 
@@ -93,10 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         figures = count(setting, options.batches, options.ranks)
         print(f"{_words(setting):58} " + " ".join(f"{figures[name]:9.4f}" for name in COLUMNS), flush=True)
         results.append({"setting": asdict(setting), **figures})
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        report = {"batches": options.batches, "ranks": options.ranks, "results": results}
-        options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.output, None, {"batches": options.batches, "ranks": options.ranks, "results": results})
     return results
 
 

@@ -1,4 +1,7 @@
-"""The table of scoring and of update: each method's time and memory, and how close it comes to the ideal."""
+"""The tables of `scoring` and `update`: each method's time and memory, and how close it comes to the ideal.
+
+README.md says how to read them.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,16 @@ COLUMNS = (
     f"{'method':20} {'seconds':>9} {'(rounds)':>15} {'speedup':>8} {'(rounds)':>11} {'of ideal':>9} {'of fastest':>10} "
     f"{'tokens/s':>9} {'MFU':>5} {'peak MiB':>9} {'memory':>7} {'difference':>10}"
 )
+
+
+def scoring(arguments: Sequence[str] | None = None) -> list[Comparison]:
+    """Scoring groups, as for old log-probabilities: forward without gradient, prompt shared and repeated."""
+    return run("scoring", scoring.__doc__, arguments)
+
+
+def update(arguments: Sequence[str] | None = None) -> list[Comparison]:
+    """Updating on groups: forward, backward and a step of AdamW, prompt shared and repeated."""
+    return run("update", update.__doc__, arguments)
 
 
 def run(measured: Measured, description: str | None, arguments: Sequence[str] | None) -> list[Comparison]:

@@ -7,19 +7,16 @@ installed. Every round has prompts of its own, so that no cache knows them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import CLOCKS, Conditions, Timing, time_in_turns
-from benchmarks.options import positive
+from benchmarks.measure import Timing, time_in_turns
+from benchmarks.options import add_common, begin_on, positive, write_json
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine
 from pl_grouprl.sync.stream import checkpoint_weights
 from pl_grouprl.types import SamplingConfig
@@ -44,16 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the command line, measure, print, and write JSON."""
     options = parse(arguments)
     deadline = time.monotonic() + 60 * options.minutes
+    conditions = begin_on(options.device, options)
     if options.threads:
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
-        torch.set_num_threads(options.threads)
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of vLLM
     model = make_model(options.shape, getattr(torch, options.dtype)).to(options.device)
     methods, sync = make_methods(model, options)
     for run in methods.values():
         run()  # warm
     timings = time_in_turns(methods, options.rounds, deadline, clock=options.clock)
     report = {
-        "conditions": asdict(Conditions.here(options.device, options.clock)),
         "options": {name: value for name, value in vars(options).items() if name != "output"},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weight_sync": sync,
@@ -61,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": rows(timings, options.prompts * options.generations, options.new_tokens),
     }
     show(report)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.output, conditions, report)
     return report
 
 
@@ -75,14 +69,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-length", type=positive, default=1024, help="tokens of each (default: 1024)")
     parser.add_argument("--generations", type=positive, default=8, help="rollouts of each prompt (default: 8)")
     parser.add_argument("--new-tokens", type=positive, default=64, help="tokens of each rollout (default: 64)")
-    parser.add_argument("--rounds", type=positive, default=3, help="how often each runs (default: 3)")
     parser.add_argument("--minutes", type=float, default=30.0, help="no round begins later than that (default: 30)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--threads", type=positive, help="of PyTorch and vLLM")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall or processor time (default: wall)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     parser.add_argument("--only", nargs="+", choices=METHODS, help="leave the others out")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
+    add_common(parser, rounds=3)
     options = parser.parse_args(arguments)
     if options.prompt_length < 2:
         parser.error("--prompt-length is 1; what goes on from a copied cache needs 2 tokens.")
@@ -187,7 +178,6 @@ def rows(timings: dict[str, Timing], rollouts: int, new_tokens: int) -> list[dic
 def show(report: dict[str, Any]) -> None:
     """Print the report."""
     options = report["options"]
-    print(Conditions(**report["conditions"]))
     print(
         f"Qwen3 {options['shape']}, {report['parameters'] / 1e6:.0f} M parameters, {options['dtype']}; "
         f"{options['prompts']} prompts of {options['prompt_length']} tokens, {options['generations']} rollouts of "

@@ -72,7 +72,7 @@ def measure(name: str, model: str, options: argparse.Namespace) -> dict[str, Any
     for callback in config["trainer"].get("callbacks", ()):
         if callback["class_path"] == "pl_grouprl.callbacks.RunSummary":
             callback["init_args"] = callback.get("init_args", {}) | {"curves_filename": None}
-    parts = StepParts(options.clock, options.device)
+    parts = StepParts(options.clock)
     with tempfile.TemporaryDirectory() as folder:
         for logger in config["trainer"]["logger"]:
             logger["init_args"]["save_dir"] = folder

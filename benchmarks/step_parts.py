@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call as hooks
 
-from benchmarks.measure import CLOCKS
+from benchmarks.measure import now
 from pl_grouprl.algorithms import group_ppo, ppo
 from pl_grouprl.training import collector, micro_batch, micro_batch_schedule
 from pl_grouprl.training.loss_sums import LossAccumulator
@@ -48,22 +48,16 @@ class StepParts(Callback):
     A step goes from one `on_train_batch_start` to the next, so that all that is done between two steps belongs to one.
 
     Args:
-        clock: One of `measure.CLOCKS`.
-        device: `cuda` waits for the device at the borders of parts, so that each has the time of its own kernels.
+        clock: One of `measure.CLOCKS`; at the borders of parts the GPU is waited for, so that each has the time of its
+            own kernels.
 
     Attributes:
         steps: For each step the seconds of each part.
     """
 
-    def __init__(self, clock: str, device: str = "cpu") -> None:
+    def __init__(self, clock: str) -> None:
         self.steps: list[dict[str, float]] = []
-
-        def now() -> float:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            return CLOCKS[clock]()
-
-        self._clock = StepTimer(now)
+        self._clock = StepTimer(functools.partial(now, clock))
         self._before: dict[str, float] = {}
         self._patches = ExitStack()
 

@@ -16,19 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.config_file import read_config
 from benchmarks.measure import resident_peak_mib, time_in_turns
 from benchmarks.options import add_common, begin_on, positive, write_json
 from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages
 
-ARCHITECTURE = {
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 40,
-}
 CASES = {
     "threshold 4": (4.0, False),
     "threshold 1": (1.0, False),
@@ -56,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "shape": shape,
         "rounds": options.rounds,
         "forward": {
-            "architecture": ARCHITECTURE,
+            "architecture": architecture(),
             "rows": options.forward_rows,
             "seconds": timings["forward"].seconds,
             "scale": scale,
@@ -129,11 +121,17 @@ def token_groups(inputs: Sequence[Tensor], max_size: int, threshold: float, gaps
     return run
 
 
+def architecture() -> dict[str, Any]:
+    """Of the tiny model, with about as many tokens as its tokenizer has."""
+    policy = read_config("grpo_pg")["model"]["init_args"]["policy"]
+    return policy["init_args"]["architecture"] | {"vocab_size": 40}
+
+
 def decoder_forward(options: argparse.Namespace) -> Callable[[], None]:
     """A call of the tiny model's decoder, one row after another, which is the fastest way here."""
     from transformers import AutoConfig, AutoModel
 
-    config = AutoConfig.for_model("qwen3", **ARCHITECTURE, max_position_embeddings=options.length)
+    config = AutoConfig.for_model(**architecture() | {"max_position_embeddings": options.length})
     model = AutoModel.from_config(config).eval()
     shape = (options.forward_rows, options.length)
     rows = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.measure import CLOCKS
+from benchmarks.measure import now
 from benchmarks.rollout_data import RolloutData, compression_of
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
@@ -27,31 +28,7 @@ from pl_grouprl.packing import pack
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import build_optimizer
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
-
-
-class Stopwatch:
-    """Adds up the time of named parts. What a part inside another takes counts for the inner one only."""
-
-    def __init__(self, clock: str) -> None:
-        self.seconds: dict[str, float] = {}
-        self._clock = CLOCKS[clock]
-        self._inner: list[float] = []
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time what runs in this context."""
-        start = self._now()
-        self._inner.append(0.0)
-        yield
-        total = self._now() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + total - self._inner.pop()
-        if self._inner:
-            self._inner[-1] += total
-
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return self._clock()
+from pl_grouprl.training.step_timer import StepTimer
 
 
 class Measured(PPO):
@@ -63,7 +40,7 @@ class Measured(PPO):
     """
 
     data: RolloutData
-    watch: Stopwatch | None = None
+    watch: StepTimer | None = None
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
         """Score, then put the drawn norms in."""
@@ -105,7 +82,7 @@ class Models:
         optimizers: AdamW of each, with a learning rate of 0.
         trainer: Tells the modules of precision and ranks; nothing is fitted.
         data: The rollouts.
-        clock: One of `CLOCKS`.
+        clock: One of `measure.CLOCKS`.
     """
 
     policy: Any
@@ -231,8 +208,8 @@ class WholeStep:
     def run(self) -> None:
         """Prepare the rollouts and do all updates."""
         module = self.module
-        watch = module.watch = Stopwatch(self.models.clock)
-        with watch.part("other"), sharing(module):
+        watch = module.watch = StepTimer(partial(now, self.models.clock))
+        with sharing(module):
             buffer = prepared(module)
             for index in range(module.updates_per_rollout):
                 with watch.part("policy update"):
@@ -242,6 +219,7 @@ class WholeStep:
                 del scores
                 with watch.part("critic update"):
                     self.models.descend("critic", module._value_loss(batch, None)[0])
+        watch.mark()
         self.parts.append(watch.seconds)
         starts_N = buffer.joined("group_starts" if "group_starts" in buffer.tokens else "loss_mask")
         self.compression = compression_of(starts_N, buffer.joined("loss_mask"))

@@ -20,6 +20,7 @@ from pl_grouprl.functional.advantages import (
 )
 from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.registry import describe
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.group_rewards import (
@@ -29,17 +30,14 @@ from pl_grouprl.training.group_rewards import (
     no_token_rewards,
     token_advantages,
 )
-from pl_grouprl.training.objective import describe, drop_none, join_options
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
+from pl_grouprl.utilities.options import drop_none, join_options
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
-EstimatorName = Literal[
-    "grpo", "rloo", "opo", "grpo_passk", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-]
 
 
 @checked_arguments
@@ -57,11 +55,11 @@ class GRPO(RLModule):
         loss_agg_mode: How tokens become one loss; see `RLModule`.
         scale_rewards: What centred rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
-        advantage_estimator: Its name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
+        advantage_estimator: A name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
             `rloo` with the mean of the others, `opo` with a mean weighted by length, `remax` with a greedy rollout,
             `grpo_passk` credits the best of the group alone, and `reinforce_plus_plus` whitens over the batch, with the
             group's mean taken off before where it ends in `_baseline`.
-        advantage_options: Further options of the estimator, by the names of its class, such as `gamma`.
+        advantage_options: Further options of the estimator, by the names of its arguments, such as `gamma`.
         multi_objective_aggregation: Whether several rewards are added up before they are compared with the group
             (`sum_then_normalize`) or after (`normalize_then_sum`).
         **kwargs: Options of `RLModule`.
@@ -79,7 +77,7 @@ class GRPO(RLModule):
         policy_loss: str | None = None,
         loss_agg_mode: str | None = None,
         scale_rewards: Literal["group", "batch", "none"] | None = None,
-        advantage_estimator: EstimatorName = "grpo",
+        advantage_estimator: str = "grpo",
         advantage_options: dict[str, Any] | None = None,
         multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
         **kwargs: Any,
@@ -99,8 +97,8 @@ class GRPO(RLModule):
             options.setdefault("scale", preset.scale)
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
-        _check_estimator(self, advantage_estimator)
-        self._no_token_rewards = _why_no_token_rewards(self, advantage_estimator)
+        _check_estimator(self)
+        self._no_token_rewards = _why_no_token_rewards(self)
 
     def setup(self, stage: str) -> None:
         """Keep groups with the rank that sampled them if a greedy rollout needs their columns."""
@@ -165,8 +163,9 @@ class GRPO(RLModule):
         }
 
 
-def _check_estimator(module: GRPO, name: str) -> None:
-    if module.num_generations < 2 and name not in ("remax", "reinforce_plus_plus"):
+def _check_estimator(module: GRPO) -> None:
+    name = module.advantage_estimator.name
+    if module.num_generations < 2 and module.advantage_estimator.compares_rollouts:
         raise ValueError(
             f"num_generations is {module.num_generations}; {name} compares the rollouts of a prompt with each other, "
             "so pass at least 2."
@@ -183,12 +182,12 @@ def _check_estimator(module: GRPO, name: str) -> None:
             raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
 
 
-def _why_no_token_rewards(module: GRPO, name: str) -> str | None:
+def _why_no_token_rewards(module: GRPO) -> str | None:
     """What an error says if a reward function rewards tokens; None if the options allow it."""
-    if name != "grpo":
-        return no_token_rewards(
-            f"advantage_estimator={name!r} compares whole rollouts", "use 'grpo' or 'reinforce_plus_plus'"
-        )
+    if not module.advantage_estimator.takes_steps:
+        name = module.advantage_estimator.name
+        remedy = "use 'grpo' or 'reinforce_plus_plus'"
+        return no_token_rewards(f"advantage_estimator={name!r} compares whole rollouts", remedy)
     if module.multi_objective_aggregation == "normalize_then_sum":
         return no_token_rewards("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
     if module.kl_penalty.in_reward:

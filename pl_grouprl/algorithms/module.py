@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.functional.logprobs import TokenScores
-from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_parameters_out_of_checkpoints
-from pl_grouprl.models.adapters import adapter_options
+from pl_grouprl.functional.registry import describe
+from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_frozen_parameters_out_of_checkpoints
 from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.models.router import check_balanced
@@ -31,9 +30,9 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
-from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
+from pl_grouprl.training.checkpoint import RunCheckpoint
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
@@ -42,48 +41,37 @@ from pl_grouprl.training.loading import module_from_checkpoint
 from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.micro_batcher import MicroBatcher
-from pl_grouprl.training.objective import PolicyObjective, describe, drop_none, join_options
+from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
-from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part, saved_options
+from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.training.override_results import refuse_renamed
 from pl_grouprl.training.prefix_sharing import PrefixSharing
-from pl_grouprl.training.prompt_checks import check_batch, check_prompts, limits_of_source, prompts_of_stage
+from pl_grouprl.training.prompt_checks import check_batch
 from pl_grouprl.training.random_numbers import RandomNumbers
-from pl_grouprl.training.resume import (
-    UnfinishedRollouts,
-    check_changed_options,
-    compare_adapters,
-    compare_optimizers,
-    compare_options,
-    compare_reference,
-    fix_loop_counters,
-    restore_loaders,
-)
 from pl_grouprl.training.rewarder import Rewarder
-from pl_grouprl.training.rollout_ahead import check_rollout_ahead
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.run import Accumulation
-from pl_grouprl.training.run_options import FREE_OPTIONS, note_options, recorded_options
-from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, Stateful, load_parts, save_parts
+from pl_grouprl.training.run import Accumulation, by_name
+from pl_grouprl.training.run_options import FREE_OPTIONS, PASSED_ON, note_options, recorded_options
+from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.scorer import Scorer
+from pl_grouprl.training.setup_checks import check_before_loading, check_prompts_of_model
 from pl_grouprl.training.step_timer import StepTimer, Throughput
 from pl_grouprl.training.token_rewards import rewards_per_token
-from pl_grouprl.training.trainer_options import check_trainer, check_updates, refuse_compiled
+from pl_grouprl.training.trainer_options import refuse_compiled
 from pl_grouprl.training.updater import Updater
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
-from pl_grouprl.utilities.distributed import derive_seed, gather_plain
+from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.last_checkpoint import find_last
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
-from pl_grouprl.utilities.options import check_options
-from pl_grouprl.utilities.origin import compare_lineage, describe_misfit, lineage
+from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
-from pl_grouprl.utilities.run_options import Changes, changes_since, check_allowed, recorded
+from pl_grouprl.utilities.run_options import recorded
 from pl_grouprl.utilities.step_log import log_numbers
 from pl_grouprl.utilities.verified_loading import verify_loads
 
@@ -94,14 +82,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def _call_by_name(owner: Any, method: str, *args: Any) -> Any:
-    """Call a method by its name, so that one set on the instance counts; survives a deep copy of the owner."""
-    return getattr(owner, method)(*args)
-
-
 DEFAULT_OPTIMIZER = OptimizerConfig()
 DEFAULT_SAMPLING = SamplingConfig()
-CHECKPOINT_KEY = "pl_grouprl"
 ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -160,9 +142,9 @@ class RLModule(pl.LightningModule, ABC):
             micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be as many times as long. It divides the number of ranks.
-        policy_loss: Its name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
             `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`.
-        policy_loss_options: Further options of that loss, by the names of its class.
+        policy_loss_options: Further options of that loss, by the names of its arguments.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
         epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).
@@ -205,9 +187,9 @@ class RLModule(pl.LightningModule, ABC):
         super().__init_subclass__(**kwargs)
         refuse_renamed(cls)
         if "__init__" in cls.__dict__:
-            cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = recorded(cls.__init__, note_options)  # type: ignore[method-assign]
 
-    @recorded
+    @partial(recorded, note=note_options)
     def __init__(
         self,
         policy: str | PolicySource,
@@ -338,16 +320,22 @@ class RLModule(pl.LightningModule, ABC):
             self,
             self.micro_batcher,
             self.optimization,
-            partial(_call_by_name, self, "compute_loss"),
-            partial(_call_by_name, self, "loss_denominators"),
+            by_name(self, "compute_loss"),
+            by_name(self, "loss_denominators"),
             type(self).__name__,
         )
-        self.unfinished_rollouts = UnfinishedRollouts(self, num_mini_batches)
+        self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._tokenizer: Any = None
         self._support: StrategySupport | None = None
-        self._reference_fingerprint: float | None = None
-        self._checkpoint_lineage: list[str] | None = None
-        self._begins_epoch = False
+        self._fixed_options = frozenset(vars(self)) & PASSED_ON  # last: from here on they cannot be set
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_fixed_options", ()):
+            raise AttributeError(
+                f"{name} cannot be set on a {type(self).__name__}: the parts of the run have received it; pass it to "
+                "the constructor."
+            )
+        super().__setattr__(name, value)
 
     # What an algorithm fills in.
 
@@ -394,47 +382,13 @@ class RLModule(pl.LightningModule, ABC):
 
     def setup(self, stage: str) -> None:
         """Refuse options and prompts that cannot work, and start the reward workers."""
-        trainer, prompts = self.trainer, prompts_of_stage(self.trainer, stage)
-        verify_loads(trainer)
-        if stage == "fit":
-            check_allowed(self.allow_changed, self.run_options(), self.free_options)
-        check_trainer(trainer, stage)
-        self.support.check(self)
-        for split, own in prompts.items():
-            self.rewarder.check_columns(own, split)
-        self._check_prompts(stage, limits_of_source(self.policy_source))
+        verify_loads(self.trainer)
+        check_before_loading(self, stage)
+        self.collector.data = getattr(self.trainer, "datamodule", None)
         self.sampler.reset()
         self.rewarder.close()  # of a run that an exception has ended
         if stage != "predict":
             self.rewarder.open()
-        train_prompts = prompts.get("train", ()) if stage == "fit" else None
-        if stage == "fit":
-            self._check_fit()
-        self.micro_batcher.check(trainer.world_size, train_prompts, self.sampling.max_new_tokens)
-
-    def _check_fit(self) -> None:
-        data = self.collector.data = getattr(self.trainer, "datamodule", None)
-        if self.dynamic_sampling and not hasattr(data, "draw_extra"):
-            raise ValueError(
-                "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
-            )
-        if self.rollout_ahead:
-            check_rollout_ahead(self, self.engine, self.support, self.objective.corrects_sampling)
-        check_updates(self.trainer, self.num_iterations, self.num_mini_batches)
-        self.kl_penalty.check_horizon(getattr(data, "batch_size", None), self.num_generations)
-        budget, ranks = self.micro_batcher.max_tokens, self.micro_batcher.sequence_parallel_size
-        loss = self.objective.policy_loss
-        if (budget is not None or ranks > 1) and getattr(loss, "compares_tokens", False):
-            rank_zero_warn(
-                f"{type(loss).__name__} chooses tokens by comparing those of one pass, so that "
-                f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
-            )
-
-    def _check_prompts(self, stage: str, limits: dict[str, int], vocab_size: int | None = None) -> None:
-        for split, prompts in prompts_of_stage(self.trainer, stage).items():
-            sampling = self.sampling if split == "train" else self.val_sampling
-            option = "sampling" if sampling is self.sampling else "val_sampling"
-            check_prompts(prompts, split, sampling, option, self.engine, limits, vocab_size)
 
     # 2. Models and optimizer.
 
@@ -450,23 +404,20 @@ class RLModule(pl.LightningModule, ABC):
         if self.policy is None:
             self.load_models()
         self.support.shard(self)
-        if self._trainer is not None and self.trainer.state.fn is not None:
-            self._check_prompts(self.trainer.state.fn.value, length_limits(self.policy), vocabulary(self.policy))
+        check_prompts_of_model(self)
 
     def load_models(self) -> None:
         """Load the policy, and its frozen copy if one is used. A subclass adds models of its own."""
         self.policy = self.policy_source.load().train()
         if has_adapters(self.policy):
-            own = self.policy.named_parameters(remove_duplicate=False)
-            frozen = [f"policy.{name}" for name, parameter in own if not parameter.requires_grad]
-            leave_parameters_out_of_checkpoints(self, frozen)
-            self._reference_fingerprint = fingerprint(self.policy, frozen_only=True)
-            if self.kl_penalty.is_used:
-                with self.reference_policy():  # refuses an adapter without a base
-                    pass
+            leave_frozen_parameters_out_of_checkpoints(self, "policy")
+            self.run_checkpoint.reference_fingerprint = fingerprint(self.policy, frozen_only=True)
         elif self.kl_penalty.is_used:
             self.reference = frozen_copy(self.policy)
-            self._reference_fingerprint = fingerprint(self.reference)
+            self.run_checkpoint.reference_fingerprint = fingerprint(self.reference)
+        if self.kl_penalty.is_used:
+            with self.reference_policy():  # refuses an adapter without a base
+                pass
         check_adapter(self.engine, self.policy)
         if self.objective.router_aux_loss_coef > 0:
             check_balanced(self.policy, f"router_aux_loss_coef={self.objective.router_aux_loss_coef}")
@@ -506,24 +457,20 @@ class RLModule(pl.LightningModule, ABC):
             ValueError: If the module or a part that it trains is compiled, or the Trainer has nothing to clip.
         """
         self.prefix_sharing.close()  # of a fit that an exception has ended
-        self.collector.attach_ahead()
-        self.micro_batcher.form_sequence_groups(self.scored_models())
         parts = self.optimized_parts()
         refuse_compiled({"module": self, **{f"module.{name}": part for name, (part, _) in parts.items()}})
-        limits = [config.max_grad_norm for _, config in parts.values()]
-        refuse_clipping_nothing(self.trainer.gradient_clip_val, limits)
+        refuse_clipping_nothing(self.trainer.gradient_clip_val, [config.max_grad_norm for _, config in parts.values()])
+        self.micro_batcher.form_sequence_groups(self.scored_models())
+        self.collector.attach_ahead()
         self.optimization.reset()
         self.prefix_sharing.open(self.scored_models(), self.parity_reports)
 
     def on_train_start(self) -> None:
-        """Continue a resumed run: with the next epoch if one was complete, its data, and its random numbers."""
-        restore_loaders(self.trainer, begins_epoch=self._begins_epoch)
-        self._begins_epoch = False
-        self.random_numbers.restore()
+        """Continue a resumed run where it stood."""
+        self.run_checkpoint.continue_training()
 
     def on_train_epoch_start(self) -> None:
         """Log how many prompts were dropped and truncated."""
-        super().on_train_epoch_start()
         metrics = getattr(getattr(self.trainer, "datamodule", None), "metrics", None)
         if metrics is not None:
             self.log_dict(metrics(), batch_size=1, sync_dist=True)
@@ -571,12 +518,7 @@ class RLModule(pl.LightningModule, ABC):
 
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Put old and reference log-probabilities into the buffer if they are needed; return the policy's scores."""
-        if self.objective.corrects_sampling and "rollout_logprobs" not in buffer.tokens:
-            raise ValueError(
-                f"importance_sampling is {self.objective.importance_sampling['kind']!r}, but "
-                f"{type(self.engine).__name__} reports no log-probabilities; leave it 'none' or use an engine that "
-                "does."
-            )
+        self.objective.check_sampled(buffer.tokens, type(self.engine).__name__)
         scores = None
         if self.needs_old_scores:
             with self.timer.part("old_logprobs"):
@@ -619,12 +561,10 @@ class RLModule(pl.LightningModule, ABC):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Finish the division of accumulated gradients; drop them all if one is not finite."""
+        parts = parameters_by_part(self.optimized_parts())
+        accumulated, step = self.trainer.accumulate_grad_batches, self.global_step
         norms = self.optimization.before_step(
-            parameters_by_part(self.optimized_parts()),
-            self.support,
-            accumulated=self.trainer.accumulate_grad_batches,
-            device=self.device,
-            step=self.global_step,
+            parts, self.support, accumulated=accumulated, device=self.device, step=step
         )
         log_numbers(self, norms)
 
@@ -654,19 +594,15 @@ class RLModule(pl.LightningModule, ABC):
             "shard them over more devices (trainer.strategy: fsdp2, deepspeed), or train an adapter (policy.adapter)",
         ):
             super().optimizer_step(epoch, batch_idx, optimizer, update)
-        check_weights(self)
+            check_weights(self)
         self.timer.mark()  # before callbacks save checkpoints
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         """Log where the time went: the parts add up to the step."""
         buffer, seconds = self.last_rollouts, self.timer.seconds
         assert buffer is not None
-        self.throughput.add(seconds["step"])
         metrics = {f"time/{name}": value for name, value in seconds.items()}
-        speed = self.throughput.tokens_per_second(buffer.num_tokens)
-        if speed is not None and buffer.updates_done == self.updates_per_rollout:
-            metrics["perf/tokens_per_second"] = speed
-        log_numbers(self, metrics)
+        log_numbers(self, metrics | self.throughput.after_step(seconds["step"], buffer, self.updates_per_rollout))
 
     # 5. Validation, test and predict.
 
@@ -789,10 +725,6 @@ class RLModule(pl.LightningModule, ABC):
             "kl_in": self.kl_penalty.place,
         }
 
-    def note_options(self, options: Mapping[str, Any]) -> None:
-        """Record constructor arguments as plain values, before anything can change them."""
-        note_options(self, options)
-
     def run_options(self) -> dict[str, Any]:
         """Everything that decides what is optimized, by name, as plain values."""
         return recorded_options(self)
@@ -802,43 +734,11 @@ class RLModule(pl.LightningModule, ABC):
 
         A part that an older checkpoint does not have is left as it is.
         """
-        parts = {} if self.policy is None else self.optimized_parts()
-        return {
-            "module": ConsistencyCheck(lambda: lineage(self), lambda then, now: self.compare_origin(then)),
-            "random_numbers": self.random_numbers,
-            "run_options": ConsistencyCheck(self.run_options),  # compared last, by `check_changed_options`
-            "reference_fingerprint": ConsistencyCheck(
-                lambda: self._reference_fingerprint,
-                lambda then, now: compare_reference(then, now, self.policy_source),
-            ),
-            "adapters": ConsistencyCheck(
-                lambda: {name: adapter_options(part) for name, (part, _) in parts.items()}, compare_adapters
-            ),
-            "optimizer": ConsistencyCheck(
-                lambda: saved_options(parts), compare_optimizers if self.is_resumed else None
-            ),
-            "steps": Attributes(self.optimization, "nonfinite_steps"),
-            "unrewarded": Attributes(self.rewarder, "unrewarded_batches"),
-            "tokens": Attributes(self, "num_tokens"),
-            "rollouts": self.unfinished_rollouts,
-            "rollout_ahead": self.collector.ahead_state,
-            "options": ConsistencyCheck(
-                self.rollout_options,
-                lambda then, now: (
-                    compare_options(then, now) if self.is_resumed and self.unfinished_rollouts.restored else None
-                ),
-            ),
-            "kl_controller": self.kl_penalty.controller,
-        }
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether what is loaded is to be trained on, not only evaluated."""
-        return self._trainer is not None and self.trainer.state.fn == "fit"
+        return self.run_checkpoint.standard_parts()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save all parts."""
-        checkpoint[CHECKPOINT_KEY] = save_parts(self.saved_state())
+        self.run_checkpoint.save(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load all parts.
@@ -846,25 +746,7 @@ class RLModule(pl.LightningModule, ABC):
         Raises:
             ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that may not.
         """
-        datamodule = getattr(self._trainer, "datamodule", None) if self.is_resumed else None
-        self._begins_epoch = fix_loop_counters(checkpoint, getattr(datamodule, "num_train_batches", None))
-        state, changes = checkpoint.get(CHECKPOINT_KEY, {}), {}
-        if self.is_resumed:  # each rank reads its files itself
-            per_rank: list[Changes] = gather_plain(changes_since(state, self), self.trainer.strategy.root_device)
-            changes = {name: change for own in per_rank for name, change in own.items()}
-        parts = self.saved_state()
-        load_parts(parts, state, {name for name in parts if self.starts_over.get(name) in changes})
-        check_changed_options(changes, self.allow_changed)
-
-    def compare_origin(self, then: list[str] | None, what: str = "the checkpoint") -> None:
-        """Refuse a checkpoint of another algorithm.
-
-        Args:
-            then: The `lineage` that it records, or None.
-            what: What the error calls it.
-        """
-        compare_lineage(self, then, what)
-        self._checkpoint_lineage = then
+        self.run_checkpoint.load(checkpoint)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights.
@@ -875,7 +757,7 @@ class RLModule(pl.LightningModule, ABC):
         try:
             return super().load_state_dict(*args, **kwargs)
         except RuntimeError as error:
-            raise ValueError(describe_misfit(self, self._checkpoint_lineage, str(error))) from None
+            raise ValueError(self.run_checkpoint.describe_misfit(str(error))) from None
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Attention over packed rows with shared prefixes, and how a transformers model is made to use it."""
+"""Attention over packed rows with shared prefixes, and the patch that makes a transformers model use it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_CHECKS = {"LayerParity", "ParityError", "ParityReport", "check_parity", "com
 
 
 def __getattr__(name: str) -> Any:
-    """Names of `pl_grouprl.checks`, a layer that builds on this one, when they are first asked for."""
+    """Import names of `pl_grouprl.checks` lazily, since it builds on this package."""
     if name in _OF_CHECKS:
         return getattr(importlib.import_module("pl_grouprl.checks"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

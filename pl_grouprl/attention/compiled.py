@@ -1,7 +1,7 @@
-"""Shared-prefix attention as one operator, so that a compiled decoder layer stays one graph for all layouts.
+"""Shared-prefix attention as one operator, so a compiled decoder layer stays one graph for all layouts.
 
-What torch.compile sees is a call on tensors. The layout must not be seen: a graph would be guarded on it and compiled
-again for the next one. So the operator reads it from the marker that stands in the place of the mask, a tensor.
+torch.compile sees a call on tensors. It must not see the layout, which would guard the graph and recompile for each
+new one. So the operator reads the layout from the marker, a tensor passed in place of the mask.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head size of keys, V head size of values.
 """
@@ -37,13 +37,13 @@ def attend_compiled(
     sinks_H: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Attend over a packed row in a graph.
+    """Compute attention over a packed row inside a graph.
 
     Args:
         query: Shape [1, H, T, D].
         key: Shape [1, K, T, D].
         value: Shape [1, K, T, V].
-        marker: What the layer was given as its mask.
+        marker: The layer's mask argument.
         backend: Name of the backend.
         scale: See `LayerOptions`, like the others.
         softcap: See there.
@@ -59,7 +59,7 @@ def attend_compiled(
 
 @lru_cache(maxsize=16)
 def _layout(lengths: tuple[int, ...], parents: tuple[int | None, ...]) -> SharedPrefixLayout:
-    """One layout for all layers of a call, with the plans that it remembers."""
+    """One layout, with its cached plans, for all layers of a call."""
     return SharedPrefixLayout(lengths, parents)
 
 
@@ -79,7 +79,7 @@ def _read(
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, marker: Tensor, name: str, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, T, H, V] and the log-sum-exp [H, T], of backends with an explicit gradient."""
+    """The output [1, T, H, V] and, for backends with an explicit gradient, the log-sum-exp [H, T]."""
     scale, softcap, window = options
     layout, rule = _read(marker, scale, softcap, sinks, window)
     backend = get_backend(name).resolve(query, key, value, rule, compiled=True)
@@ -87,7 +87,7 @@ def _packed_attention(
         return backend.explicit.forward(query, key, value, layout, rule)
     out = backend(query, key, value, layout, rule).contiguous()
     wide = torch.promote_types(query.dtype, torch.float32)
-    return out, query.new_empty(query.shape[1], query.shape[2], dtype=wide)  # nobody reads it
+    return out, query.new_empty(query.shape[1], query.shape[2], dtype=wide)  # never read
 
 
 @_packed_attention.register_fake
@@ -114,7 +114,7 @@ def _packed_attention_backward(
     name: str,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks (empty where there are none)."""
+    """Gradients of query, key, value and sinks (empty if there are none)."""
     scale, softcap, window = options
     layout, rule = _read(marker, scale, softcap, sinks, window)
     backend = get_backend(name).resolve(query, key, value, rule, compiled=True)

@@ -1,7 +1,7 @@
-"""Run a few tokens through the shared and the repeated path, forward only, before a model shares prefixes.
+"""Compares the shared with the repeated path on a few tokens, forward only, before a model shares prefixes.
 
-Configs do not say how layers mix tokens outside attention. A forest of a few tokens shows it, in two short calls.
-It belongs to `attention`, which runs it before the first shared call; the other self-checks are in `pl_grouprl.checks`.
+Configs do not say how layers mix tokens outside attention; two short calls on a small forest show it. `attention` runs
+this check before the first shared call; the other self-checks are in `pl_grouprl.checks`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Padding = Literal["padding", "padding on the left"]
-"""Padding with which rows are not shared, because a trial on a few tokens gave different results."""
+"""Rows with this padding are not shared, because a trial on a few tokens gave different results."""
 
 _FORESTS = {
     None: SharedPrefixLayout([5, 3, 2, 4, 1, 3, 4], [None, 0, 1, 1, 0, None, 5]),
     1: SharedPrefixLayout([5, 3, 4, 1, 3, 4], [None, 0, 0, 0, None, 4]),
 }
-"""By the deepest forest that a backend runs."""
+"""The forests to try, by a backend's maximum depth."""
 
 
 def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
-    """Compare both paths on a few tokens. Skips a model whose weights are not whole here (sharded, on meta).
+    """Compare both paths on a few tokens. Skips a model whose weights are sharded or on meta.
 
     Args:
-        model: In a `shared_prefix` context that lets ordinary calls through.
-        max_depth: Deepest forest that the context's backend runs.
+        model: A model in a `shared_prefix` context that lets ordinary calls through.
+        max_depth: Deepest forest that the context's backend can run.
 
     Returns:
-        Whether the model gives the same at positions moved by a constant; None if it was skipped.
+        Whether shifting all positions by a constant leaves the results unchanged; None if the check was skipped.
 
     Raises:
-        UnsupportedModelError: If the results differ, or the shared path refuses.
+        UnsupportedModelError: If the results differ, or the shared path refuses the model.
     """
     decoder = find_decoder(model)
     if not is_whole(decoder):
@@ -59,8 +59,8 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
             reason = str(error)
             if "sharing=" not in reason:  # not an error of ours
                 reason = (
-                    "its layers cannot run a packed row: they compute with the attention mask themselves, or fail "
-                    f"otherwise ({type(error).__name__}: {error})"
+                    "its layers cannot run a packed row, perhaps because they compute with the attention mask "
+                    f"themselves ({type(error).__name__}: {error})"
                 )
             raise refusal(model, _without_remedy(reason)) from error
     pairs = [
@@ -69,19 +69,19 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
     ]
     found, expected = (torch.cat(states) for states in zip(*pairs, strict=True))
     difference = compare(found, expected).relative_mean
-    if not difference <= tolerance_of(found.dtype).hidden:  # a NaN is refused too
+    if not difference <= tolerance_of(found.dtype).hidden:  # also refuses NaN
         raise refusal(model, *_what_differs(found, expected, difference))
     return relative
 
 
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
-    """Run a small padded batch with and without sharing, and return the padding with which the results differ.
+    """Run a small padded batch with and without sharing, and return the padding for which the results differ.
 
     Prompts are padded on the left and completions on the right. If that differs, right padding alone is tried.
 
     Args:
-        decoder: One that `check_layers` has accepted, in a `shared_prefix` context.
-        set_paused: Turns sharing of ordinary calls in that context off or on.
+        decoder: Accepted by `check_layers`, in a `shared_prefix` context.
+        set_paused: Pauses or resumes that context's sharing of ordinary calls.
     """
     kinds: tuple[tuple[Padding, int], ...] = (("padding on the left", 6), ("padding", 0))
     differing: Padding | None = None
@@ -107,7 +107,7 @@ def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
     """Two groups of two rows, shape [4, 18]; the first group's prompt begins after `left` columns of padding."""
     vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     columns = torch.arange(18, device=decoder.device)
-    spans = [(left, 12, 18), (left, 12, 15), (0, 13, 18), (0, 13, 17)]  # where a row, its completion and its end begin
+    spans = [(left, 12, 18), (left, 12, 15), (0, 13, 18), (0, 13, 17)]  # start, start of the completion, end
     rows = [
         columns + 20 * (number // 2) + 7 * number * (columns >= start) for number, (_, start, _) in enumerate(spans)
     ]
@@ -116,27 +116,27 @@ def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
 
 
 def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[str, ...]:
-    """Say why two runs of the same tokens differ, or which run has NaN, and what to do about it."""
+    """Explain why two runs of the same tokens differ, or which run has NaN, and what to do."""
     shared, repeated = (not bool(states.isfinite().all()) for states in (found, expected))
     if repeated:
         where = "with a shared prefix as well" if shared else "with a shared prefix it does not"
         return (
             f"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in "
             f"{found.dtype}; {where}.",
-            "Look at its weights, or load it in another dtype (float32) or with another attn_implementation.",
+            "Check its weights, or load it in another dtype (float32) or with another attn_implementation.",
         )
     if shared:
         return (
             "its hidden states of a few tokens are NaN or infinite with a shared prefix, and not with a repeated one.",
         )
     return (
-        f"its hidden states of a few tokens differ between a shared and a repeated prefix by {difference:.1e} of their "
-        "size, so it mixes tokens in a way that is not known here.",
+        "its hidden states of a few tokens differ between a shared and a repeated prefix by a relative "
+        f"{difference:.1e}, so it mixes tokens in an unknown way.",
     )
 
 
 def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:
-    """Whether a row gives the same, up to the rounding of angles, at positions moved far away."""
+    """Whether a row gives the same result, up to rounding of angles, at far larger positions."""
     if not positions_are_relative(decoder):
         return False
     longest = getattr(decoder.config, "max_position_embeddings", None) or 0
@@ -147,7 +147,7 @@ def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:
 
 
 def _without_remedy(reason: str) -> str:
-    """The reason alone: `refusal` says what to do."""
+    """The reason alone; `refusal` adds the remedy."""
     return re.split(r"; (?:train|Train) this|\. Train this|; the result would be", reason)[0].rstrip(".") + "."
 
 

@@ -1,4 +1,4 @@
-"""What a layer tells its attention function apart from the mask, and the rule that the two make."""
+"""Keywords that a layer passes to its attention function, combined with the mask into a rule."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pl_grouprl.attention.mask import MaskRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 OWN_MASK = (
-    "has a mask or bias of its own, which shared-prefix attention does not apply; train this model with "
+    "has its own mask or bias, which shared-prefix attention does not support; train this model with "
     "sharing='repeated'."
 )
-"""Why a layer is refused that was given another mask than ours."""
+"""Why a layer with a mask other than ours is refused."""
 
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "position_embeddings", "output_attentions", "output_hidden_states"),
     *("use_cache", "past_key_values", "return_dict", "is_causal", "output_router_logits", "logits_to_keep"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "num_items_in_batch"),
 }
-"""Keywords that reach attention functions without changing what is computed over a whole row."""
+"""Keywords of attention functions that do not change the result for a whole row."""
 
 
 class LayerOptions(NamedTuple):
@@ -31,7 +31,7 @@ class LayerOptions(NamedTuple):
         scale: `scaling`.
         softcap: `softcap`.
         sinks_H: `s_aux`.
-        window: `sliding_window`, which says again what the mask says.
+        window: `sliding_window`, which repeats the mask's window.
     """
 
     scale: float
@@ -40,17 +40,17 @@ class LayerOptions(NamedTuple):
     window: int | None
 
     def rule(self, mask: MaskRule, layout: SharedPrefixLayout) -> AttentionRule:
-        """Put mask and keywords together.
+        """Combine mask and keywords.
 
         Raises:
-            NotImplementedError: If their windows differ and a sequence is longer: then transformers' attention
-                implementations differ among themselves.
+            NotImplementedError: If their windows differ and a sequence is longer, in which case transformers' own
+                attention implementations disagree.
         """
         longest = max(layout.repeated_lengths, default=0)
         if self.window is not None and self.window != mask.window and longest > self.window:
             raise NotImplementedError(
-                f"a layer passes sliding_window={self.window} with a mask whose window is {mask.window}, so that its "
-                "attention implementations differ among themselves; train this model with sharing='repeated'."
+                f"a layer passes sliding_window={self.window} with a mask whose window is {mask.window}, so its "
+                "attention implementations disagree; train this model with sharing='repeated'."
             )
         return AttentionRule(
             self.scale, mask.window, mask.chunk, self.softcap, self.sinks_H, mask.blocks, mask.window_bounds_blocks
@@ -61,19 +61,18 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     """Read the keywords that a layer passes to its attention function.
 
     Raises:
-        NotImplementedError: If the layer is not causal, or a keyword is not understood.
+        NotImplementedError: If the layer is not causal, or a keyword is unknown.
         ValueError: If it has attention dropout.
     """
     name, kwargs = type(module).__name__, {key: value for key, value in kwargs.items() if value is not None}
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise NotImplementedError(
-            f"{name} is not causal, so what a prefix becomes depends on what follows it; train this model with "
-            "sharing='repeated'."
+            f"{name} is not causal, so a prefix depends on what follows it; train this model with sharing='repeated'."
         )
     dropout = kwargs.pop("dropout", 0.0)
     if dropout:
         raise ValueError(
-            f"{name} has attention dropout {dropout}, which cannot be the same for a shared and a repeated prefix; "
+            f"{name} has attention dropout {dropout}, which cannot match between a shared and a repeated prefix; "
             "set the config's attention dropout to 0 or call model.eval()."
         )
     options = LayerOptions(
@@ -85,7 +84,7 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     unknown = sorted(key for key in kwargs if key not in _WITHOUT_EFFECT)
     if unknown:
         raise NotImplementedError(
-            f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not apply; train this model "
+            f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not support; train this model "
             "with sharing='repeated'."
         )
     return options

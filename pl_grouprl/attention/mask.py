@@ -1,12 +1,12 @@
-"""What transformers' own mask creation says about a layer, read off its mask function instead of a dense mask.
+"""Reads a layer's attention pattern off transformers' mask function, without a dense mask.
 
-transformers composes a mask from small functions (causal, window, chunk, blocks) and hands the composition to the mask
-function registered for the attention implementation. In a packed call ours reads the composition and returns a
-*marker*: a small tensor that carries what was read to the attention function, through any layer, checkpointed or not.
-A composition with a part that is not known is refused. So windows and the like come from what the model does, not from
-a list of models.
+transformers composes a mask from small functions (causal, window, chunk, blocks) and passes the composition to the mask
+function registered for the attention implementation. In a packed call, ours reads the composition and returns a
+*marker*: a small tensor that carries the pattern to the attention function, through any layer, checkpointed or not.
+Compositions with unknown parts are refused, so windows and chunks come from what the model does, not from a list of
+models.
 
-Legend: S tokens that are run, those of the packed row that are not given.
+Legend: S tokens that run, those of the packed row that are not given.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from pl_grouprl.packing import SharedPrefixLayout
 
 _MAGIC = 0x5E95
-"""First number of a marker: no mask of a model holds it."""
+"""First number of a marker; never in a model's own mask."""
 
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What a mask function says; see `AttentionRule` for the attributes."""
+    """The pattern of a mask function; see `AttentionRule` for the attributes."""
 
     window: int | None = None
     chunk: int | None = None
@@ -36,24 +36,24 @@ class MaskRule:
 
 
 _PACKED_ROW: ContextVar[SharedPrefixLayout | None] = ContextVar("packed_row", default=None)
-"""The packed row whose masks are being made; None in an ordinary call.
+"""The packed row whose masks are being created; None in an ordinary call.
 
-A global is enough here: masks are made once, before the layers, never in a recomputation of one.
+A global suffices: masks are created once, before the layers, never when a layer is recomputed.
 """
 
 
 def start_packed_masks(layout: SharedPrefixLayout) -> None:
-    """From now on masks are those of a packed row."""
+    """Create masks for a packed row from now on."""
     _PACKED_ROW.set(layout)
 
 
 def end_packed_masks() -> None:
-    """From now on masks are what they were."""
+    """Create ordinary masks again."""
     _PACKED_ROW.set(None)
 
 
 def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make our mask function over that of the wrapped attention implementation, where it has one."""
+    """Make our mask function, which falls back on that of the wrapped attention implementation, if any."""
 
     @torch.compiler.disable(reason="reads the model's mask function in Python")
     def make_mask(*args: Any, **kwargs: Any) -> Any:
@@ -66,10 +66,10 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
-    """Pack a rule and the forest into pairs of int64 on the CPU, so that reading them waits for no device.
+    """Pack a rule and the forest into pairs of int64 on the CPU, so reading them does not synchronize.
 
-    Shape [1, 1, rows, 2], with other than S rows: that fits no attention over S tokens, so a layer that runs again
-    after the context is left fails instead of lying.
+    Shape [1, 1, rows, 2] with rows != S: this fits no attention over S tokens, so a layer that is recomputed after the
+    context exits fails instead of computing something wrong.
     """
     rows = [
         (_MAGIC, rule.window or 0),
@@ -84,7 +84,7 @@ def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
 
 
 def from_marker(marker: Any) -> MaskRule | None:
-    """The rule that a layer was given as its mask, or None if it is no marker."""
+    """Decode the rule from a layer's mask, or None if it is not a marker."""
     if not isinstance(marker, Tensor) or marker.dtype != torch.int64 or marker.dim() != 4:
         return None
     if marker.shape[-1] != 2 or marker.shape[2] < 3 or int(marker[0, 0, 0, 0]) != _MAGIC:
@@ -96,7 +96,7 @@ def from_marker(marker: Any) -> MaskRule | None:
 
 
 def forest_of_marker(marker: Tensor) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Lengths and parents of the segments that a marker carries."""
+    """Lengths and parents of the segments in a marker."""
     segments = int(marker[0, 0, 2, 1])
     lengths, parents = marker[0, 0, 3 : 3 + segments].t().tolist()
     return tuple(lengths), tuple(None if parent < 0 else parent for parent in parents)
@@ -106,7 +106,7 @@ def read_mask_function(function: Callable[..., Any]) -> MaskRule:
     """Read a composition of transformers' mask functions.
 
     Raises:
-        NotImplementedError: If a part of it is unknown, or the parts are combined in a way that no rule expresses.
+        NotImplementedError: If a part is unknown, or no rule expresses the combination.
     """
     kind, parts = _parse(function)
     if kind == "causal":
@@ -143,7 +143,7 @@ def _all_of(parts: list[Callable[..., Any]]) -> MaskRule:
 
 
 def _parse(function: Callable[..., Any]) -> tuple[str, Any]:
-    """Which of transformers' mask functions this is, and what it closes over."""
+    """Which of transformers' mask functions this is, and its closure."""
     name = getattr(function, "__qualname__", type(function).__name__)
     closed = _closure(function)
     if name == "causal_mask_function":
@@ -171,6 +171,6 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
 def _unknown(function: Callable[..., Any]) -> NotImplementedError:
     name = getattr(function, "__qualname__", type(function).__name__)
     return NotImplementedError(
-        f"the model composes its attention mask with {name}, which shared-prefix attention does not know; train this "
-        "model with sharing='repeated'."
+        f"the model composes its attention mask with {name}, which shared-prefix attention does not support; train "
+        "this model with sharing='repeated'."
     )

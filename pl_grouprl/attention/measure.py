@@ -1,4 +1,4 @@
-"""Time one decoder call both ways: as the packed row that it was, and as padded rows with the prefixes repeated."""
+"""Times one decoder call both ways: as the packed row, and as padded rows with repeated prefixes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def measure_speedup(patch: SharedPrefix, report: CallReport, *, repeats: int = 2) -> float:
     """Seconds of the repeated run over seconds of the shared one, decoder forward and backward.
 
-    Nothing is left behind: no gradient, no change of the random state. The runs alternate, and the faster of
-    `repeats` counts, so that the first one may warm up.
+    Leaves no gradients and does not change the random state. The two kinds alternate, and the fastest run of each
+    counts, so the first may warm up.
 
     Args:
-        patch: The context in force.
-        report: A call of its decoder in which something was shared.
+        patch: The active context.
+        report: A call of its decoder that shared a prefix.
         repeats: Runs of each kind.
     """
     layout = report.layout

@@ -1,4 +1,4 @@
-"""What may be passed to a model together with an explicit layout."""
+"""Checks the arguments passed to a model with an explicit layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pl_grouprl.packing import SharedPrefixLayout
 
 
 def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:
-    """Refuse arguments that do not go with an explicit layout.
+    """Refuse arguments that contradict an explicit layout.
 
     Raises:
-        ValueError: If input or positions are not those of the packed row, a mask hides tokens, or a cache is asked for.
+        ValueError: If input or positions do not match the packed row, a mask hides tokens, or a cache is requested.
     """
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     rows = tokens.shape if kwargs.get("input_ids") is not None else tokens.shape[:-1]
@@ -36,16 +36,16 @@ def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None
         _check_positions(positions.flatten(), layout)
     if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
         raise ValueError(
-            "attention_mask hides tokens of a packed row, where prefix_layout alone says what is seen; leave it out."
+            "attention_mask hides tokens of a packed row, where prefix_layout alone decides what is seen; leave it out."
         )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
 
 
 def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
-    """Positions may be those of the layout, all moved by a constant in each tree: a caller may count from 1.
+    """Positions may be the layout's plus a constant per tree: a caller may count from 1.
 
-    The host waits for the device, unless they are the layout's own, as `pack` leaves them.
+    Synchronizes with the device, unless they are the layout's own tensor, as from `pack`.
     """
     own_T = layout.positions_on(positions_T.device)[layout.given :]
     if positions_T.is_set_to(own_T):
@@ -54,13 +54,13 @@ def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
     roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)[layout.given :]
     if not torch.equal(moved_T, moved_T[roots]):
         raise ValueError(
-            "position_ids do not count on from a prefix to what continues it; pass prefix_layout.position_ids, or "
+            "position_ids do not continue from a prefix to its suffixes; pass prefix_layout.position_ids, or "
             "leave them out."
         )
 
 
 def _first_tokens_of_roots(layout: SharedPrefixLayout) -> Tensor:
-    """For each token the first one of its tree, shape [T]."""
+    """The first token of each token's tree, shape [T]."""
     first: list[int] = []
     for segment in layout.segments:
         first.append(segment.start if segment.parent is None else first[segment.parent])
@@ -68,10 +68,10 @@ def _first_tokens_of_roots(layout: SharedPrefixLayout) -> Tensor:
 
 
 def media_arguments(kwargs: dict[str, Any]) -> list[str]:
-    """Names of arguments that hold images or videos."""
+    """Names of arguments with images or videos."""
     return [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
 
 
 def row_of_positions(positions: Tensor) -> Tensor:
-    """[T] or [1, T] to [1, T]; several kinds of positions (of images: time, height, width) stay [kinds, 1, T]."""
+    """Reshape [T] or [1, T] to [1, T]; keeps the [kinds, 1, T] of images (time, height, width)."""
     return positions if positions.dim() == 3 else positions.reshape(1, -1)

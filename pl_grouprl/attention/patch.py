@@ -1,7 +1,7 @@
-"""`shared_prefix(model)`: while it is in force, the model's decoder encodes shared prefixes once.
+"""`shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once.
 
-Two ways in. A caller that knows packed rows passes `prefix_layout`. A caller that knows nothing of them passes an
-ordinary padded batch; rows with a common prefix are found, packed, run once and handed back row by row.
+Callers that build packed rows pass `prefix_layout`. Others pass an ordinary padded batch: rows with a common prefix are
+found, packed, run once and unpacked row by row.
 """
 
 from __future__ import annotations
@@ -24,26 +24,11 @@ from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.prefix_states import check_prefix_states
 from pl_grouprl.attention.registration import LayoutCall, register
-from pl_grouprl.attention.row_scale import scales_by_row
-from pl_grouprl.attention.rows import (
-    SharedRows,
-    hand_back_router_logits,
-    has_holes,
-    has_padding,
-    pads_left,
-    share_rows,
-    unsharable,
-)
+from pl_grouprl.attention.row_sharing import RowSharing
+from pl_grouprl.attention.rows import SharedRows, hand_back_output
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
-from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, install, stateful_mixers
-from pl_grouprl.attention.support import (
-    check_supported,
-    find_backbone,
-    find_decoder,
-    frequencies_move,
-    positions_are_relative,
-    why_not_reached,
-)
+from pl_grouprl.attention.state.stateful import STATEFUL, install
+from pl_grouprl.attention.support import check_supported, find_backbone, find_decoder, why_not_reached
 from pl_grouprl.packing import SharedPrefixLayout
 
 if TYPE_CHECKING:
@@ -54,15 +39,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CallReport:
-    """What became of one call of the decoder.
+    """How one call of the decoder ran.
 
     Attributes:
-        layout: The forest that was run, or None if the call went through untouched.
+        layout: The forest that ran, or None if the call went through untouched.
         reason: Why it went through untouched, or None.
-        input_ids: What was run: the packed row [1, T], or the caller's rows [B, L]; of embeddings the first component.
+        input_ids: The packed row [1, T], or the caller's rows [B, L]; for embeddings, their first component.
         position_ids: Positions of the packed row, shape [1, T]; None if the call went through untouched.
-        padding_fraction: Share of the tokens that the caller passed that is padding.
-        part: Which part of a group that does not run in one call: its prompt alone, or some of its rollouts.
+        padding_fraction: Fraction of the caller's tokens that is padding.
+        part: For a group split over several calls, which part ran: its prompt, or some of its rollouts.
     """
 
     layout: SharedPrefixLayout | None
@@ -74,28 +59,28 @@ class CallReport:
 
     @property
     def token_ratio(self) -> float:
-        """Tokens with repeated prefixes over tokens run."""
+        """Tokens with repeated prefixes over tokens that ran."""
         return self.layout.token_ratio if self.layout is not None else 1.0
 
 
 class SharedPrefix:
-    """Context manager that lets a transformers decoder share prefixes; see `shared_prefix`.
+    """Context manager that makes a transformers decoder share prefixes; see `shared_prefix`.
 
     Attributes:
         model: The patched model.
         backend: Name of the attention backend.
         decoder: Its decoder.
-        backbone: The module around it that takes images, where there is one; otherwise the decoder.
-        wrapped: The attention implementation that serves calls without a layout.
-        last_call: What became of the decoder's last call; None before the first.
-        listeners: Called with the `CallReport` of each call of the decoder.
-        paused: Set it to let every call through untouched for a while.
-        layers: By kind of layer what runs it, and how many of them there are; empty before a first call that shared.
-        only: Set it to the kind of layer that `backend` is to run; attention of every other kind runs the `reference`.
+        backbone: For multimodal models, the parent of decoder and vision tower; otherwise the decoder.
+        wrapped: The attention implementation for calls without a layout.
+        last_call: Report of the decoder's last call; None before the first.
+        listeners: Called with the `CallReport` of each decoder call.
+        paused: Set it to let every call through untouched.
+        layers: By kind of layer, what runs it and the number of layers; empty before the first call that shares.
+        only: Restricts `backend` to this kind of layer; attention layers of other kinds run the `reference`.
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "auto", min_saved_tokens: int = 16) -> None:
-        self.model, self.backend, self.min_saved_tokens = model, backend, min_saved_tokens
+        self.model, self.backend = model, backend
         self._max_depth = get_backend(backend).max_depth
         self.last_call: CallReport | None = None
         self.listeners: list[Callable[[CallReport], None]] = []
@@ -107,26 +92,19 @@ class SharedPrefix:
         check_supported(model)
         self.decoder, self.backbone = find_decoder(model), find_backbone(model)
         self._parameters = list(inspect.signature(self.decoder.forward).parameters)
-        # OPT's default positions count the tokens of the attention mask, not the columns.
-        self._mask_counts = any(type(module).__name__ == "OPTLearnedPositionalEmbedding" for module in model.modules())
-        self._positions_are_relative = positions_are_relative(self.decoder)
-        self._counts_columns = any(scales_by_row(module) for module in self.decoder.modules())
-        self._differing_padding: Padding | None = None
-        self._frequencies_move = frequencies_move(self.decoder)
-        self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(self.decoder))
-        self._labels_need_padding = False
+        self._row_sharing = RowSharing(self.decoder, min_saved_tokens, self._max_depth)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
-        """A copy of a patched model has its hooks; they let every call through once this context is left."""
+        """A copy of a patched model keeps the hooks; after this context exits they let every call through."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled model's copy of this context is never in force."""
+        """A pickled model's copy of this context is never active."""
         return self.__dict__ | {"_handles": [], "listeners": [], "last_call": None}
 
     def __enter__(self) -> SharedPrefix:
         if self._handles:
-            raise RuntimeError("this shared_prefix context is already in force; make a new one to nest it.")
+            raise RuntimeError("this shared_prefix context is already active; make a new one to nest it.")
         config = self.decoder.config
         self.wrapped = config._attn_implementation or "eager"
         config._attn_implementation = register(self.backend, self.wrapped)
@@ -159,7 +137,7 @@ class SharedPrefix:
         contexts = _IN_FORCE[self.decoder]
         place = contexts.index(self)
         contexts.remove(self)
-        if place < len(contexts):  # left before the one inside it, which is the one to restore the model then
+        if place < len(contexts):  # exits before the inner context, which then restores the model
             contexts[place].wrapped = self.wrapped
         else:
             self.decoder.config._attn_implementation = self.wrapped
@@ -168,11 +146,11 @@ class SharedPrefix:
     def _before(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        if not self._handles:  # a copy of the model, made in the context and used after it
+        if not self._handles:  # a copy of the model made inside the context, used after it
             return args, kwargs
         kwargs = dict(zip(self._parameters, args, strict=False)) | kwargs
         layout, group_ids = kwargs.pop("prefix_layout", None), kwargs.pop("group_ids", None)
-        if isinstance(layout, LayoutCall):  # an outer context has been here
+        if isinstance(layout, LayoutCall):  # handled by an outer context
             return (), kwargs | {"prefix_layout": layout}
         if isinstance(kwargs.get("past_key_values"), _NoCache):
             kwargs["past_key_values"].get_seq_length()  # raises
@@ -181,7 +159,7 @@ class SharedPrefix:
             return (), self._start_packed_row(kwargs, layout)
         if self.paused:
             return (), kwargs
-        shared = self._share(decoder, kwargs, group_ids)
+        shared = self._row_sharing.pack(kwargs, group_ids, self.layers)
         if isinstance(shared, str):
             self._report(kwargs, None, shared)
             return (), kwargs
@@ -191,35 +169,11 @@ class SharedPrefix:
         start_packed_masks(shared.layout)
         return (), kwargs
 
-    def _share(self, decoder: nn.Module, kwargs: dict[str, Any], group_ids: Any) -> SharedRows | str:
-        """Pack the rows of an ordinary call, or say why it goes through untouched."""
-        reason = unsharable(kwargs, decoder.config, decoder)
-        if reason is not None:
-            return reason
-        if self._labels_need_padding:
-            return "its labels train tokens that padding predicts"
-        if self._sees_columns() and has_holes(kwargs.get("attention_mask")):
-            return "its padding lies between tokens, which windows, chunks and states count"
-        if self._padding_reaches_states and pads_left(kwargs.get("attention_mask")):
-            return "its padding on the left reaches the states of its layers through a bias"
-        if self._differs_through_padding(kwargs.get("attention_mask")):
-            return f"a trial on a few tokens with {self._differing_padding} differed from the unshared run"
-        shared = share_rows(
-            kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
-            positions_are_relative=self._positions_are_relative, by_column=self._counts_columns,
-            min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
-        )  # fmt: skip
-        if shared is None:
-            return "no rows of the batch share a prefix"
-        if self._frequencies_move and not _same_largest_position(shared, kwargs):
-            return "its rotary frequencies depend on the largest position, which is that of padding"
-        return shared
-
     @torch.compiler.disable(reason="looks at the layout in Python; the decoder's layers compile")
     def _before_backbone(
         self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Prepare a packed row for a model with a vision tower, which makes the masks itself."""
+        """Prepare a packed row for a multimodal model, which creates the masks itself."""
         kwargs = dict(zip(inspect.signature(backbone.forward).parameters, args, strict=False)) | kwargs
         layout = kwargs.get("prefix_layout")
         if not self._handles or layout is None or isinstance(layout, LayoutCall):
@@ -228,13 +182,13 @@ class SharedPrefix:
         media = media_arguments(kwargs)
         if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and media:
             raise ValueError(
-                f"{', '.join(media)} without position_ids: {type(backbone).__name__} would count positions "
+                f"{', '.join(media)} passed without position_ids: {type(backbone).__name__} would count positions "
                 "along the packed row; pass those of pl_grouprl.media.positions, or score with pl_grouprl.models.score."
             )
         return (), self._start_packed_row(kwargs, layout)
 
     def _start_packed_row(self, kwargs: dict[str, Any], layout: SharedPrefixLayout) -> dict[str, Any]:
-        """Arguments of the call on a row that the caller has packed, or on this rank's part of it."""
+        """Arguments of the call on a row packed by the caller, or on this rank's part of it."""
         group, states = kwargs.pop("sequence_group", None), kwargs.pop("prefix_states", None)
         check_prefix_states(states, layout)
         kwargs |= self._as_packed_row(kwargs, layout)
@@ -252,25 +206,12 @@ class SharedPrefix:
                 "labels are shifted by one token along the packed row, from one rollout into the next; leave them out "
                 "and compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
             )
-        # What padding computes is not handed back: a loss that reads it there needs the rows as they are.
-        self._labels_need_padding = (
-            isinstance(labels, Tensor)
-            and isinstance(mask, Tensor)
-            and mask.shape == labels.shape
-            and bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
-        )
-
-    def _positions(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Positions that the decoder would use for the caller's rows; None for the columns."""
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if positions is None and mask is not None and self._mask_counts:
-            return (mask.cumsum(dim=1) - 1).clamp(min=0)
-        return positions
+        self._row_sharing.look_at_labels(labels, mask)
 
     def _as_packed_row(
         self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
     ) -> dict[str, Any]:
-        """Arguments that turn a decoder call into that of a packed row."""
+        """Arguments of a decoder call on a packed row."""
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         positions = kwargs.get("position_ids")
         positions = layout.position_ids[layout.given :] if positions is None else positions
@@ -279,7 +220,7 @@ class SharedPrefix:
         call = _OwnCall(layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache, columns_T=columns_T)
         changed = {
             "position_ids": row_of_positions(positions.to(tokens.device)),
-            # Of two dimensions and full of ones: the model makes its masks, which is where ours says what they are.
+            # A 2-d mask of ones makes the model create its masks, where our mask function steps in.
             "attention_mask": torch.ones(1, layout.num_queries, dtype=torch.long, device=tokens.device),
             "prefix_layout": call,
             "past_key_values": None,
@@ -301,12 +242,12 @@ class SharedPrefix:
             output = gather_output(output, call.shards)
         if call.expects_cache and isinstance(output, dict):
             output["past_key_values"] = _NoCache()
-        return output if call.rows is None else _hand_back(output, call.rows)
+        return output if call.rows is None else hand_back_output(output, call.rows)
 
     def _account_for_layers(self, decoder: nn.Module, call: LayoutCall) -> None:
-        """Every layer must have mixed tokens by the layout, or not at all.
+        """Raise unless every layer that mixes tokens followed the layout.
 
-        Compiled attention does not say what it did; what it does was seen when the context was entered.
+        Compiled attention does not report; the check on entry covers it.
         """
         if self.layers and all(ran == STATEFUL for _, ran in call.ran.values()):
             return
@@ -316,60 +257,51 @@ class SharedPrefix:
         self.layers = call.kinds()
 
     def _check_layers(self) -> None:
-        """Run a few tokens both ways, once per decoder and backend, without telling listeners."""
+        """Run a few tokens both ways, once per decoder and backend, without notifying listeners."""
         outer = _IN_FORCE[self.decoder][0]
         if outer is not self:  # which has been checked already, and whose backend runs the calls
-            self.layers, self._positions_are_relative = outer.layers, outer._positions_are_relative
-            self._differing_padding = outer._differing_padding
+            self.layers = outer.layers
+            self._row_sharing.learn(outer._row_sharing.positions_are_relative, outer._row_sharing.differing_padding)
             return
         seen = _CHECKED.setdefault(self.decoder, {})
-        # A layer that was exchanged is checked again.
+        # A replaced layer is checked again.
         built_of = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
         if built_of not in seen:
             seen[built_of] = self._run_layer_check()
         found = seen[built_of]
         if found is not None:
-            self.layers, relative, self._differing_padding = found
-            self._positions_are_relative = self._positions_are_relative and relative
+            self.layers, relative, padding = found
+            self._row_sharing.learn(relative, padding)
 
     def _run_layer_check(self) -> _LayerFindings | None:
         listeners, self.listeners = self.listeners, []
-        last_call, paused, least = self.last_call, self.paused, self.min_saved_tokens
+        last_call, paused, least = self.last_call, self.paused, self._row_sharing.min_saved_tokens
         try:
             self.paused = True
             relative = check_layers(self.model, self._max_depth)
             if relative is None:
                 _LOG.warning(
-                    "%s was not compared on a few tokens with a shared and a repeated prefix, as its weights are not "
-                    "whole here (sharded, quantized or on meta); check_parity compares it.",
+                    "%s was not compared between a shared and a repeated prefix on a few tokens, as its weights are "
+                    "sharded, quantized or on meta; check_parity compares it.",
                     type(self.model).__name__,
                 )
                 return None
-            self._positions_are_relative, self.min_saved_tokens = self._positions_are_relative and relative, 1
+            self._row_sharing.learn(relative, None)
+            self._row_sharing.min_saved_tokens = 1
             return self.layers, relative, differing_padding(self.decoder, self._set_paused)
         finally:
-            self.listeners, self.last_call, self.paused, self.min_saved_tokens = listeners, last_call, paused, least
+            self.listeners, self.last_call, self.paused = listeners, last_call, paused
+            self._row_sharing.min_saved_tokens = least
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
 
-    def _differs_through_padding(self, mask: Tensor | None) -> bool:
-        if self._differing_padding is None:
-            return False
-        return has_padding(mask) if self._differing_padding == "padding" else pads_left(mask)
-
     def describe(self) -> str:
-        """Which backend runs which layers, in words: `window 512: cascade (20 layers); full: cascade (4 layers)`."""
+        """Which backend runs which layers, such as `window 512: cascade (20 layers); full: cascade (4 layers)`."""
         parts = [
             f"{kind}: {ran} ({count} layer{'s' if count > 1 else ''})" for kind, (ran, count) in self.layers.items()
         ]
         return "; ".join(parts) or f"{self.backend}, chosen at the first call"
-
-    def _sees_columns(self) -> bool:
-        """Whether padding between tokens changes more than positions; assumed where layers are not known yet."""
-        return not self.layers or any(
-            "window" in kind or "chunks" in kind or ran == STATEFUL for kind, (ran, _) in self.layers.items()
-        )
 
     def _report(
         self,
@@ -387,36 +319,36 @@ class SharedPrefix:
 
 
 def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_tokens: int = 16) -> SharedPrefix:
-    """Let a transformers model encode shared prefixes once, as long as the context lasts.
+    """Make a transformers model encode shared prefixes once, inside this context.
 
     Inside it, `model(input_ids [1, T], prefix_layout=layout)` runs a packed row of T tokens, and an ordinary padded
-    batch `model(input_ids [B, L], attention_mask [B, L])` is packed, run and handed back row by row: the decoder's
-    hidden states, and with them logits, losses and gradients, are those of the repeated run; at padding they are zero.
+    batch `model(input_ids [B, L], attention_mask [B, L])` is packed, run and unpacked row by row: the decoder's hidden
+    states, and so logits, losses and gradients, equal those of the repeated run; at padding they are zero.
     Rows are compared by their tokens, within each group where `group_ids` (one per row) is passed. Calls that cannot
-    be shared (a cache, a mask of one's own, one row) go through untouched. Keep the context in force until the
-    backward pass is done: activation checkpointing runs the forward again.
+    be shared (a cache, a custom mask, one row) go through untouched. Stay in the context until the backward pass is
+    done: activation checkpointing runs the forward again.
 
     Args:
         model: A decoder, with or without a head.
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
-        min_saved_tokens: Ordinary rows share a prefix only where that saves at least this many tokens.
+        min_saved_tokens: Ordinary rows share a prefix only if that saves at least this many tokens.
 
     Raises:
-        UnsupportedModelError: If the model would be silently wrong.
-        ValueError: If there is no such backend.
+        UnsupportedModelError: If the model would give wrong results silently.
+        ValueError: If the backend is unknown.
     """
     return SharedPrefix(model, backend, min_saved_tokens)
 
 
 def in_force(model: PreTrainedModel) -> SharedPrefix | None:
-    """The outermost `shared_prefix` context that the model is in, or None."""
+    """The model's outermost `shared_prefix` context, or None."""
     contexts = _IN_FORCE.get(find_decoder(model))
     return contexts[0] if contexts else None
 
 
 @contextmanager
 def sharing_paused(model: PreTrainedModel) -> Iterator[None]:
-    """Let ordinary calls of the model through untouched, whatever context it is in."""
+    """Let ordinary calls of the model through untouched, in any context."""
     contexts = [(patch, patch.paused) for patch in _IN_FORCE.get(find_decoder(model), [])]
     for patch, _ in contexts:
         patch.paused = True
@@ -428,14 +360,14 @@ def sharing_paused(model: PreTrainedModel) -> Iterator[None]:
 
 
 _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary()
-"""The contexts that each decoder is in, outermost first."""
+"""The active contexts of each decoder, outermost first."""
 
 
 _Kinds = dict[str, tuple[str, int]]
 _LayerFindings = tuple[_Kinds, bool, Padding | None]
 _CHECKED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _LayerFindings | None]] = WeakKeyDictionary()
-"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and the padding with
-which it differs; None if it could not be examined."""
+"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and the padding for
+which it differs; None if it could not be checked."""
 
 
 @dataclass
@@ -446,35 +378,17 @@ class _OwnCall(LayoutCall):
 
 
 class _NoCache:
-    """Stands where a caller may look for the cache of a packed row: going on from it is an error, not a fresh start."""
+    """Placeholder for the cache of a packed row: continuing from it is an error, not a fresh start."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
             "past_key_values comes from a call that shared its prefixes, which keeps no cache; pass use_cache=True to "
-            "that call to decode on from it."
+            "that call to continue decoding from it."
         )
 
 
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if isinstance(kwargs.get("prefix_layout"), LayoutCall):
         end_packed_masks()
-
-
-def _same_largest_position(shared: SharedRows, kwargs: dict[str, Any]) -> bool:
-    positions = kwargs.get("position_ids")
-    largest = kwargs["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
-    return int(shared.position_ids.max()) == largest
-
-
-def _hand_back(output: Any, rows: SharedRows) -> Any:
-    """Replace the packed hidden states of a decoder's output by those of the caller's rows."""
-    if isinstance(output, Tensor):
-        return rows.hand_back(output)
-    if isinstance(output, tuple):
-        return tuple(_hand_back(item, rows) if item is not None else None for item in output)
-    for name in ("last_hidden_state", "hidden_states"):
-        if output.get(name) is not None:
-            output[name] = _hand_back(output[name], rows)
-    return hand_back_router_logits(output, rows)

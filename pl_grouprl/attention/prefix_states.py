@@ -1,7 +1,7 @@
-"""What a prompt leaves behind for the rollouts that continue it in later calls: a group need not run in one call.
+"""States of a prompt that lets its rollouts run in later calls, so a group need not fit into one call.
 
-Attention layers leave their keys and values, layers with a state their final state. The call of the prompt alone fills
-a `PrefixStates`; calls whose layout gives the prompt's tokens read one.
+These are the keys and values of attention layers, and the final states of stateful layers. The call on the prompt
+fills a `PrefixStates`; calls whose layout gives the prompt's tokens read it.
 
 Legend: P tokens of the prompt, K key/value heads, D head size.
 """
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from pl_grouprl.packing import SharedPrefixLayout
 
 Name = tuple[str | int, ...]
-"""What a tensor is in its layer: `("key",)`, `("recurrent", 0)` and the like."""
+"""A tensor's role in its layer: `("key",)`, `("recurrent", 0)` and so on."""
 
 
 class PrefixStates:
-    """Tensors by layer and name. Pass it to a decoder as `prefix_states`, beside `prefix_layout`.
+    """Tensors by layer and name. Pass it to a decoder as `prefix_states`, together with `prefix_layout`.
 
     Args:
-        tensors: What the prompt left. None makes one that the next call, that of the prompt, fills.
+        tensors: The prompt's states. None makes an empty one, which the call on the prompt fills.
     """
 
     def __init__(self, tensors: dict[tuple[nn.Module, Name], Tensor] | None = None) -> None:
@@ -30,63 +30,63 @@ class PrefixStates:
         self._with_gradient = torch.is_grad_enabled()
 
     def keep(self, layer: nn.Module, name: Name, tensor: Tensor) -> None:
-        """Record what a layer leaves. In a recomputation, when the call is over, that does nothing.
+        """Record a layer's tensor. Does nothing after the call, when layers are recomputed.
 
         Raises:
-            NotImplementedError: If the layer runs twice in a call, or its result would carry no gradient.
+            NotImplementedError: If the layer runs twice in a call, or its result would have no gradient.
         """
         if not self._recording:
             return
         kind = type(layer).__name__
         if self._with_gradient and not torch.is_grad_enabled():
             raise NotImplementedError(
-                f"{kind} runs without gradient in the pass of a prompt whose group is split, as under activation "
-                "checkpointing with use_reentrant=True. Use use_reentrant=False, or a larger token budget."
+                f"{kind} runs without gradient on the prompt of a split group, as activation checkpointing with "
+                "use_reentrant=True does. Use use_reentrant=False, or a larger token budget."
             )
         if (layer, name) in self._tensors:
             raise NotImplementedError(
-                f"{kind} runs several times in one forward, where a group cannot be split; use a larger token budget."
+                f"{kind} runs several times per forward, so the group cannot be split; use a larger token budget."
             )
         self._tensors[layer, name] = tensor
 
     def close(self) -> None:
-        """The prompt's call is over."""
+        """Stop recording: the prompt's call is over."""
         self._recording = False
 
     def take_out(self) -> dict[tuple[nn.Module, Name], Tensor]:
-        """Hand over what was recorded and forget it.
+        """Return the recorded tensors and forget them.
 
-        A recomputation holds on to the arguments of its layer, and with them to this object: a recorded tensor kept
-        here would keep its own graph alive for ever.
+        Activation checkpointing keeps the layer's arguments, and so this object: a tensor kept here would keep its own
+        graph alive forever.
         """
         tensors, self._tensors = self._tensors, {}
         return tensors
 
     def of(self, layer: nn.Module) -> dict[Name, Tensor]:
-        """What a layer left.
+        """The tensors of a layer.
 
         Raises:
-            RuntimeError: If it left nothing.
+            RuntimeError: If there are none.
         """
         found = {name: tensor for (owner, name), tensor in self._tensors.items() if owner is layer}
         if not found:
             raise RuntimeError(
-                f"prefix_states holds nothing of a {type(layer).__name__}; pass what this model's call of the "
-                "prompt has filled."
+                f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call "
+                "on the prompt."
             )
         return found
 
     def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole row: those of the given tokens in front; a prompt's own are recorded.
+        """Prepend the given tokens' keys and values; when recording a prompt, record its own.
 
         Args:
             layer: The attention module.
             layout: The forest of the row.
-            key: Of the tokens that are run, shape [1, K, S, D].
-            value: Likewise.
+            key: Keys of the tokens that run, shape [1, K, S, D].
+            value: Values, likewise.
         """
         if not layout.given:
-            length = layout.segments[0].length  # without filler of a sequence group
+            length = layout.segments[0].length  # without the padding of a sequence group
             self.keep(layer, ("key",), key[:, :, :length])
             self.keep(layer, ("value",), value[:, :, :length])
             return key, value
@@ -98,13 +98,13 @@ class PrefixStates:
 
 
 def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout) -> None:
-    """Refuse a row that does not go with them.
+    """Refuse a row that does not match the states.
 
     Raises:
-        ValueError: If tokens are given without their states, or states are to be recorded of more than one prompt.
+        ValueError: If tokens are given without states, or more than one prompt is to be recorded.
     """
     if states is None:
         if layout.given:
-            raise ValueError(f"prefix_layout gives {layout.given} tokens; pass what they left as prefix_states.")
+            raise ValueError(f"prefix_layout gives {layout.given} tokens; pass their states as prefix_states.")
     elif not layout.given and any(segment.length for segment in layout.segments[1:]):
         raise ValueError("prefix_states is filled by a row of one prompt alone; pass its layout, without rollouts.")

@@ -1,7 +1,7 @@
-"""One attention function for transformers: ours where a layout arrives, the model's own where none does.
+"""One attention function for transformers: ours if a layout arrives, otherwise the model's.
 
-The layout travels as a keyword argument of the decoder (`prefix_layout`), never by a global: activation checkpointing
-runs a layer again in the backward pass and must find it there.
+The layout travels as a keyword argument of the decoder (`prefix_layout`), not a global, because activation
+checkpointing must find it when it runs a layer again in the backward pass.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from pl_grouprl.packing import SharedPrefixLayout
 
 @dataclass
 class LayoutCall:
-    """A layout on its way through one forward of a decoder.
+    """A layout, passed through one forward of a decoder.
 
     Attributes:
         layout: The forest of the packed row.
-        reached: Identities of the modules that mixed tokens by it: attention, and layers with a state.
-        ran: Of each of those the kind of layer and what ran it.
-        only: The kind of layer that the chosen backend runs, other attention runs the oracle; None is any.
-        shards: How the row lies on several ranks; None where this one has all of it.
-        states: What the row's given tokens left, or, where none are given, what its tokens leave is recorded there.
+        reached: Identities of the modules that followed it: attention, and stateful layers.
+        ran: For each of those, the kind of layer and what ran it.
+        only: The kind of layer that the chosen backend runs, while other attention runs the oracle; None is any.
+        shards: How the row is split over ranks; None if this rank has all of it.
+        states: States of the given tokens; if no tokens are given, records those of the row's tokens.
         columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
     """
 
@@ -50,22 +50,22 @@ class LayoutCall:
     _rules: dict[tuple[int, ...], tuple[Tensor, MaskRule | None]] = field(default_factory=dict, repr=False)
 
     def mask_rule(self, mask: Any) -> MaskRule | None:
-        """What a layer's mask says; None if it is not ours. Read once for all layers that have the same tensor."""
+        """Decode a layer's mask, once per tensor; None if it is not ours."""
         if not isinstance(mask, Tensor):
             return None
         key = (mask.data_ptr(), *mask.shape)
         if key not in self._rules:
-            self._rules[key] = (mask, from_marker(mask))  # kept, so that the address stays taken
+            self._rules[key] = (mask, from_marker(mask))  # kept alive, so no other tensor gets its address
         return self._rules[key][1]
 
     def kinds(self) -> dict[str, tuple[str, int]]:
-        """What ran each kind of layer, and how many of them there are."""
+        """What ran each kind of layer, and the number of layers."""
         counts = Counter(self.ran.values())
         return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
 
 
 def register(backend_name: str, wrapped: str) -> str:
-    """Register our attention function over the implementation `wrapped`, with a mask function of ours.
+    """Register our attention and mask functions on top of the implementation `wrapped`.
 
     Returns:
         The name to set as a config's attention implementation.
@@ -80,13 +80,13 @@ def register_over(
     attention: Callable[..., tuple[Tensor, Tensor | None]],
     wrap_mask: Callable[[Callable[..., Any] | None], Callable[..., Any]],
 ) -> str:
-    """Register an attention function with transformers over an implementation that it falls back on.
+    """Register an attention function with transformers, on top of the implementation that it falls back on.
 
     Args:
-        wrapped: The implementation.
+        wrapped: Name of the implementation.
         name: Beginning of the name to register.
         attention: The attention function.
-        wrap_mask: Takes the mask function of `wrapped`, None where it has none, and returns the one to register.
+        wrap_mask: Takes the mask function of `wrapped`, or None, and returns the one to register.
 
     Returns:
         The name to set as a config's attention implementation.
@@ -113,7 +113,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
         if prefix_layout is None:
             if from_marker(attention_mask) is not None:
                 raise NotImplementedError(
-                    f"{type(module).__name__} was not given prefix_layout: the layers around it do not hand it on; "
+                    f"{type(module).__name__} was not given prefix_layout: the layers around it do not pass it on; "
                     "train this model with sharing='repeated'."
                 )
             return own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
@@ -135,8 +135,8 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                 ), None
             if scales_by_row(module):
                 raise NotImplementedError(
-                    f"{type(module).__name__} scales queries by their place in the row, which is put right outside "
-                    "graphs only; do not compile this model's layers."
+                    f"{type(module).__name__} scales queries by their place in the row, which can only be corrected "
+                    "outside graphs; do not compile this model's layers."
                 )
             if not backend.in_compiled_layers:
                 raise NotImplementedError(
@@ -165,7 +165,7 @@ def _attend_packed(
     if call.shards is not None:
         query, key, value = call.shards.to_heads(query, key, value)
         options = options._replace(sinks_H=call.shards.own_heads(options.sinks_H))
-    if call.states is not None:  # of this rank's heads
+    if call.states is not None:  # for this rank's heads
         key, value = call.states.join(module, call.layout, key, value)
     rule = options.rule(mask, call.layout)
     kind, rule = rule.kind, rule.narrowed(call.layout)
@@ -178,7 +178,7 @@ def _attend_packed(
     return attended if call.shards is None else call.shards.to_tokens(attended)
 
 
-_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="what a prompt leaves is kept by module, in Python")
+_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="keeps a prompt's states by module, in Python")
 
 
 def _checked(attention_mask: Tensor | None) -> Tensor:
@@ -188,7 +188,7 @@ def _checked(attention_mask: Tensor | None) -> Tensor:
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does for PyTorch's own attention; without autocast, the dtype of the query."""
+    """Cast as autocast does for PyTorch's attention; without autocast, to the dtype of the query."""
     device_type = tensors[0].device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else tensors[0].dtype
@@ -196,7 +196,7 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def own_implementation(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function that a layer runs under the implementation `name` of transformers.
+    """The attention function that a layer runs under transformers' implementation `name`.
 
     Raises:
         RuntimeError: If there is none.
@@ -205,7 +205,7 @@ def own_implementation(module: nn.Module, name: str) -> Callable[..., tuple[Tens
 
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    # "eager" is not registered: each modelling file has its own function of this name, the one of a subclass may not.
+    # "eager" is not registered: each modelling file has its own function; that of a subclass may lack one.
     for cls in type(module).__mro__:
         if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None:
             return function

@@ -1,7 +1,7 @@
-"""Which mixtures of experts have routers whose logits mean what transformers' load-balancing loss takes them for.
+"""Finds out whether transformers' load-balancing loss applies to the router logits of a mixture of experts.
 
 Families differ: some choose experts by sigmoid scores and a correction bias, which balances them without a loss; some
-record something else than the logits of all tokens. What is asked here is read off the model, not off a list.
+do not record the logits of all tokens. The answer is read off the model, not a list.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def masks_balancing_loss(decoder: nn.Module) -> bool:
-    """Whether the family's own load-balancing loss takes router logits [tokens, experts] and leaves padding out.
+    """Whether the family's load-balancing loss takes router logits [tokens, experts] and ignores padding.
 
-    Of such a model router logits may be anything at padding.
+    If so, router logits at padding may have any value.
     """
     return _records_router_logits(decoder) and _balancing_loss_arguments(decoder) == _STANDARD
 
 
 def why_not_balanced(decoder: nn.Module) -> str | None:
-    """Why the standard load-balancing loss does not belong to a decoder, or None if it does."""
+    """Why the standard load-balancing loss does not apply to a decoder, or None if it does."""
     if not _records_router_logits(decoder):
         return "its decoder has no router logits to record"
     arguments = _balancing_loss_arguments(decoder)
@@ -47,8 +47,8 @@ def _records_router_logits(decoder: nn.Module) -> bool:
 
 
 def _balancing_loss_arguments(decoder: nn.Module) -> list[str] | None:
-    """Argument names of the load-balancing loss in the file that defines the decoder."""
-    # A wrapped decoder's class is made on the fly, from the one that stands in the family's file.
+    """Argument names of the load-balancing loss in the file defining the decoder."""
+    # A wrapped decoder's class is created on the fly from the class in the family's file.
     for kind in type(decoder).__mro__:
         loss = getattr(sys.modules.get(kind.__module__), "load_balancing_loss_func", None)
         if loss is not None:

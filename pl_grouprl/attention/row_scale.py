@@ -1,7 +1,7 @@
-"""In layers without rotary embedding, Llama 4 scales queries by their column in the row, padding included.
+"""Corrects Llama 4's query scale: layers without rotary embedding scale by the column in the row, padding included.
 
 The factor is 1 + attn_scale * log(1 + floor((column + 1) / floor_scale)) (arXiv:2501.19399, as transformers computes it
-from the index of the token in the row). In a packed row that index is not the column the token would have in a separate
+from the token's index in the row). In a packed row the index is not the column that the token would have in a separate
 row, so the factor is replaced.
 """
 
@@ -14,18 +14,18 @@ from pl_grouprl.packing import SharedPrefixLayout
 
 
 def scales_by_row(module: nn.Module) -> bool:
-    """Whether an attention layer multiplies its queries by a factor of their index in the row."""
+    """Whether an attention layer scales its queries by their index in the row."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def rescale_by_column(
     module: nn.Module, query: Tensor, layout: SharedPrefixLayout, columns_T: Tensor | None = None
 ) -> Tensor:
-    """Replace each query's factor, computed from its index in the packed row, by the one for its column.
+    """Replace each query's factor for its index in the packed row with the one for its column.
 
     Args:
         module: The attention layer.
-        query: Scaled by index, shape [1, H, S, D], as is the result.
+        query: Queries scaled by index, shape [1, H, S, D], as is the result.
         layout: Layout of the packed row.
         columns_T: Columns of the tokens in the caller's rows; by default each sequence begins in column 0.
     """

@@ -1,9 +1,9 @@
-"""One packed row on the peers of a sequence group: tokens apart between attention calls, heads apart inside.
+"""One packed row on the peers of a sequence group: split by tokens between attention calls, by heads inside them.
 
-DeepSpeed-Ulysses, arXiv:2309.14509. Each of s peers holds T / s consecutive tokens of the row. Around attention an
-all-to-all turns that into all T tokens of H / s heads, and back; so attention sees the whole row, whatever its layout.
+DeepSpeed-Ulysses, arXiv:2309.14509. Each of s peers has T / s consecutive tokens of the row. An all-to-all before
+attention turns that into all T tokens of H / s heads, and one after it back, so attention sees the whole row.
 
-Legend: T tokens of the row with its filler, t = T / s tokens of a peer, H query heads, K key/value heads, D head size.
+Legend: T tokens of the row with padding, t = T / s tokens of a peer, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowShards:
-    """How a packed row lies on the peers of a sequence group. It travels with the call, like the layout.
+    """How a packed row is split over the peers of a sequence group. It travels with the call, like the layout.
 
     Attributes:
-        group: The s peers; each of them runs the same row.
-        num_tokens: Tokens of the row that are run, without the filler at its end.
+        group: The s peers, which all run the same row.
+        num_tokens: Tokens of the row that run, without the padding at its end.
     """
 
     group: ProcessGroup
@@ -39,24 +39,24 @@ class RowShards:
 
     @property
     def tokens_per_peer(self) -> int:
-        """t, the filler included."""
+        """t, including padding."""
         return math.ceil(self.num_tokens / self.num_peers)
 
     @property
     def num_filler(self) -> int:
-        """Tokens that make the row a multiple of s."""
+        """Padding that makes the row's length a multiple of s."""
         return self.num_peers * self.tokens_per_peer - self.num_tokens
 
     @property
     def own_tokens(self) -> slice:
-        """Places in the row of this peer's tokens."""
+        """This peer's tokens in the row."""
         start = self.group.rank() * self.tokens_per_peer
         return slice(start, start + self.tokens_per_peer)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give up the other peers' heads for their tokens: [1, H, t, D] to [1, H / s, T, D], in one exchange.
+        """Exchange other peers' heads for their tokens: [1, H, t, D] to [1, H / s, T, D], in one all-to-all.
 
-        Key/value heads that s does not divide are repeated, so that each peer has those that its query heads read.
+        If s does not divide the key/value heads, they are repeated, so each peer has those that its query heads read.
 
         Raises:
             ValueError: If s does not divide H.
@@ -76,26 +76,26 @@ class RowShards:
         return query, key, value
 
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """The way back of what attention returns: [1, T, H / s, D] to [1, t, H, D]."""
+        """Reverse the exchange for attention's output: [1, T, H / s, D] to [1, t, H, D]."""
         received = self._exchange(attended[0].unflatten(0, (self.num_peers, -1)))  # [s, t, H / s, D]
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def own_heads(self, per_head_H: Tensor | None) -> Tensor | None:
-        """This peer's share of what a layer has for each query head."""
+        """This peer's share of a per-head tensor."""
         return None if per_head_H is None else per_head_H.chunk(self.num_peers)[self.group.rank()]
 
     def gather(self, own: Tensor, dim: int) -> Tensor:
-        """What all peers have for their tokens, along `dim`, without the filler; the peers' gradients of it add up."""
+        """Concatenate all peers' tokens along `dim`, without padding; the peers' gradients of the result add up."""
         received = self._exchange(own.movedim(dim, 0).expand(self.num_peers, *own.movedim(dim, 0).shape))
         return received.flatten(0, 1)[: self.num_tokens].movedim(0, dim)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Send part i, of shape [s, ...], to peer i; returns what the peers sent here, in the same shape."""
+        """Send part i of [s, ...] to peer i; returns the parts received, in the same shape."""
         return _Exchange.apply(parts, self.group)
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts, which is its own transpose."""
+    """An all-to-all of equal parts; it is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -115,10 +115,10 @@ def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def check_heads(num_heads: int, num_peers: int) -> None:
-    """Refuse query heads that peers cannot share equally.
+    """Refuse query heads that cannot be split equally over peers.
 
     Raises:
-        ValueError: With both numbers.
+        ValueError: Gives both numbers.
     """
     if num_heads % num_peers:
         divisors = [str(size) for size in range(1, num_heads + 1) if num_heads % size == 0]

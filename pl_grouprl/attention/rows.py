@@ -1,4 +1,4 @@
-"""From an ordinary padded batch to a packed forest and back: which rows share a prefix is read off their tokens.
+"""Converts an ordinary padded batch to a packed forest and back; compares tokens to find shared prefixes.
 
 Legend: B rows, L their padded length, T packed tokens, D hidden size.
 """
@@ -11,15 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pl_grouprl.attention.routers import masks_balancing_loss
 from pl_grouprl.packing import SharedPrefixLayout
-
-CACHE_IN_USE = "a cache is in use"
-"""Why calls of generation go through untouched."""
-
-_KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids"}
 
 
 @dataclass(frozen=True)
@@ -27,12 +21,12 @@ class SharedRows:
     """Rows of a padded batch as one packed row.
 
     Attributes:
-        layout: The forest that the rows form.
+        layout: The forest of the rows.
         input_ids: The packed tokens, shape [1, T].
         position_ids: Their positions, shape [1, T].
-        packed_index: For each token of each row its place in the packed row, shape [B, L]; 0 at padding.
+        packed_index: Index in the packed row of each token of each row, shape [B, L]; 0 at padding.
         kept: Where the rows have tokens, shape [B, L]; None if there is no padding.
-        columns_T: Columns of the packed tokens in their rows, shape [T], if tokens were compared by them.
+        columns_T: Columns of the packed tokens in their rows, shape [T], if rows were compared by column.
     """
 
     layout: SharedPrefixLayout
@@ -44,14 +38,14 @@ class SharedRows:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the rows that is padding."""
+        """Fraction of the rows that is padding."""
         return 0.0 if self.kept is None else 1 - self.kept.float().mean().item()
 
     def hand_back(self, packed: Tensor) -> Tensor:
         """[1, T, D] -> [B, L, D], zero at padding.
 
         Raises:
-            NotImplementedError: If the states have further dimensions (those that Gemma 3n keeps of its layers).
+            NotImplementedError: If the states have more dimensions (as Gemma 3n's do).
         """
         if packed.dim() != 3 or packed.shape[0] != 1:
             raise NotImplementedError(
@@ -62,13 +56,25 @@ class SharedRows:
         return rows if self.kept is None else rows * self.kept[..., None]
 
 
-def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
-    """Replace a decoder's router logits [T, E] of each layer by those of the caller's rows, [B * L, E]; 0 at padding.
+def hand_back_output(output: Any, rows: SharedRows) -> Any:
+    """Replace the packed hidden states and router logits of a decoder's output by those of the caller's rows."""
+    if isinstance(output, Tensor):
+        return rows.hand_back(output)
+    if isinstance(output, tuple):
+        return tuple(hand_back_output(item, rows) if item is not None else None for item in output)
+    for name in ("last_hidden_state", "hidden_states"):
+        if output.get(name) is not None:
+            output[name] = hand_back_output(output[name], rows)
+    return hand_back_router_logits(output, rows)
 
-    The load-balancing loss that the model computes of them is then that of the repeated run, as it leaves padding out.
+
+def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
+    """Replace a decoder's router logits [T, E] of each layer with those of the caller's rows, [B * L, E]; 0 at padding.
+
+    The model's load-balancing loss then equals that of the repeated run, as it ignores padding.
 
     Args:
-        output: What the decoder returned, with names; changed in place. One without router logits stays as it is.
+        output: The decoder's output with named fields; changed in place if it has router logits.
         rows: The rows of the call.
 
     Raises:
@@ -87,62 +93,6 @@ def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
     output["router_logits"] = tuple(rows.hand_back(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
 
 
-def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None = None) -> str | None:
-    """Why a decoder call must go through untouched, or None if its rows may be packed.
-
-    Args:
-        arguments: Of the call, by name.
-        config: The decoder's.
-        decoder: Which router logits may be asked of, where they are handed back by `hand_back_router_logits`.
-    """
-    input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-    tensors = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
-    tensors -= _KNOWN_ARGUMENTS
-
-    def asked_for(option: str) -> bool:
-        return bool(arguments[option] if arguments.get(option) is not None else getattr(config, option, False))
-
-    findings = {
-        CACHE_IN_USE: arguments.get("past_key_values") is not None or bool(arguments.get("use_cache")),
-        "embeddings cannot be compared": input_ids is None,
-        "input_ids are not of shape [rows, tokens]": input_ids is not None and input_ids.dim() != 2,
-        "it has one row": input_ids is not None and len(input_ids) < 2,
-        "attention_mask is not of the shape of input_ids":
-            mask is not None and getattr(mask, "shape", None) != getattr(input_ids, "shape", None),
-        "attention weights are asked for": asked_for("output_attentions"),
-        "router logits are asked for":
-            asked_for("output_router_logits") and not _router_logits_go_back(arguments, config, decoder),
-        "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
-        f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
-    }  # fmt: skip
-    return next((reason for reason, found in findings.items() if found), None)
-
-
-def _router_logits_go_back(arguments: dict[str, Any], config: Any, decoder: nn.Module | None) -> bool:
-    """Whether what is asked of the routers is the same for rows that were packed: where padding is left out."""
-    by_name = arguments.get("return_dict", getattr(config, "return_dict", True)) is not False
-    return decoder is not None and by_name and masks_balancing_loss(decoder)
-
-
-def has_holes(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] has padding between its tokens."""
-    if attention_mask is None:
-        return False
-    kept = attention_mask.bool()
-    starts = kept & ~torch.nn.functional.pad(kept, (1, 0))[:, :-1]
-    return bool((starts.sum(dim=1) > 1).any())
-
-
-def has_padding(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] has padding."""
-    return attention_mask is not None and not bool(attention_mask.all())
-
-
-def pads_left(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] begins with padding."""
-    return attention_mask is not None and bool((attention_mask[:, 0] == 0).any())
-
-
 def share_rows(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
@@ -159,13 +109,13 @@ def share_rows(
     Args:
         input_ids: Shape [B, L].
         attention_mask: 1 where a row has a token, shape [B, L]; by default everywhere.
-        position_ids: Shape [B, L] or [1, L]; by default the column, as transformers counts.
+        position_ids: Shape [B, L] or [1, L]; by default the column, as in transformers.
         group_ids: One per row; only rows of the same group are compared.
-        positions_are_relative: Whether the model sees distances only (rotary embeddings), so that rows whose
-            positions differ by a constant share all the same.
-        by_column: Whether the model counts columns, padding included, and ignores positions; then only tokens in the
+        positions_are_relative: Whether the model sees only distances (rotary embeddings), so rows can share even if
+            their positions differ by a constant.
+        by_column: Whether the model counts columns, padding included, and ignores positions, so only tokens in the
             same column are shared.
-        min_saved_tokens: A prefix is shared where that saves at least this many tokens.
+        min_saved_tokens: A prefix is shared only if that saves at least this many tokens.
         max_depth: Deepest forest to build; None is any.
 
     Returns:
@@ -181,7 +131,7 @@ def share_rows(
     kept = torch.ones(batch, width, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
     positions = columns if position_ids is None else position_ids.cpu().expand(batch, width)
     if attention_mask is None and bool((positions.diff(dim=1) != 1).any()):
-        return None  # positions that start again: the caller has packed sequences of its own
+        return None  # positions restart: the caller packed sequences itself
     if positions_are_relative:
         first = positions.gather(1, kept.int().argmax(dim=1, keepdim=True))
         positions = positions - first
@@ -210,7 +160,7 @@ def share_rows(
 
 
 class _Forest:
-    """Grows segments from sorted rows: neighbours with a long enough common prefix get a common parent."""
+    """Builds segments from sorted rows: neighbours with a long enough common prefix get a common parent."""
 
     def __init__(
         self, rows: list[list[Any]], names: list[Hashable], min_saved_tokens: int, max_depth: int | None
@@ -247,21 +197,21 @@ class _Forest:
             cuts = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
             worth_it = saved >= self.min_saved_tokens
             if self.max_depth is not None and worth_it:
-                # On the deepest level a prefix competes with the longer ones that parts of its rows share.
+                # On the deepest level a prefix competes with longer ones shared by some of its rows.
                 deepest = depth + 1 == self.max_depth
                 worth_it = depth < self.max_depth and not (deepest and self._best_saving(cuts, done) > saved)
             if worth_it:
                 parent, done, depth = self._add(self.order[first], done, shared, parent), shared, depth + 1
             if self.max_depth is not None and depth >= self.max_depth:
                 cuts = list(range(first, last + 1))
-            # In the caller's order: what a row holds must not move the others.
+            # In the caller's order: a row's contents must not move other rows.
             parts = sorted(pairwise(cuts), key=lambda part: min(self.order[part[0] : part[1]]))
             stack += [(a, b, done, parent, depth) for a, b in reversed(parts)]
 
     def _best_saving(self, cuts: list[int], done: int) -> int:
-        """Tokens that one level of prefixes saves at most, none of them across a cut."""
+        """Most tokens that one level of prefixes can save, with no prefix across a cut."""
         stack = [(first, last, 0) for first, last in pairwise(cuts)]
-        above, here = [0], [0]  # of each run of rows: the run that it is part of, and what its own prefix saves
+        above, here = [0], [0]  # per run of rows: the run that contains it, and what its prefix saves
         while stack:
             first, last, parent = stack.pop()
             if last - first > 1:
@@ -272,7 +222,7 @@ class _Forest:
                 above.append(parent)
                 here.append(saved if saved >= self.min_saved_tokens else 0)
         below = [0] * len(here)
-        for run in reversed(range(1, len(here))):  # parts stand behind what they are part of
+        for run in reversed(range(1, len(here))):  # a run comes after the run that contains it
             below[above[run]] += max(here[run], below[run])
         return below[0]
 

@@ -1,11 +1,11 @@
-"""A decoder's call on the peers of a sequence group: the row padded and cut before it, put together behind it.
+"""A decoder call on the peers of a sequence group: pads and splits the row, then gathers the output.
 
-The peers of a group run the same packed row at the same time, each the decoder on its own tokens (`row_shards`). All
-get the hidden states of the whole row, so each computes the whole loss of the row. **Each counts that loss 1 / s**:
-then the gradients of all ranks add up to those of one process, of the decoder (each peer has the part of its tokens)
-and of what is behind it (each peer has 1 / s of all of it).
+The peers of a group run the same packed row together, each running the decoder on its own tokens (`row_shards`). All
+get the hidden states of the whole row, so each computes the row's whole loss and **weights it by 1 / s**. The gradients
+of all ranks then add up to those of one process, both in the decoder (each peer has the part of its tokens) and after
+it (each peer has 1 / s of everything).
 
-Legend: T packed tokens that are run, t = ceil(T / s) tokens of a peer.
+Legend: T packed tokens that run, t = ceil(T / s) tokens of a peer.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from pl_grouprl.attention.row_shards import RowShards, check_heads
 from pl_grouprl.attention.state.stateful import stateful_mixers
 from pl_grouprl.attention.support import find_decoder, frequencies_move
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.utilities.distributed import num_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
 _CUT = ("input_ids", "position_ids")
-"""Arguments with an entry for each token, along the last dimension, that are cut into those of the peers."""
+"""Arguments with an entry per token along the last dimension, which are split over the peers."""
 
 _PER_TOKEN = {"last_hidden_state": 1, "hidden_states": 1, "router_logits": 0}
-"""What a decoder returns for each token, and along which dimension."""
+"""Per-token outputs of a decoder, and their token dimension."""
 
 
 def sequence_mesh(sequence_parallel_size: int, device_type: str) -> DeviceMesh:
-    """Arrange all ranks as (data, sequence): s consecutive ranks run one row. To be called by all ranks together.
+    """Arrange all ranks as (data, sequence): s consecutive ranks run one row. Collective.
 
-    It belongs to no strategy: parameters stay replicated or sharded over all ranks.
+    Independent of the strategy: parameters stay replicated or sharded over all ranks.
 
     Args:
-        sequence_parallel_size: s, peers that run one row.
+        sequence_parallel_size: s, the number of peers that run one row.
         device_type: `cuda` or `cpu`.
 
     Returns:
@@ -51,9 +52,8 @@ def sequence_mesh(sequence_parallel_size: int, device_type: str) -> DeviceMesh:
     Raises:
         ValueError: If s does not divide the number of ranks.
     """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    check_sequence_parallel_size(sequence_parallel_size, num_ranks)
-    shape = (num_ranks // sequence_parallel_size, sequence_parallel_size)
+    check_sequence_parallel_size(sequence_parallel_size, num_ranks())
+    shape = (num_ranks() // sequence_parallel_size, sequence_parallel_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "sequence"))
 
 
@@ -61,7 +61,7 @@ def check_sequence_parallel_size(sequence_parallel_size: int, num_ranks: int) ->
     """Refuse a size that does not divide the ranks.
 
     Raises:
-        ValueError: With both numbers.
+        ValueError: Gives both numbers.
     """
     if sequence_parallel_size < 1 or num_ranks % sequence_parallel_size:
         raise ValueError(
@@ -71,10 +71,10 @@ def check_sequence_parallel_size(sequence_parallel_size: int, num_ranks: int) ->
 
 
 def check_sequence_parallel(model: PreTrainedModel, sequence_parallel_size: int) -> None:
-    """Refuse a model whose tokens cannot lie on several ranks; to be called at setup, and checked again at each call.
+    """Refuse a model whose tokens cannot be split over ranks; called at setup, and checked again in each call.
 
     Raises:
-        NotImplementedError: If its layers carry a state, are compiled, or depend on the row in a way that is not cut.
+        NotImplementedError: If its layers are stateful, compiled, or depend on the row in a way that cannot be split.
         ValueError: If s does not divide the query heads.
     """
     if sequence_parallel_size == 1:
@@ -96,25 +96,25 @@ def _why_not(decoder: nn.Module) -> str | None:
     if stateful:
         return f"the state of its layers {', '.join(stateful)} runs from token to token, over all ranks"
     if any(scales_by_row(module) for module in decoder.modules()):
-        return "it scales queries by their place in the row, which is not that in a rank's part of it"
+        return "it scales queries by their place in the row, which differs in a rank's part of it"
     if frequencies_move(decoder):
-        return "its rotary frequencies depend on the largest position, which differs among the parts of a row"
+        return "its rotary frequencies depend on the largest position, which differs between the parts of a row"
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in decoder.modules()):
         return "its layers are compiled, where tokens cannot be exchanged (compile_layers)"
     return None
 
 
 def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
-    """Arguments that turn the decoder's call on a packed row into that on this peer's tokens of it.
+    """Turn the arguments of a decoder call on a packed row into those for this peer's tokens.
 
     Args:
-        model: What is called.
-        kwargs: Arguments of the whole row: `input_ids` [1, T], `position_ids` [1, T] or [kinds, 1, T], and a
+        model: The model to call.
+        kwargs: Arguments for the whole row: `input_ids` [1, T], `position_ids` [1, T] or [kinds, 1, T], and a
             `LayoutCall` as `prefix_layout`.
         group: The sequence group. Each peer makes this call, with the same row.
 
     Raises:
-        NotImplementedError: If the model or the arguments (images, embeddings) cannot be cut.
+        NotImplementedError: If the model or the arguments (images, embeddings) cannot be split.
         ValueError: If s does not divide the query heads.
         RuntimeError: If the peers have different rows.
     """
@@ -124,7 +124,7 @@ def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGro
     whole = sorted(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in allowed)
     if whole:
         raise NotImplementedError(
-            f"sequence_parallel_size={group.size()} with {', '.join(whole)}: only rows of text are cut into parts; use "
+            f"sequence_parallel_size={group.size()} with {', '.join(whole)}: only rows of text can be split; use "
             "sequence_parallel_size=1."
         )
     shards = RowShards(group, call.layout.num_queries)
@@ -143,16 +143,16 @@ def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGro
 
 
 def gather_output(output: Any, shards: RowShards) -> Any:
-    """Put what the decoder returns for this peer's tokens together with that of the others.
+    """Gather the decoder's output for all peers' tokens.
 
     Raises:
-        NotImplementedError: If it returns something else.
+        NotImplementedError: If the output has other fields.
     """
     for name, value in list(output.items()):
         if name not in _PER_TOKEN:
             raise NotImplementedError(
-                f"sequence_parallel_size={shards.num_peers}: {name} of a row that is cut into parts is not put "
-                "together; do not ask the decoder for it, or use sequence_parallel_size=1."
+                f"sequence_parallel_size={shards.num_peers}: {name} of a split row cannot be gathered; do not "
+                "request it from the decoder, or use sequence_parallel_size=1."
             )
         dim = _PER_TOKEN[name]
         is_tensor = isinstance(value, Tensor)
@@ -161,21 +161,21 @@ def gather_output(output: Any, shards: RowShards) -> Any:
 
 
 def _with_filler(layout: SharedPrefixLayout, num_filler: int) -> SharedPrefixLayout:
-    """The layout with a segment of so many tokens at its end, which nothing sees and nobody reads."""
+    """Append a padding segment to the layout, which nothing sees or reads."""
     if not num_filler:
         return layout
 
     def extended() -> SharedPrefixLayout:
         lengths = [segment.length for segment in layout.segments]
         parents = [segment.parent for segment in layout.segments]
-        above = 0 if layout.given else None  # given tokens are the root of all others
+        above = 0 if layout.given else None  # given tokens are the root of all other segments
         return SharedPrefixLayout([*lengths, num_filler], [*parents, above], given=layout.given)
 
     return layout.memo(("filler", num_filler), extended)
 
 
 def _check_same_row(input_ids: Tensor, layout: SharedPrefixLayout, shards: RowShards) -> None:
-    """Compare numbers made of the row's layout and tokens: different rows would give wrong gradients silently."""
+    """Compare checksums of layout and tokens, since different rows would silently give wrong gradients."""
     forest = tuple((s.length, -1 if s.parent is None else s.parent) for s in layout.segments)
     places = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
     tokens = (input_ids.flatten() * places).sum()
@@ -184,6 +184,6 @@ def _check_same_row(input_ids: Tensor, layout: SharedPrefixLayout, shards: RowSh
     dist.all_gather(found, own, group=shards.group)
     if any(not torch.equal(other, own) for other in found):
         raise RuntimeError(
-            f"the {shards.num_peers} ranks of a sequence group were given different rows; give each of them the rows "
-            "of all, in the same order."
+            f"the {shards.num_peers} ranks of a sequence group were given different rows; give each of them the same "
+            "rows, in the same order."
         )

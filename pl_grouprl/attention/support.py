@@ -1,4 +1,4 @@
-"""What can be said of a model before it runs: where its decoder is, and why it could never share prefixes."""
+"""Finds a model's decoder, and decides before it runs whether it could share prefixes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _MIXES = re.compile("attn|attention|mixer", re.IGNORECASE)
-"""Class names of modules that mix tokens; layers of a mixture of experts alone have none."""
+"""Class names of modules that mix tokens."""
 
 
 class UnsupportedModelError(ValueError):
@@ -29,16 +29,16 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.get_decoder()
     if not hasattr(decoder, "config"):  # ModernBertDecoder names its head `decoder`
         decoder = model.base_model
-    # Llama4ForCausalLM keeps its decoder where get_decoder does not look, and answers with itself; with a vision tower
-    # beside it, it is taken for the decoder.
+    # get_decoder does not find the decoder of Llama4ForCausalLM and returns the model itself; in a multimodal model,
+    # that is taken for the decoder.
     has_head = decoder is model or hasattr(decoder, "lm_head")
     return getattr(decoder, "model", decoder) if has_head else decoder
 
 
 def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that takes all inputs and returns hidden states: what a vision tower stands beside the decoder in.
+    """The module that takes all inputs and returns hidden states.
 
-    For a model of text alone that is the decoder.
+    For multimodal models, the parent of decoder and vision tower; for text models, the decoder.
     """
     decoder = find_decoder(model)
     for module in _without_adapter_wrapper(model).modules():
@@ -50,15 +50,15 @@ def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _without_adapter_wrapper(model: Any) -> Any:
-    """What a PeftModel wraps; any other model as it is."""
+    """Unwrap a PeftModel; return other models unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def positions_are_relative(decoder: PreTrainedModel) -> bool:
-    """Whether a row gives the same result at positions moved by a constant: rotary angles see distances only.
+    """Whether shifting all positions by a constant leaves a row's result unchanged, as with plain rotary embeddings.
 
-    Not so where norms with weights come behind the rotation (HunYuan), queries are scaled by their position, chunks
-    are counted from position 0, or frequencies depend on the largest position.
+    Not if norms with weights follow the rotation (HunYuan), queries are scaled by position, chunks are counted from
+    position 0, or frequencies depend on the largest position.
     """
     rotary = any("rotary" in type(module).__name__.lower() for module in decoder.modules())
     config = decoder.config
@@ -74,8 +74,8 @@ def positions_are_relative(decoder: PreTrainedModel) -> bool:
 def frequencies_move(decoder: nn.Module) -> bool:
     """Whether rotary frequencies depend on the largest position of a call (rope types `dynamic` and `longrope`).
 
-    Such a model gives a sequence other values in a batch with a longer one. A packed row has the largest position of
-    the padded batch of the same sequences, and so the same values.
+    In such a model, a sequence's values depend on the longest sequence of the batch. A packed row has the same largest
+    position as the padded batch of the same sequences, and so the same values.
     """
     types = [str(kind) for module in decoder.modules() for kind in _rope_types(module)]
     return any("dynamic" in kind or kind == "longrope" for kind in types)
@@ -87,7 +87,7 @@ def _rope_types(module: nn.Module) -> Iterator[Any]:
 
 
 def counts_tokens_itself(decoder: nn.Module) -> str | None:
-    """Why positions cannot be given to a decoder, or None: packed rows and padded prompts need them."""
+    """Why positions, which packed rows and padded prompts need, cannot be passed to a decoder, or None."""
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         return f"{type(decoder).__name__} takes no position_ids."
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
@@ -101,11 +101,11 @@ def _scales_by_position(config: Any) -> bool:
 
 
 def why_not_reached(decoder: nn.Module, reached: set[int]) -> str | None:
-    """Which layers a layout did not get to, or None: those of attention or state that did nothing with it.
+    """Which attention or stateful layers did not follow the layout, or None.
 
     Args:
-        decoder: What ran.
-        reached: Identities of the modules that mixed tokens by the layout.
+        decoder: The decoder that ran.
+        reached: Identities of the modules that followed the layout.
     """
     stateful = [type(mixer).__name__ for mixer in stateful_mixers(decoder) if id(mixer) not in reached]
     if stateful:
@@ -121,13 +121,13 @@ def why_not_reached(decoder: nn.Module, reached: set[int]) -> str | None:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse models that could never share a prefix exactly, by what they are built of.
+    """Refuse models whose architecture rules out exact prefix sharing.
 
-    The rest is found out by running: `shared_prefix` compares a few tokens on both paths when it is first entered, and
-    attention refuses masks and arguments that it does not know.
+    Running shows the rest: `shared_prefix` compares a few tokens on both paths when first entered, and attention
+    refuses unknown masks and arguments.
 
     Raises:
-        UnsupportedModelError: With the model's name, the reason and what to do instead.
+        UnsupportedModelError: Names the model, the reason and the remedy.
     """
     reason = _reason(find_decoder(model))
     if reason is not None:
@@ -138,7 +138,7 @@ _REMEDY = "Train it with sharing='repeated', or choose another decoder; docs/mod
 
 
 def refusal(model: PreTrainedModel, reason: str, remedy: str = _REMEDY) -> UnsupportedModelError:
-    """The error that names the model, the reason and the remedy."""
+    """Build the error, which names the model, the reason and the remedy."""
     config = find_decoder(model).config
     return UnsupportedModelError(
         f"model {type(model).__name__} (model_type={config.model_type!r}) cannot share prefixes: {reason} {remedy}"
@@ -151,7 +151,7 @@ def _reason(decoder: PreTrainedModel) -> str | None:
         return "it is an encoder-decoder."
     mixers = unsupported_mixers(decoder)
     if mixers:
-        return f"its layers {', '.join(mixers)} carry a state, which would run from one rollout into the next."
+        return f"its layers {', '.join(mixers)} carry a state, which would leak from one rollout into the next."
     if not decoder._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface, so the layout would not arrive."
     if bool(getattr(config, "alibi", False)):

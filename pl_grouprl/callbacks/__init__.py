@@ -6,8 +6,7 @@ from pl_grouprl.callbacks.progress_bar import RunProgressBar
 from pl_grouprl.callbacks.run_summary import RunSummary
 from pl_grouprl.callbacks.safe_checkpoint import SafeCheckpoint, StoppedBySignal
 from pl_grouprl.callbacks.shared_prefix import SharedPrefixCallback
-from pl_grouprl.callbacks.token_group_metrics import CompressionRatio, TokenGroupStatistics
-from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
+from pl_grouprl.callbacks.token_groups import CompressionRatio, TokenGroupMonitor, TokenGroupStatistics
 from pl_grouprl.callbacks.validate_at_start import ValidateAtStart
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog
 

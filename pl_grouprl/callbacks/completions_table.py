@@ -26,17 +26,17 @@ CONSOLE_WIDTH = 120
 class CompletionsTable(Callback):
     """Show completions of the policy at the first optimizer step and every `every_n_steps` steps.
 
-    Works with any module that has an attribute `last_rollouts`: a list of `RolloutGroup`, or an object whose `groups`
-    is one, as `GRPO` has. Rows are those of rank 0. Every completion of the chosen groups becomes one line of
-    `completions.jsonl` in the run folder; lines are appended, never overwritten. A failure to write is a warning.
+    Works with any module with an attribute `last_rollouts`, as in `GRPO`: a list of `RolloutGroup`, or an object whose
+    `groups` is one. Shows rank 0's rows. Every completion of the chosen groups is appended as a line to
+    `completions.jsonl` in the run folder. A failure to write is a warning.
 
     Args:
-        every_n_steps: Optimizer steps from one table to the next.
-        num_groups: How many prompts of the batch are shown, the first ones.
-        num_completions: How many completions of each prompt the console and TensorBoard show, spread over the rewards
-            from the highest to the lowest; the file has them all.
+        every_n_steps: Optimizer steps between tables.
+        num_groups: Number of prompts to show, from the start of the batch.
+        num_completions: Completions per prompt on the console and in TensorBoard, spread from the highest to the
+            lowest reward; the file has all of them.
         max_characters: Longer prompts and completions are shortened in the middle on the console and in TensorBoard.
-        filename: Of the file in the run folder; None writes none.
+        filename: Name of the file in the run folder; None writes none.
         console: Print the table.
 
     Raises:
@@ -70,7 +70,7 @@ class CompletionsTable(Callback):
         self._next_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reserve the file in the run folder, and refuse a module that keeps no rollouts."""
+        """Reserve the file in the run folder, and refuse a module without rollouts."""
         if stage != "fit":
             return
         if not hasattr(pl_module, "last_rollouts"):
@@ -119,13 +119,13 @@ class CompletionsTable(Callback):
 
 
 def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any = None) -> list[Row]:
-    """One row for each completion of a group.
+    """Make one row per completion of a group.
 
     Args:
         group: The prompt and its rollouts.
         index: Number of the group in the batch.
         step: Optimizer steps done.
-        tokenizer: Decodes what has no text yet; without it, token ids are shown.
+        tokenizer: Decodes tokens that have no text yet; without it, token ids are shown.
     """
     prompt = prompt_text(group, tokenizer)
     return [
@@ -146,7 +146,7 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
 
 
 def prompt_text(group: RolloutGroup | Prompt, tokenizer: Any = None) -> str:
-    """Return the prompt as one string: as the data set has it, messages joined, else decoded from its tokens."""
+    """Return the prompt as one string: from the data set, with messages joined, or else decoded from its tokens."""
     if isinstance(group.prompt, str) and group.prompt:
         return group.prompt
     if group.prompt:
@@ -190,7 +190,7 @@ def markdown_table(rows: Sequence[Row], max_characters: int) -> str:
 
 
 def printable_line(text: str, max_characters: int) -> str:
-    """Make one printable line: control characters escaped, the middle left out if it is too long."""
+    """Make one printable line: escape control characters, and shorten it in the middle if too long."""
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
     if len(line) <= max_characters:
         return line
@@ -200,7 +200,7 @@ def printable_line(text: str, max_characters: int) -> str:
 
 
 def _spread(rows: list[Row], count: int) -> list[Row]:
-    """Choose rows from the highest to the lowest reward, evenly; a missing reward counts as the lowest."""
+    """Choose rows evenly from the highest to the lowest reward; a missing reward counts as the lowest."""
     ranked = sorted(rows, key=lambda row: -float("inf") if row["reward"] is None else row["reward"], reverse=True)
     if len(ranked) <= count:
         return ranked

@@ -25,10 +25,10 @@ PANELS: Mapping[str, Sequence[str]] = {
     "seconds per step": ("time/*",),
     "tokens per second": ("perf/tokens_per_second",),
 }
-"""Title of each panel and the metrics in it; a star at the end takes every name that begins so."""
+"""Title and metrics of each panel; a trailing star matches any ending."""
 
 NEVER_CUT = ("reward", "validation")
-"""Panels that show every point: what a run is judged by."""
+"""Panels that show every point, because they are used to judge a run."""
 
 _CUT_FROM = 100
 _COLUMNS = 3
@@ -38,15 +38,12 @@ _MOST_LINES = 8
 def draw_curves(
     points: Mapping[str, Sequence[Point]], path: Path, panels: Mapping[str, Sequence[str]] = PANELS
 ) -> None:
-    """Draw every panel that has data, over optimizer steps, into one PNG file. Draws nothing where none has.
+    """Draw every panel with data, over optimizer steps, into one PNG file. Without any data, write no file.
 
     Args:
         points: (step, value) pairs of each metric.
-        path: The file; its folder is made.
-        panels: Title of each panel and the names of its metrics.
-
-    Raises:
-        OSError: If it cannot be written; what was there stays.
+        path: The file; its folder is created.
+        panels: Title and metric names of each panel.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -79,11 +76,11 @@ def draw_curves(
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Limits of an axis that a few peaks would flatten.
+    """Axis limits for values that a few peaks would flatten.
 
     Returns:
-        The range of all values but the outermost hundredth at each end, with a margin; None for 100 values or fewer,
-        and where the whole range is at most three times as wide, so that nothing needs to be cut off.
+        The range without the outermost 1 % at each end, plus a margin; None for 100 values or fewer, and if the whole
+        range is at most three times as wide, so nothing needs to be cut off.
     """
     if len(values) <= _CUT_FROM:
         return None
@@ -97,7 +94,7 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def select(points: Mapping[str, Sequence[Point]], wanted: Sequence[str]) -> list[str]:
-    """Names that exist among those wanted, stars resolved, at most eight."""
+    """Names that match those wanted, with stars resolved, at most eight."""
     names = [
         name
         for pattern in wanted

@@ -1,4 +1,4 @@
-"""Whether a fit ends with the current epoch, and how an unfinished epoch is counted."""
+"""Detects the end of a fit, and counts an unfinished epoch correctly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 
 def run_ends(trainer: Trainer) -> bool:
-    """Whether the fit ends with this epoch; for `on_train_epoch_end`, before Lightning has decided."""
+    """Whether the fit ends with this epoch; for `on_train_epoch_end`, before Lightning decides."""
     loop: Any = trainer.fit_loop
     limits = ((trainer.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs))
     reached = any(limit is not None and limit != -1 and count >= limit for count, limit in limits)
@@ -19,7 +19,7 @@ def run_ends(trainer: Trainer) -> bool:
 
 @contextlib.contextmanager
 def epoch_as_it_stands(trainer: Trainer) -> Iterator[None]:
-    """Count an epoch that was cut short as unfinished in checkpoints saved inside; Lightning counts it as done.
+    """Context whose checkpoints count an interrupted epoch as unfinished, where Lightning counts it as done.
 
     A run resumed from such a checkpoint continues with the rest of the epoch.
     """

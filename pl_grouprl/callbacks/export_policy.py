@@ -1,4 +1,4 @@
-"""The trained policy as a folder that `AutoModelForCausalLM.from_pretrained` loads, or its adapter as one of PEFT's."""
+"""Exports the trained policy for `AutoModelForCausalLM.from_pretrained`, or its adapter in PEFT's format."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.writes import explain_os_error
 
 EXPORTED = "export.json"
-"""File in every folder that `ExportPolicy` has written; only such a folder is replaced."""
+"""Marks folders written by `ExportPolicy`; only these are replaced."""
 
 
 @checked_arguments
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
-    Works with any module that holds a transformers model as an attribute, under every strategy: sharded weights are
-    gathered in the main memory of rank 0. Written in safetensors format next to the target and renamed, so that the
-    folder is complete or absent. An earlier export, recognised by its `export.json`, is replaced; anything else there
-    is an error and left untouched.
+    Works with any module that has a transformers model as an attribute, under every strategy: sharded weights are
+    gathered in rank 0's main memory. Writes safetensors files next to the target and then renames the folder, so it is
+    complete or absent. Replaces an earlier export, recognized by its `export.json`; anything else there is an error and
+    left untouched.
 
     Args:
         attribute: Name of the model in the module.
         tokenizer_attribute: Name of the tokenizer; None saves none.
         folder: Name of the folder inside the run folder, or an absolute path.
-        adapter: Of a model that has one, what is saved: `merged` into the weights, a whole model that needs no PEFT,
-            or `separate`, the adapter alone, for `PeftModel.from_pretrained(base, folder)`. The model that was trained
-            stays as it is. (Loaded by transformers 5.23 itself, an adapter's folder loses the norms of DoRA.)
+        adapter: What to save of a model with an adapter: `merged`, a whole model that needs no PEFT, or `separate`, the
+            adapter alone, for `PeftModel.from_pretrained(base, folder)`. The trained model does not change.
+            (Transformers 5.23, loading an adapter's folder itself, loses the norms of DoRA.)
 
     Raises:
-        ValueError: If `adapter` is neither.
-        OSError: Before training, if something else is at the target or it cannot be written; at the end, if the export
-            fails. An earlier export stays.
+        ValueError: If `adapter` is unknown.
+        OSError: Before training, if the target has something else or is not writable; at the end, if the export fails.
+            An earlier export stays.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ExportPolicy(Callback):
         self._support = StrategySupport(None)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before any step, what could not be exported after the last one."""
+        """Refuse, before any step, a model or target that cannot be exported."""
         if stage != "fit":
             return
         self._support = support_of(trainer)
@@ -74,7 +74,7 @@ class ExportPolicy(Callback):
             if name is not None and not hasattr(pl_module, name):
                 raise TypeError(
                     f"ExportPolicy looks for the attribute {name!r}, which {type(pl_module).__name__} does not have; "
-                    f"{option} names the one that holds the transformers model, or the tokenizer (None for none)."
+                    f"{option} names the attribute with the transformers model, or the tokenizer (None for none)."
                 )
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder
@@ -84,17 +84,17 @@ class ExportPolicy(Callback):
             on_rank_zero(trainer, lambda: _check_writable(parent))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what is no transformers model, now that the model is there.
+        """Check the model, now that it exists.
 
         Raises:
             TypeError: If it has no `save_pretrained`.
-            ValueError: If its adapter is to be saved and it has none.
+            ValueError: If its adapter is to be saved and it has none, or cannot be merged under the strategy.
         """
         model = getattr(pl_module, self.attribute)
         if not hasattr(model, "save_pretrained"):
             raise TypeError(
                 f"ExportPolicy(attribute={self.attribute!r}) is to save a {type(model).__name__}, which has no "
-                "save_pretrained; name an attribute that holds a transformers model."
+                "save_pretrained; name an attribute with a transformers model."
             )
         if self.adapter == "separate" and not has_adapters(model):
             raise ValueError(
@@ -129,21 +129,18 @@ class ExportPolicy(Callback):
 def export(
     model: Any, tokenizer: Any, target: Path, state: dict[str, Tensor] | None = None, step: int | None = None
 ) -> None:
-    """Save a transformers model, and a tokenizer if there is one, in a folder that is replaced as a whole.
+    """Save a transformers model, and a tokenizer if given, to a folder, replacing it as a whole.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer; None saves none.
         target: The folder.
-        state: The weights to save, emptied meanwhile; None for those that the model holds.
-        step: Optimizer steps done, noted in the folder.
-
-    Raises:
-        OSError: If it cannot be written, or something other than an earlier export is there. What was there stays.
+        state: The weights to save, consumed by the call; None for the model's own.
+        step: Optimizer steps done, recorded in the folder.
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     former = target.with_name(f".{target.name}.{os.getpid()}.old")
-    what = f"The policy could not be exported to {target}, a former export is untouched"
+    what = f"The policy could not be exported to {target}, an earlier export is untouched"
     refuse_foreign(target, "ExportPolicy", is_export)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -167,7 +164,7 @@ def export(
 
 
 def is_export(path: Path) -> bool:
-    """Whether a folder was written by `ExportPolicy`, as its marker says."""
+    """Whether a folder has the marker of `ExportPolicy`."""
     if path.is_symlink():
         return False
     try:
@@ -179,7 +176,7 @@ def is_export(path: Path) -> bool:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Convert the error that safetensors raises for a full disk, among others."""
+    """Convert errors of safetensors, such as for a full disk."""
     from safetensors import SafetensorError
 
     try:
@@ -196,7 +193,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _without_tied(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out further names of weights that have several; transformers ties them again when it loads the model."""
+    """Keep one name per tied weight; transformers ties them again on loading."""
     names = {name for name, _ in model.named_parameters()}
     repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
     return {name: value for name, value in state.items() if name not in repeated}

@@ -1,4 +1,4 @@
-"""The metrics of a run by step, kept without a logger and saved in checkpoints."""
+"""Metrics of a run by step, without a logger, saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MetricHistory:
         self.points: dict[str, list[Point]] = {}
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a value of each metric; skips what is not finite, and a second value of a step replaces the first."""
+        """Add a value of each metric. Skips non-finite values; a second value of a step replaces the first."""
         for name, value in metrics.items():
             number = float(value)
             if not math.isfinite(number):
@@ -29,7 +29,7 @@ class MetricHistory:
     def statistics(self, name: str) -> dict[str, float]:
         """Return first, last, lowest, highest and mean value, and the lowest over the last quarter of the steps.
 
-        The last quarter is that of the steps from the first to the last value of this metric, both ends included.
+        The last quarter is that of the steps from the first to the last value of this metric, inclusive.
         """
         points = self.points[name]
         values = [value for _, value in points]

@@ -12,14 +12,14 @@ from rich.text import Text
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
 
 _SPEED_PERIOD = 3600.0
-"""Seconds over which speed and time left are estimated. Rich's 30 s see no two steps of a large model."""
+"""Seconds over which speed and ETA are estimated. Rich's default of 30 s is shorter than a large model's steps."""
 
 
 class RunProgressBar(RichProgressBar):
-    """Lightning's `RichProgressBar`, made for runs with few, slow steps that `max_steps` ends.
+    """Lightning's `RichProgressBar` for runs with few, slow steps, limited by `max_steps`.
 
-    The total is the batches that will run, epochs are counted from 1, and speed is in seconds per step where steps take
-    longer than one. Where standard output is not a terminal, it prints a line at the start, at every tenth, and at the
+    The total is the number of batches that will run, epochs count from 1, and speed is in seconds per step if steps
+    take longer than a second. If standard output is not a terminal, it prints a line at the start, every tenth and the
     end of each epoch. The command line uses it unless the configuration names another bar.
     """
 
@@ -28,33 +28,33 @@ class RunProgressBar(RichProgressBar):
     _lines: ProgressLines | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out whether a bar can be drawn."""
+        """Check whether a bar can be drawn."""
         super().setup(trainer, pl_module, stage)
         self._draws = shows_bars(**self._console_kwargs)
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the bar is drawn; False where lines are printed instead."""
+        """Whether the bar is drawn; False if lines are printed instead."""
         return super().is_enabled and self._draws
 
     @property
     def total_train_batches(self) -> int | float:
-        """Training batches of this epoch, up to the one at which `max_steps` ends the run."""
+        """Training batches of this epoch, up to the end of the run by `max_steps`."""
         trainer = self.trainer
         if trainer.max_steps < 0:
             return trainer.num_training_batches
         per_step = trainer.accumulate_grad_batches
-        first = self._batches_done - self._batches_done % per_step  # of the step in progress
+        first = self._batches_done - self._batches_done % per_step  # first batch of the step in progress
         return min(trainer.num_training_batches, first + (trainer.max_steps - trainer.global_step) * per_step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the bar, or the lines, of this epoch."""
+        """Start this epoch's bar or lines."""
         self._batches_done = 0
         self._lines = None
         super().on_train_epoch_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Correct the total: a resumed run is only now known to be within an epoch."""
+        """Correct the total: only now is it known whether a resumed run starts mid-epoch."""
         self._batches_done = batch_idx
         if self.progress is not None and self.is_enabled:
             if self.train_progress_bar_id is None:
@@ -75,7 +75,7 @@ class RunProgressBar(RichProgressBar):
             self._lines.update(batch_idx + 1, self.get_metrics(trainer, pl_module))
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Lightning's, but for the speed."""
+        """Lightning's columns, except for the speed."""
         return [*super().configure_columns(trainer)[:-1], _SpeedColumn(self.theme.processing_speed)]
 
     def _init_progress(self, trainer: Trainer) -> None:
@@ -87,11 +87,11 @@ class RunProgressBar(RichProgressBar):
         num_epochs = self.trainer.max_epochs
         known = num_epochs is not None and num_epochs > 0
         description = f"Epoch {current_epoch + 1}/{num_epochs}" if known else f"Epoch {current_epoch + 1}"
-        return description.ljust(len(self.validation_description))  # so that a validation bar below lines up
+        return description.ljust(len(self.validation_description))  # aligns with a validation bar below
 
 
 class _SpeedColumn(ProgressColumn):
-    """Steps per second, or seconds per step where that is more than one; nothing before it is known."""
+    """Steps per second, or seconds per step if more than one; empty until known."""
 
     def __init__(self, style: Any) -> None:
         self.style = style

@@ -1,4 +1,4 @@
-"""The folder of a run, shared with no other run; the run touches only files that it wrote."""
+"""The folder of a run, never shared with another run; a run changes only files that it wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pl_grouprl.utilities.last_checkpoint import runs_folder
 from pl_grouprl.utilities.writes import explain_os_error
 
 MARKER = "run.json"
-"""File with which a run takes its folder."""
+"""File that marks a folder as taken by a run."""
 
 T = TypeVar("T")
 
@@ -36,10 +36,10 @@ _RUNS: WeakKeyDictionary[Trainer, _Run] = WeakKeyDictionary()
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of a run, which no other run has. All ranks must make the first call, in which rank 0 takes it.
+    """Return the exclusive folder of a run. The first call is collective: rank 0 takes the folder.
 
-    It is the folder of the first logger's version. If another run has taken that, or the logger has none, or there is
-    no logger, it is a new `version_N` in the logger's folder or the Trainer's root folder.
+    It is the folder of the first logger's version. If another run has taken that, or there is no logger or version, it
+    is a new `version_N` in the logger's folder or the Trainer's root folder.
 
     Returns:
         The folder, which exists; None under `fast_dev_run`, which leaves no files.
@@ -58,7 +58,7 @@ def run_folder(trainer: Trainer) -> Path | None:
 def claim(
     trainer: Trainer, path: Path, writer: object, may_replace: Callable[[Path], bool] = lambda path: False
 ) -> None:
-    """Reserve a path, in the run folder or elsewhere, for what a callback writes. All ranks must call it.
+    """Reserve a path, in the run folder or elsewhere, for a callback's output. Collective.
 
     Args:
         trainer: Its `run_folder` must have been called.
@@ -67,8 +67,8 @@ def claim(
         may_replace: Whether the writer may replace what is there.
 
     Raises:
-        FileExistsError: On rank 0, and OSError on the others, if something is there that this run has not written.
-        ValueError: If another callback of the Trainer writes there.
+        FileExistsError: On rank 0, and OSError on the others, if something not written by this run is there.
+    ValueError: If another callback of the Trainer writes there.
     """
     name, writers = type(writer).__name__, _RUNS[trainer].writers
     path = Path(os.path.abspath(path))
@@ -81,7 +81,7 @@ def claim(
 
 
 def refuse_foreign(path: Path, writer: str, may_replace: Callable[[Path], bool]) -> None:
-    """Raise FileExistsError where something is at the path that may not be replaced."""
+    """Raise FileExistsError if the path has something that may not be replaced."""
     if os.path.lexists(path) and not may_replace(path):
         raise FileExistsError(
             f"{writer} would write to {path}, and what is there was not written by this run; it is left untouched. "
@@ -90,7 +90,7 @@ def refuse_foreign(path: Path, writer: str, may_replace: Callable[[Path], bool])
 
 
 def is_trial(trainer: Trainer) -> bool:
-    """Whether the Trainer only tries a few batches (`fast_dev_run`)."""
+    """Whether the Trainer only runs a few trial batches (`fast_dev_run`)."""
     return bool(getattr(trainer, "fast_dev_run", False))
 
 
@@ -106,7 +106,7 @@ def _take_folder(trainer: Trainer) -> Path:
     place = folder or root
     if re.match(r"\w{2,}:/", str(place)):
         raise ValueError(f"The run folder would be in {place}; pass a logger or a default_root_dir that is local.")
-    with explain_os_error(f"No run folder can be made in {place}"):
+    with explain_os_error(f"No run folder can be created in {place}"):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             if _take(folder):

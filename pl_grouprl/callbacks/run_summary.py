@@ -25,17 +25,17 @@ VALIDATION_PREFIXES = ("val/", "val_")
 
 @checked_arguments
 class RunSummary(Callback):
-    """Keep every logged metric over the run and summarize them when training ends.
+    """Record every logged metric and summarize them when training ends.
 
-    A value counts for the step in which it was logged, though Lightning repeats it in later steps.
+    A value counts for the step that logged it, although Lightning repeats it in later steps.
 
-    Works with any module that logs. The history is part of checkpoints, so that a resumed run is summed up from its
-    beginning. A file that cannot be written is a warning. Under `fast_dev_run` only the console lines are written.
+    Works with any module that logs. Checkpoints include the history, so a resumed run is summarized from its start. A
+    file that cannot be written is a warning. Under `fast_dev_run` only the console lines are written.
 
     Args:
-        every_n_steps: Optimizer steps between two records of training metrics.
-        summary_filename: Of the statistics in the run folder; None writes none.
-        curves_filename: Of the picture in the run folder; None draws none.
+        every_n_steps: Optimizer steps between records of training metrics.
+        summary_filename: File of the statistics in the run folder; None writes none.
+        curves_filename: File of the picture in the run folder; None draws none.
 
     Raises:
         ValueError: If `every_n_steps` is less than 1.
@@ -80,9 +80,9 @@ class RunSummary(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the training metrics of a new optimizer step, so that a checkpoint of this step has them.
+        """Record the training metrics of a new optimizer step, so a checkpoint of this step includes them.
 
-        The module logs in its own `on_train_batch_end` after those of all callbacks; that is recorded later.
+        The module's `on_train_batch_end` runs after those of all callbacks; what it logs is recorded later.
         """
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
@@ -128,10 +128,10 @@ class RunSummary(Callback):
         self.training_seconds = float(state_dict["training_seconds"])
 
     def _record_training(self, trainer: Trainer) -> None:
-        """Record the values of the last step that are new since this was last called.
+        """Record the last step's values that are new since the previous call.
 
-        Until a metric is logged again, Lightning hands out the same storage; it is kept here, so a new value has
-        another.
+        Until a metric is logged again, Lightning returns the same storage; keeping it here means that a new value has
+        different storage.
         """
         metrics = {name: v for name, v in trainer.callback_metrics.items() if not name.startswith(VALIDATION_PREFIXES)}
         seen, self._seen = self._seen, metrics
@@ -148,7 +148,7 @@ class RunSummary(Callback):
 
 
 def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Path | None) -> str:
-    """The most important figures in a few lines; what was not logged is left out."""
+    """The most important logged figures in a few lines."""
     lines = [f"Run summary: {steps} steps in {seconds:.0f} s"]
     if "reward" in statistics:
         reward = statistics["reward"]

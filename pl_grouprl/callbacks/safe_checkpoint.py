@@ -1,4 +1,4 @@
-"""Checkpoints that survive whatever ends a run: a kill at any moment, a full disk, a signal to stop."""
+"""Checkpoints that survive any end of a run: a kill at any moment, a full disk, a signal to stop."""
 
 from __future__ import annotations
 
@@ -43,49 +43,49 @@ from pl_grouprl.utilities.verified_loading import verify_loads
 
 
 class StoppedBySignal(SystemExit):
-    """Ends a run that was asked to, after its checkpoint is saved.
+    """Ends a run after a signal, once its checkpoint is saved.
 
-    The exit code is 128 plus the number of the signal, as a shell reports it: 143 for SIGTERM, 138 for SIGUSR1, 130 for
-    Ctrl-C. Processes that Lightning's launcher has started exit with 0: otherwise it would kill the others of the run.
+    The exit code is 128 plus the signal number, as in a shell: 143 for SIGTERM, 138 for SIGUSR1, 130 for Ctrl-C.
+    Processes started by Lightning's launcher exit with 0, as it would otherwise kill the run's other processes.
     """
 
 
 @checked_arguments
 class SafeCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, with complete checkpoints at every moment and one more when a signal ends the run.
+    """Lightning's ModelCheckpoint, with checkpoints that are always complete, and one more when a signal ends the run.
 
-    A checkpoint, file or folder, is written under a temporary name and renamed once all of it is on the disk. A
-    manifest with hashes reveals a torn one; it is verified whenever the Trainer loads a checkpoint. If one cannot be
-    written, or a weight has NaN or inf, the run ends with an error on all ranks and earlier checkpoints are untouched.
-    Unfinished files of killed runs are removed at the start.
+    A checkpoint (file or folder) is written under a temporary name and renamed once it is on disk. A manifest of hashes
+    is verified whenever the Trainer loads a checkpoint. If a checkpoint cannot be written, or a weight has NaN or inf,
+    the run ends with an error on all ranks, and earlier checkpoints are untouched. Unfinished files of killed runs are
+    removed at the start.
 
     The last step of a run is saved too, before the policy is exported: like periodic checkpoints or, with `monitor`, as
     `last`; not if nothing is to be saved (`save_top_k=0` without `save_last`). `ckpt_path="last"` in the Trainer's
     methods means the newest complete checkpoint of earlier runs of this name, as on the command line.
 
     SIGTERM, SIGUSR1 and Ctrl-C may reach any rank; after the current training batch all ranks save `last` and stop
-    (`StoppedBySignal`). A signal after the last batch lets the run finish first. A second Ctrl-C ends the
-    process at once. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from by itself,
-    and requeues the job.
+    (`StoppedBySignal`). After a signal following the last batch, the run finishes first. A second Ctrl-C kills the
+    process. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from automatically, and
+    requeues the job.
 
     Args:
-        stop_on_signal: Whether signals are taken over.
+        stop_on_signal: Whether to handle signals.
         **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`. `dirpath` defaults to `checkpoints` in the
             run folder.
 
     Raises:
         ValueError: Before the first step, if the folder is not local, or has checkpoints of a run with other options
-            and that run is not being resumed.
+            that is not being resumed.
     """
 
     def __init__(self, *, stop_on_signal: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.stop_on_signal = stop_on_signal
         self._request = StopRequest()
-        self._chosen_by: ref[Trainer] | None = None  # the Trainer whose run folder is the default of `dirpath`
+        self._chosen_by: ref[Trainer] | None = None  # the Trainer whose run folder is the default `dirpath`
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare the folder: check that it can be written, and remove what a killed run left."""
+        """Prepare the folder: check that it is writable, and remove remains of killed runs."""
         verify_loads(trainer)
         if self._chosen_by is not None and self._chosen_by() is not trainer:
             self._forget_run()
@@ -101,23 +101,23 @@ class SafeCheckpoint(ModelCheckpoint):
         if "://" in str(self.dirpath):
             raise ValueError(f"dirpath is {self.dirpath}; SafeCheckpoint needs a local folder, use ModelCheckpoint.")
         folder = Path(str(self.dirpath))
-        if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one that the user passed
+        if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one passed by the user
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
 
     def _forget_run(self) -> None:
-        """Start over with another Trainer: its run has another folder, and the previous run's checkpoints stay."""
+        """Reset for another Trainer: its run has another folder, and the previous run's checkpoints stay."""
         self.dirpath = self._chosen_by = None
         self.best_k_models, self.current_score, self.best_model_score = {}, None, None
         self.kth_best_model_path = self.best_model_path = self.last_model_path = self._last_checkpoint_saved = ""
         self._last_global_step_saved = 0
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Search for `last` as the command line does; finding none is an error."""
+        """Find `last` as the command line does; finding none is an error."""
         return {last_checkpoint(trainer, trainer.lightning_module if trainer.state.fn == "fit" else None)}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a folder with checkpoints of another configuration, and take over the signals from Lightning."""
+        """Refuse a folder with checkpoints of another configuration, and replace Lightning's signal handlers."""
         folder = Path(str(self.dirpath))
         resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder.resolve()
         if not is_trial(trainer) and not resumed:  # known only after setup
@@ -130,7 +130,7 @@ class SafeCheckpoint(ModelCheckpoint):
     # The end of a run.
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if that is due, and the last step of the run in any case."""
+        """Save if due, and always after the run's last step."""
         ends = run_ends(trainer)
         with epoch_as_it_stands(trainer):
             super().on_train_epoch_end(trainer, pl_module)
@@ -143,7 +143,7 @@ class SafeCheckpoint(ModelCheckpoint):
             self._save_end(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report a signal that came after the last batch, now that all is saved and exported.
+        """Report a signal that came after the last batch, now that everything is saved and exported.
 
         Raises:
             StoppedBySignal: On all ranks.
@@ -163,7 +163,7 @@ class SafeCheckpoint(ModelCheckpoint):
             self._save_last(trainer)
 
     def _save_last(self, trainer: Trainer) -> None:
-        """Save `last`, whatever `save_last` is; as a link if this step is saved already."""
+        """Save `last`, even without `save_last`; as a link if this step is already saved."""
         saved = self._last_global_step_saved == trainer.global_step and bool(self._last_checkpoint_saved)
         save_last, self.save_last = self.save_last, "link" if saved else True
         self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
@@ -172,19 +172,19 @@ class SafeCheckpoint(ModelCheckpoint):
     # Signals.
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the signals."""
+        """Install the signal handlers."""
         super().on_train_start(trainer, pl_module)
         self.on_sanity_check_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Save if it is due or a signal asks to stop.
+        """Save if due, or if a signal asks to stop.
 
         Raises:
             StoppedBySignal: On all ranks, after the checkpoint.
         """
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         if trainer.fit_loop.epoch_loop._should_accumulate():
-            return  # gradients that are accumulated are in no checkpoint
+            return  # checkpoints do not include accumulated gradients
         signum = self._asked(trainer)
         if signum:
             self._stop(trainer, signum)
@@ -226,12 +226,12 @@ class SafeCheckpoint(ModelCheckpoint):
 
 
 def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = False) -> None:
-    """Save a checkpoint of a fit under a name, complete or not at all. All ranks call it.
+    """Save a checkpoint of a fit, completely or not at all. Collective.
 
     Args:
-        trainer: Of the run, under any strategy: what it writes may be a file or a folder.
-        target: The checkpoint's name; a former one there is replaced when the new one is complete.
-        weights_only: Leave out what a resume needs.
+        trainer: The run's Trainer, with any strategy; the checkpoint may be a file or a folder.
+        target: The checkpoint's path; an earlier one there is replaced once the new one is complete.
+        weights_only: Leave out everything but weights.
 
     Raises:
         OSError: On all ranks, if one of them could not write.
@@ -240,7 +240,7 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
     _refuse_nonfinite(trainer, target)
     owner = gather_plain(process_name(), trainer.strategy.root_device)[0]
     unfinished = unfinished_path(target, owner)
-    what = f"the checkpoint {target} could not be saved, the former ones are untouched"
+    what = f"the checkpoint {target} could not be saved, the earlier ones are untouched"
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
     module = trainer.lightning_module
     facts = {"step": trainer.global_step, "module": lineage(module), "run_options": options_of(module)}
@@ -261,13 +261,13 @@ def _refuse_nonfinite(trainer: Trainer, target: Path) -> None:
     if broken:
         raise RuntimeError(
             f"NaN or inf in the weights at step {trainer.global_step}: {first_names(broken)}. The checkpoint {target} "
-            "is not written, the former ones are untouched. Resume from one of them with a lower learning rate or "
+            "is not written, the earlier ones are untouched. Resume from one of them with a lower learning rate or "
             "clipped gradients (trainer.gradient_clip_val)."
         )
 
 
 def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> None:
-    """Do something with files on each rank; an OSError on one is raised on all, with the remedy."""
+    """Run a file operation on each rank; an OSError on one is raised on all, with the remedy."""
     try:
         raise_on_all_ranks(action, trainer.strategy.root_device, shared=OSError)
     except OSError as error:
@@ -281,7 +281,7 @@ def _stopped(trainer: Trainer, signum: int) -> StoppedBySignal:
 
 
 def _largest(trainer: Trainer, number: int) -> int:
-    """The largest number of all ranks."""
+    """Maximum over ranks."""
     mine = torch.tensor(number, device=trainer.strategy.root_device)
     largest = trainer.strategy.reduce(mine, reduce_op="max")
     return int(largest) if isinstance(largest, Tensor) else number
@@ -305,7 +305,7 @@ def _make_ready(folder: Path, trainer: Trainer) -> None:
 
 
 def _refuse_others(folder: Path, module: LightningModule, trainer: Trainer) -> None:
-    """Refuse to start a run in a folder with checkpoints of a run that had other options."""
+    """Refuse to start a run in a folder with checkpoints of a run with other options."""
     if not trainer.is_global_zero:
         return
     allowed = getattr(module, "allow_changed", ())

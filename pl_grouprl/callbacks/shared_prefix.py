@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pl_grouprl.attention import CallReport, SharedPrefix, find_decoder, in_force, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.measure import measure_speedup
-from pl_grouprl.attention.rows import CACHE_IN_USE
+from pl_grouprl.attention.row_sharing import CACHE_IN_USE
 from pl_grouprl.checks import check_parity
 from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @checked_arguments
 class SharedPrefixCallback(Callback):
-    """Lets every transformers decoder of a LightningModule encode shared prefixes once, and reports what that saves.
+    """Makes every transformers decoder of a LightningModule encode shared prefixes once, and logs the savings.
 
-    The module goes on calling its model with ordinary padded batches; rows that repeat a prefix are found and packed
-    (see `pl_grouprl.attention.shared_prefix`). A model that is in such a context already, as in `GRPO`, is observed.
+    The module keeps calling its model with ordinary padded batches; rows that repeat a prefix are found and packed (see
+    `pl_grouprl.attention.shared_prefix`). A model that is already in such a context, as in `GRPO`, is only observed.
 
     Logged each step, over the step's decoder calls without a cache: `prefix/token_ratio` (tokens with repeated
-    prefixes over tokens run), `prefix/flops_ratio` (the same of linear layers and attention), `prefix/groups`
-    (groups whose prefix was shared) and `prefix/segments`, both summed over those calls (of a reference model too),
-    `prefix/padding_fraction` (of the batch as it was given) and, in every `measure_every_n_steps`-th step,
+    prefixes over tokens run), `prefix/flops_ratio` (the same for operations of linear layers and attention),
+    `prefix/groups` (groups with a shared prefix) and `prefix/segments`, both summed over these calls (also a
+    reference's), `prefix/padding_fraction` (of the original batch) and, in every `measure_every_n_steps`-th step,
     `prefix/measured_speedup` (seconds of the decoder's forward and backward on padded, repeated rows over seconds on
     the packed row).
 
@@ -41,11 +41,11 @@ class SharedPrefixCallback(Callback):
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
         verify: Compare shared and repeated prefixes on small random groups before the first step, and stop the run if
             log-probabilities or gradients differ by more than the dtype explains.
-        measure_every_n_steps: Optimizer steps from one step to the next of which a call is timed both ways; 0 is never.
-        min_saved_tokens: Rows share a prefix where that saves at least this many tokens.
+        measure_every_n_steps: Optimizer steps between measurements, which time one call both ways; 0 is never.
+        min_saved_tokens: Rows share a prefix only if that saves at least this many tokens.
 
     Raises:
-        ValueError: If there is no such backend, or an option is negative.
+        ValueError: If the backend is unknown, or an option is negative.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class SharedPrefixCallback(Callback):
         """Patch or observe the module's models, and verify them.
 
         Raises:
-            ValueError: If the module has no transformers decoder, one of them would be silently wrong, or another
-                backend than the one asked for is in force.
+            ValueError: If the module has no transformers decoder, one of them would give wrong results silently, or an
+                active context uses another backend.
             ParityError: If shared and repeated prefixes differ.
         """
         models = decoders_of(pl_module)
@@ -99,7 +99,7 @@ class SharedPrefixCallback(Callback):
         if patch is None:
             patch = shared_prefix(model, self.backend, min_saved_tokens=self.min_saved_tokens).__enter__()
             self._entered.append(patch)
-        elif self.backend not in ("auto", patch.backend):
+        elif get_backend(self.backend).choice is None and self.backend != patch.backend:
             raise ValueError(
                 f"SharedPrefixCallback(backend={self.backend!r}), but {type(model).__name__} already runs backend "
                 f"{patch.backend!r}; set the backend where the model is patched, or leave it at 'auto' here."
@@ -107,14 +107,14 @@ class SharedPrefixCallback(Callback):
         return patch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to collect the step's calls."""
+        """Start collecting the step's calls."""
         self._calls.clear()
         self._steps_before = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the step's calls shared."""
+        """Log how much the step's calls shared."""
         calls = [(patch, call) for patch, call in self._calls if call.reason != CACHE_IN_USE]
         self._calls.clear()
         if not calls:
@@ -129,7 +129,7 @@ class SharedPrefixCallback(Callback):
         log_numbers(pl_module, metrics)
 
     def _is_measured(self, step: int) -> bool:
-        """Whether the batch has completed an optimizer step, and one of those to measure."""
+        """Whether the batch completed an optimizer step that is to be measured."""
         every = self.measure_every_n_steps
         return every > 0 and step > self._steps_before and step % every == 0
 
@@ -151,7 +151,7 @@ class SharedPrefixCallback(Callback):
         self._calls.clear()
 
     def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
-        known: dict[Any, _Saving] = {}  # scoring and update run the same layout
+        known: dict[Any, _Saving] = {}  # scoring and update share layouts
         for patch, call in calls:
             if (key := _key(call, self._observed[patch])) not in known:
                 known[key] = _Saving.of(call, self._observed[patch])
@@ -161,7 +161,7 @@ class SharedPrefixCallback(Callback):
             "prefix/token_ratio": sum(s.repeated_tokens for s in savings) / sum(s.tokens for s in savings),
             "prefix/flops_ratio": sum(s.repeated_flops for s in savings) / sum(s.flops for s in savings),
             "prefix/padding_fraction": sum(call.padding_fraction for _, call in calls) / len(calls),
-            # A slice starts with its prompt; a prompt alone is followed by a rollout without tokens.
+            # A slice starts with its prompt; a prompt alone is followed by an empty rollout.
             "prefix/groups": float(sum(layout.num_groups for layout, part in layouts if part != "slice")),
             "prefix/segments": float(sum(len(layout.segments) - (part is not None) for layout, part in layouts)),
         }
@@ -188,7 +188,7 @@ class SharedPrefixCallback(Callback):
 
 
 class _Saving(NamedTuple):
-    """What one decoder call ran and would have run with repeated prefixes."""
+    """Tokens and operations of one decoder call, as run and with repeated prefixes."""
 
     tokens: int
     repeated_tokens: int
@@ -202,19 +202,19 @@ class _Saving(NamedTuple):
             tokens = call.input_ids.numel()
             return cls(tokens, tokens, cost.per_token * tokens, cost.per_token * tokens)
         tokens, flops = layout.num_queries, cost.shared(layout)
-        if call.part == "prompt":  # which is repeated in the sequences of the slices that follow
+        if call.part == "prompt":  # the following slices count the repetitions
             return cls(tokens, 0, flops, 0.0)
         return cls(tokens, sum(layout.repeated_lengths), flops, cost.repeated(layout))
 
 
 def _key(call: CallReport, cost: ModelCost) -> Hashable:
-    """What calls with the same saving have in common, among those of one step."""
+    """Key shared by a step's calls with the same saving."""
     source = call if call.layout is None else call.layout
     return id(source), call.part, id(cost)
 
 
 def decoders_of(module: LightningModule) -> list[PreTrainedModel]:
-    """The outermost transformers models of a module that have a decoder."""
+    """The outermost transformers models of a module with a decoder."""
     from transformers import PreTrainedModel
 
     found: list[PreTrainedModel] = []

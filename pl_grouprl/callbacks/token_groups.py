@@ -1,34 +1,104 @@
-"""How much GROUP PPO's token groups compress, logged by any LightningModule that makes them."""
+"""How much GROUP PPO's token groups compress, as torchmetrics, and logged by any LightningModule that makes them.
+
+Counts are added up over batches and ranks before any ratio is taken.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
 
-from pl_grouprl.callbacks.token_group_metrics import TokenGroupStatistics
-from pl_grouprl.functional.token_groups import TokenGroups
+from pl_grouprl.functional.token_groups import TokenGroups, token_group_counts, token_group_metrics
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.step_log import log_numbers
+
+COUNTS = ("tokens", "positions", "ended_by_variance", "ended_by_size", "ended_by_last")
+
+
+class _TokenGroupMetric(Metric):
+    """Counts tokens, endpoints and their causes; one state, so that ranks exchange one tensor."""
+
+    is_differentiable = False
+    full_state_update = False
+    counts: Tensor
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        zeros = torch.zeros(len(COUNTS), dtype=torch.int64)
+        self.add_state("counts", default=zeros, dist_reduce_fx="sum", persistent=True)
+
+    def update(self, groups: TokenGroups | None, mask: Tensor | None = None) -> None:
+        """Add the counts of a batch.
+
+        Args:
+            groups: What `find_token_groups` made; None for a batch without any.
+            mask: True for the tokens to count, shape [B, T]; None for all tokens in a group.
+        """
+        if groups is None:
+            return
+        counts = token_group_counts(groups, mask)
+        zero = torch.zeros_like(counts["tokens"])
+        self.counts += torch.stack([counts.get(name, zero) for name in COUNTS]).to(self.counts.device)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The counts; without those by cause if the groups had none."""
+        named = dict(zip(COUNTS, self.counts, strict=True))
+        if named["positions"] > 0 and not self.counts[2:].any():
+            return {name: named[name] for name in COUNTS[:2]}
+        return named
+
+
+class TokenGroupStatistics(_TokenGroupMetric):
+    """All figures about token groups, over everything since the last reset.
+
+    `compute` returns `token_group/total_tokens`, `/advantage_positions`, `/compression_ratio`, `/speedup_factor` (the
+    reduction in advantage positions, not in wall-clock time), `/avg_group_size`, and the share of the endpoints by
+    cause, `/ended_by_variance`, `/ended_by_size` and `/ended_by_last`; see `token_group_metrics`.
+
+    Args:
+        prefix: What the names begin with.
+        **options: Of `torchmetrics.Metric`.
+    """
+
+    def __init__(self, prefix: str = "token_group/", **options: object) -> None:
+        super().__init__(**options)
+        self.prefix = prefix
+
+    def compute(self) -> dict[str, Tensor]:
+        """Float scalars by name. Ratios are NaN where there was no token."""
+        return {self.prefix + name: value for name, value in token_group_metrics(self.by_name()).items()}
+
+
+class CompressionRatio(_TokenGroupMetric):
+    """1 - endpoints / tokens, over everything since the last reset: what `ThresholdController.update` takes."""
+
+    def compute(self) -> Tensor:
+        """A float scalar; NaN where there was no token."""
+        return token_group_metrics(self.by_name())["compression_ratio"]
+
 
 _ABSENT = object()
 
 
 @checked_arguments
 class TokenGroupMonitor(Callback):
-    """Logs the figures of `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
+    """Logs `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 
-    The counts of all micro-batches of the step and of all ranks are added up before any ratio is taken. Groups that
-    several micro-batches hand over, being the same object, count once.
+    Sums the counts of all micro-batches of the step and of all ranks before taking ratios. The same object passed by
+    several micro-batches counts once.
     `token_group/speedup_factor` is the reduction in advantage positions, not in wall-clock time.
 
     The groups are what the training step returns under `groups_key` (`{"loss": loss, "token_groups": groups}`), else
     the module's attribute or property of that name: one `TokenGroups`, or several in a list. None means that the batch
-    made none. The threshold is found the same way; it is not logged where there is none.
+    has none. The threshold is found the same way, and only logged if there is one.
 
     Args:
-        groups_key: Key of the training step's result, or attribute of the module, that holds the groups.
+        groups_key: Key of the training step's result, or attribute of the module, with the groups.
         threshold_key: The same for the threshold, a number.
     """
 
@@ -40,7 +110,7 @@ class TokenGroupMonitor(Callback):
         self._counted: list[TokenGroups] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Start counting."""
         self.statistics.to(pl_module.device).reset()
         self._counted.clear()
         self._steps_before = trainer.global_step
@@ -51,12 +121,12 @@ class TokenGroupMonitor(Callback):
         """Count the batch's groups; log when an optimizer step is complete.
 
         Raises:
-            ValueError: If there are no groups to be found.
-            TypeError: If what is found is no `TokenGroups`.
+            ValueError: If no groups are found.
+            TypeError: If they are not `TokenGroups`.
         """
         new = [g for g in self._groups(pl_module, outputs) if not any(g is counted for counted in self._counted)]
         self._counted += new
-        self.statistics.update(None)  # counts nothing, but torchmetrics warns of a sum that never had an update
+        self.statistics.update(None)  # counts nothing, but avoids torchmetrics' warning about a missing update
         for groups in new:
             self.statistics.update(groups)
         if trainer.global_step == self._steps_before:
@@ -78,16 +148,16 @@ class TokenGroupMonitor(Callback):
             raise ValueError(
                 f"TokenGroupMonitor found no token groups: {type(pl_module).__name__}.training_step returned no "
                 f"{self.groups_key!r} and the module has no attribute of that name. Return "
-                f"{{'loss': loss, {self.groups_key!r}: groups}} with what find_token_groups made, or set the "
+                f"{{'loss': loss, {self.groups_key!r}: groups}} with the result of find_token_groups, or set the "
                 "attribute, or name another one in TokenGroupMonitor(groups_key=...)."
             )
-        if found is _ABSENT or found is None:  # a batch without a step, or without groups
+        if found is _ABSENT or found is None:  # no step, or no groups, in this batch
             return []
         several = [found] if isinstance(found, TokenGroups) else found
         if not isinstance(several, list | tuple) or not all(isinstance(groups, TokenGroups) for groups in several):
             raise TypeError(
                 f"{self.groups_key!r} of {type(pl_module).__name__} is a {type(found).__name__}; TokenGroupMonitor "
-                "needs the TokenGroups that find_token_groups made, one or a list of them."
+                "needs the TokenGroups that find_token_groups returns, one or a list of them."
             )
         return list(several)
 

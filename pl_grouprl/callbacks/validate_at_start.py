@@ -1,4 +1,4 @@
-"""Validation before the first step, so that curves begin at the policy one starts from."""
+"""Validation before the first step, so curves start at the initial policy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pl_grouprl.callbacks.run_folder import is_trial
 class ValidateAtStart(Callback):
     """Run the validation loop once before training, and log it (verl's `val_before_train`).
 
-    Lightning's sanity check runs validation too, but logs nothing; set `num_sanity_val_steps: 0` with this callback.
-    A resumed run begins with a validation as well: Lightning saves a checkpoint before the validation of the same step,
-    which would be missing otherwise.
+    Lightning's sanity check also runs validation, but logs nothing; set `num_sanity_val_steps: 0` with this callback.
+    A resumed run validates first too, because Lightning saves a checkpoint before the validation of the same step,
+    which would otherwise be missing.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

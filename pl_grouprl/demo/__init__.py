@@ -1,4 +1,4 @@
-"""What the default run needs and no other: a task made up on the spot, and a base policy trained on demonstrations."""
+"""Parts of the default run only: a synthetic task, and a base policy trained on demonstrations."""
 
 from pl_grouprl.demo.digits import MostFrequentDigit
 from pl_grouprl.demo.warm_start import WarmStartedPolicy

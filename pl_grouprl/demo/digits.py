@@ -1,4 +1,4 @@
-"""Built-in task: find the most frequent digit of a long prompt. It needs no download, only a few lines of NumPy."""
+"""Built-in task: find the most frequent digit of a long prompt. Generated in NumPy, without a download."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAD_TOKEN, END_TOKEN = "<pad>", "<end>"
 _VOCABULARY = (PAD_TOKEN, END_TOKEN, *string.digits, *sorted(set("".join(DIGIT_NAMES))))
 _IDS = {token: index for index, token in enumerate(_VOCABULARY)}
 
-# A checksum modulo 8 decides to which split a prompt may belong, so no prompt is in two of them.
+# A checksum modulo 8 decides a prompt's split, so no prompt is in two splits.
 _CHECKSUMS = {"train": (0, 1, 2, 3, 4, 5), "val": (6,), "test": (7,)}
 _STREAMS = {"train": 0, "val": 1, "test": 2, "demonstrations": 3}
 _MAX_ROUNDS = 200
@@ -25,7 +25,7 @@ def digit_tokenizer() -> Any:
     """Build the tokenizer of the task: one token per character, an end token, a padding token.
 
     Returns:
-        A `PreTrainedTokenizerFast`; what `save_pretrained` writes, `AutoTokenizer` loads.
+        A `PreTrainedTokenizerFast`; `AutoTokenizer` loads what its `save_pretrained` writes.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -45,21 +45,21 @@ def digit_tokenizer() -> Any:
 class MostFrequentDigit:
     """Prompts of random digits; the answer is the most frequent one, written as an English word.
 
-    The answer is spelled letter by letter and closed by the end token. In each prompt one digit holds exactly
-    `majority_share` of the places and the other nine share the rest at random, each strictly less often, so there are
-    no ties. Digits drawn without such a share would have margins of a few counts out of hundreds.
+    The answer is spelled letter by letter, followed by the end token. In each prompt one digit takes exactly
+    `majority_share` of the places; the other nine share the rest at random, each strictly less often, so there are no
+    ties. Uniform digits would have margins of only a few counts out of hundreds.
 
-    The same arguments give the same data. No prompt of a split occurs in another one; demonstrations are from the
-    prompts of the training split.
+    The same arguments give the same data. No prompt occurs in two splits; demonstrations use prompts of the training
+    split.
 
     Args:
         prompt_length: Digits per prompt.
-        majority_share: Share of the places that the answer holds; each other digit has (1 - share) / 9 on average.
+        majority_share: Fraction of the digits that are the answer; each other digit has (1 - share) / 9 on average.
             Smaller is harder.
         train_size: Rows of split `train`.
         val_size: Rows of split `val`.
         test_size: Rows of split `test`.
-        label_noise: Share of the demonstrations, on average, that show a wrong answer.
+        label_noise: Average fraction of demonstrations with a wrong answer.
         seed: Determines all data.
     """
 
@@ -108,12 +108,12 @@ class MostFrequentDigit:
     def demonstrations(
         self, count: int, seed: int = 0, *, label_noise: float | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """Return prompts with completions to imitate, a part of which are wrong.
+        """Return prompts with completions to imitate, some of them wrong.
 
         Args:
             count: Number of demonstrations.
-            seed: Determines them, together with the task's own seed.
-            label_noise: Probability that one shows another digit's name. The task's by default.
+            seed: Determines them, together with the task's seed.
+            label_noise: Probability of a wrong digit's name. By default the task's.
 
         Returns:
             Pairs (prompt ids, completion ids); completions include the end token.
@@ -174,5 +174,5 @@ class MostFrequentDigit:
 
 
 def _checksum(digits_BP: np.ndarray) -> np.ndarray:
-    """Return a number from 0 to 7 per prompt that every digit of the prompt enters."""
+    """Return a number from 0 to 7 per prompt that depends on all of its digits."""
     return (digits_BP @ np.arange(1, 2 * digits_BP.shape[1], 2)) % 8

@@ -1,8 +1,8 @@
-"""A base policy made on the spot: a small model built from its config and warm-started on demonstrations.
+"""A small base policy, built from a config and warm-started on demonstrations.
 
-What one does with demonstrations before reinforcement learning, in the small: supervised training on (prompt,
-completion) pairs, the loss on the completions only. The result is a folder in Hugging Face format, kept in a cache
-under a hash of everything that determines it, so that the second run starts at once.
+Supervised training on (prompt, completion) pairs, with the loss on completions only, as is usual before reinforcement
+learning. The result is a folder in Hugging Face format, cached under a hash of everything that determines it, so the
+second run starts immediately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import tick
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FORMAT_VERSION = 1
-"""Part of the cache key; raised when the same options begin to give another policy."""
+"""Part of the cache key; increment it when the same options give a different policy."""
 
 _SAMPLE = 64
-"""How many demonstrations go into the cache key: a change of the task changes them."""
+"""Number of demonstrations in the cache key, to detect changes of the task."""
 
 Demonstration = tuple[list[int], list[int]]
-"""Token ids of a prompt and of a completion, its end token included."""
+"""Token ids of a prompt and of a completion, including its end token."""
 
 
 @runtime_checkable
@@ -63,17 +63,18 @@ class WarmStartedPolicy:
     """A policy source that trains its policy on demonstrations, once.
 
     Attributes:
-        demonstrations: Where prompts and completions come from. The completions may be wrong in part; what a policy
-            learns from them is what reinforcement learning then improves. Its class and its options (the fields of a
-            dataclass, otherwise the attributes without a leading underscore) are part of the cache key.
-        architecture: The model's config: `model_type` as transformers names it, and any option of that config. The
-            vocabulary and the special tokens come from the tokenizer where they are not given.
+        demonstrations: Source of prompts and completions. Some completions may be wrong; reinforcement learning then
+            improves the policy. Its class and options (the fields of a dataclass, otherwise the attributes without a
+            leading underscore) are part of the cache key.
+        architecture: The model's config: `model_type` as in transformers, and any option of that config. Vocabulary
+            and special tokens default to the tokenizer's.
         steps: Supervised optimizer steps.
         batch_size: Demonstrations per step.
-        learning_rate: Of AdamW, after a rise over the first tenth of the steps; falls to a tenth along half a cosine.
-        max_grad_norm: Clips the norm of the gradient.
-        seed: Of the initial weights and of the demonstrations.
-        cache_dir: Folder of finished policies, one folder for each set of options.
+        learning_rate: Peak learning rate of AdamW, after a linear warm-up over the first tenth of the steps; a cosine
+            then decays it to a tenth.
+        max_grad_norm: Clips the gradient norm.
+        seed: Seed of the initial weights and the demonstrations.
+        cache_dir: Folder of finished policies, one subfolder per set of options.
         progress_bar: Show the progress of the supervised training.
         adapter: As in `PretrainedPolicy`: train low-rank layers on the warm-started weights, which stay frozen. The
             warm start itself trains all weights.
@@ -108,16 +109,16 @@ class WarmStartedPolicy:
 
     @property
     def folder(self) -> Path:
-        """Where the finished policy lies, or will."""
+        """Folder of the finished policy, which may not exist yet."""
         return Path(self.cache_dir).expanduser() / f"{self.architecture['model_type']}-{self._key()}"
 
     def load(self) -> nn.Module:
-        """Return the warm-started policy, from the cache where it is there. With several ranks, rank 0 trains it."""
+        """Return the warm-started policy, from the cache if possible. With several ranks, rank 0 trains it."""
         folder = self.folder
         with _rank_zero_first():
             if not folder.is_dir():
                 self._make(folder)
-        owner = f"the cached policy {str(folder)!r} (remove the folder and it is made again)"
+        owner = f"the cached policy {str(folder)!r} (remove the folder to create it again)"
         model = load_model("AutoModelForCausalLM", str(folder), owner=owner, dtype=torch.float32)
         if self.adapter is not None:
             self.adapter.add_to(model)
@@ -130,7 +131,7 @@ class WarmStartedPolicy:
         return self.demonstrations.tokenizer()
 
     def _key(self) -> str:
-        """Hash of all that determines the weights: options, the task's too, vocabulary, the first demonstrations."""
+        """Hash of everything that determines the weights: all options, vocabulary, first demonstrations."""
         options = asdict(self)
         for name in ("demonstrations", "cache_dir", "progress_bar", "adapter", "compile_layers"):
             del options[name]
@@ -144,7 +145,7 @@ class WarmStartedPolicy:
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=_describe).encode(), digest_size=8).hexdigest()
 
     def _make(self, folder: Path) -> None:
-        """Train, and put the folder in place in one move, so that a reader sees all of it or nothing."""
+        """Train, and rename the finished folder into place, so readers see all of it or nothing."""
         if os.path.lexists(folder) and not folder.is_dir():
             raise FileExistsError(f"cache_dir: {folder} is not a folder and is left untouched; move it away.")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ class WarmStartedPolicy:
             os.chmod(unfinished, 0o755)  # noqa: S103 (mkdtemp hides the folder from other users)
             os.replace(unfinished, folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same result
+            if not folder.is_dir():  # otherwise another process finished first, with the same result
                 raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -183,20 +184,20 @@ class WarmStartedPolicy:
         model.eval()
 
     def _learning_rate_factor(self, step: int) -> float:
-        """Rise over the first tenth of the steps, then half a cosine down to a tenth."""
+        """Linear warm-up over the first tenth of the steps, then cosine decay to a tenth."""
         progress = (step + 1) / max(self.steps, 1)
         return min(progress / 0.1, 1.0) * (0.1 + 0.9 * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)
 
 
 def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel:
-    """Build a causal language model with random weights, its vocabulary and special tokens those of the tokenizer.
+    """Build a causal language model with random weights, and the tokenizer's vocabulary and special tokens.
 
     Args:
         architecture: `model_type` and options of that family's config.
-        tokenizer: Gives `vocab_size` and the ids of the special tokens where `architecture` does not.
+        tokenizer: Gives `vocab_size` and special token ids unless `architecture` does.
 
     Raises:
-        ValueError: If an option is not one of the family's config: transformers would take it and do nothing.
+        ValueError: If the family's config lacks an option; transformers would silently ignore it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -211,17 +212,17 @@ def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel
     unknown = sorted(name for name in architecture if not hasattr(known, name))
     if unknown:
         raise ValueError(
-            f"architecture has {unknown}, which the config of model_type {options['model_type']!r} does not know; "
+            f"architecture has {unknown}, which the config of model_type {options['model_type']!r} does not have; "
             "remove or rename them."
         )
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**options), dtype=torch.float32)
 
 
 def supervised_loss(model: nn.Module, pairs: list[Demonstration]) -> Tensor:
-    """Mean cross-entropy of the completion tokens, each given its prompt and what precedes it.
+    """Mean cross-entropy of completion tokens, given the prompt and earlier tokens.
 
-    Rows are padded on the right, where a causal model cannot see it from the left, so no mask is needed. Only the
-    positions from the end of the shortest prompt on go through the output layer.
+    Rows are padded on the right, which causal attention never sees, so no mask is needed. Only positions from the end
+    of the shortest prompt on go through the output layer.
 
     Args:
         model: A transformers causal language model.
@@ -241,7 +242,7 @@ def supervised_loss(model: nn.Module, pairs: list[Demonstration]) -> Tensor:
 
 
 def _describe(instance: Any) -> Any:
-    """Name the class of an object and its options, for the cache key; `str` where it has no attributes."""
+    """An object's class and options, for the cache key; `str` if it has no attributes."""
     if is_dataclass(instance):
         options = {own.name: getattr(instance, own.name) for own in fields(instance)}
     elif hasattr(instance, "__dict__"):
@@ -260,14 +261,13 @@ def _demonstration_seed(seed: int, step: int) -> int:
 @contextmanager
 def _rank_zero_first() -> Iterator[None]:
     """Rank 0 runs the body before the other ranks."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else 0
-    if distributed and rank != 0:
+    several, rank = num_ranks() > 1, own_rank()
+    if several and rank != 0:
         torch.distributed.barrier()
     try:
         yield
     finally:
-        if distributed and rank == 0:
+        if several and rank == 0:
             torch.distributed.barrier()
 
 

@@ -33,7 +33,7 @@ class LossPreset(NamedTuple):
 
     Attributes:
         scale: `scale` of `group_relative_advantages`.
-        loss: Name in `POLICY_LOSSES`.
+        loss: Name of the policy loss.
         aggregation: `loss_agg_mode`; the norm of `seq-mean-token-sum-norm` is `max_completion_length`.
     """
 

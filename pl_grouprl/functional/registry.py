@@ -1,37 +1,162 @@
-"""Build a registered callable from its name and options, as a configuration gives them."""
+"""Functions that a configuration chooses by name: registered where they are defined, bound with checked options.
+
+The options of a registered function are its keyword-only arguments, except those that hold data. Anything else that a
+caller has to know about it is declared with the registration.
+"""
 
 from __future__ import annotations
 
 import inspect
+import typing
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
+from pl_grouprl.utilities.annotations import convert, describe_value
+from pl_grouprl.utilities.describe import identity, plain
+
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R", bound="RegisteredFunction")
 T = TypeVar("T")
 
 
-def build(registry: Mapping[str, Callable[..., T]], argument: str, name: str, options: Mapping[str, Any]) -> T:
-    """Call `registry[name](**options)`, and say what there is when the name or an option is unknown.
+@dataclass(frozen=True, repr=False)
+class RegisteredFunction:
+    """A function under its name, with its options.
+
+    A subclass defines the call. Its fields are what a registration declares.
+
+    Attributes:
+        name: What a configuration calls the function.
+        function: Takes data, and its options as keyword arguments.
+        options: By name; complete once `with_options` has set them.
+        argument: The option of an algorithm that takes the name.
+        data: Every name under which data can be passed to such a function as a keyword argument.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    argument: ClassVar[str]
+    data: ClassVar[tuple[str, ...]]
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The data that the function takes as keyword arguments."""
+        raise NotImplementedError
+
+    def try_out(self) -> None:
+        """Call the function on a little data, so that it refuses options out of range, and check its result."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={plain(value)!r}' for name, value in self.options.items())})"
+
+    def known_options(self) -> dict[str, inspect.Parameter]:
+        """The options of the function by name."""
+        parameters = inspect.signature(self.function).parameters
+        return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and name not in self.takes}
+
+    def with_options(self: R, options: Mapping[str, Any]) -> R:
+        """Bind options; those left out get the function's defaults.
+
+        Raises:
+            ValueError: If an option is unknown, has the wrong type, or is out of range.
+        """
+        known = self.known_options()
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{self.argument}={self.name!r} does not use {', '.join(unknown)}; it takes "
+                f"{', '.join(known) or 'no options'}. Leave the others unset."
+            )
+        hints = typing.get_type_hints(self.function)
+        defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
+        given = {name: convert(hints.get(name, Any), value, f"{self.name}.{name}") for name, value in options.items()}
+        bound = replace(self, options=defaults | given)
+        bound.try_out()
+        return bound
+
+    def check_declaration(self) -> None:
+        """Compare what the registration declares with the function's arguments.
+
+        Raises:
+            TypeError: If it is no function, lacks an argument for declared data, or takes data that is not declared.
+        """
+        if not inspect.isfunction(self.function):
+            raise TypeError(f"{self.argument} {self.name!r} is {describe_value(self.function)}; register a function.")
+        arguments = inspect.signature(self.function).parameters
+        absent = [name for name in self.takes if name not in arguments]
+        undeclared = [name for name in arguments if name in self.data and name not in self.takes]
+        for names, problem in ((absent, "lacks"), (undeclared, "does not declare")):
+            if names:
+                raise TypeError(
+                    f"{self.argument} {self.name!r} {problem} {', '.join(names)}; make the arguments of "
+                    f"{self.function.__qualname__} and its registration agree."
+                )
+
+
+def registering(registry: dict[str, R], kind: type[R], name: str, **declared: Any) -> Callable[[F], F]:
+    """Create a decorator that adds a function to a registry and returns it as it is.
 
     Args:
-        registry: Constructors by name.
-        argument: How the caller calls the choice, for the error.
-        name: Which one to build.
-        options: Keyword arguments of the constructor.
-
-    Returns:
-        What the constructor returns.
+        registry: Registered functions by name.
+        kind: What the entry becomes.
+        name: The function's name in configurations.
+        **declared: The further fields of the entry.
 
     Raises:
-        ValueError: If the name is not registered, or the constructor does not take one of the options.
+        ValueError: If the name belongs to another function. The same function of a module that is loaded again
+            replaces itself.
+        TypeError: If the function's arguments do not fit what is declared.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a name is missing: write @register_{kind.argument}('...') above {describe_value(name)}.")
+
+    def register(function: F) -> F:
+        entry, known = kind(name, function, **declared), registry.get(name)
+        entry.check_declaration()
+        if known is not None and identity(known.function) != identity(function):
+            raise ValueError(f"{kind.argument} {name!r} is {identity(known.function)} already; choose another name.")
+        registry[name] = entry
+        return function
+
+    return register
+
+
+def build(registry: Mapping[str, R], argument: str, name: str, options: Mapping[str, Any]) -> R:
+    """Bind the function registered as `name` with options.
+
+    Raises:
+        ValueError: If the name is not registered, or the function refuses an option.
     """
     if name not in registry:
         raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(sorted(registry))}.")
-    constructor = registry[name]
-    known = list(inspect.signature(constructor).parameters)
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise ValueError(
-            f"{argument}={name!r} does not use {', '.join(unknown)}; it takes {', '.join(known) or 'no options'}. "
-            "Leave the others unset."
-        )
-    return constructor(**options)
+    return registry[name].with_options(options)
+
+
+def describe(part: Any) -> str:
+    """Name a loss or an estimator with its options, identically in every process."""
+    return repr(part) if is_dataclass(part) else getattr(part, "__qualname__", type(part).__qualname__)
+
+
+def former_classes(module: str, names: Mapping[str, str], make: Callable[..., T]) -> Callable[[str], Any]:
+    """Create the `__getattr__` of a module whose classes are now registered functions.
+
+    Args:
+        module: Where the classes were.
+        names: For each class the name of the registered function.
+        make: Builds a registered function from its name and options.
+    """
+
+    def resolve(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new = f"{make.__name__}({names[name]!r}, ...)"
+        warnings.warn(f"{module}.{name}(...) is now {new}.", DeprecationWarning, stacklevel=2)
+        return partial(make, names[name])
+
+    return resolve

@@ -7,6 +7,7 @@ that of each of the B padded rows.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pl_grouprl.attention import find_backbone
-from pl_grouprl.packing import ScoringBatch
+from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout
+from pl_grouprl.packing.repeat import repeat_values
 from pl_grouprl.types import is_per_token
 
 if TYPE_CHECKING:
@@ -40,8 +42,8 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     last token, equally in time, height and width, as in one forward of both. The vision tower is not run.
 
     Returns:
-        Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L]; None where the batch has no
-        images or videos, or the model's positions are those of text.
+        Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L], 0 at padding; None where the
+        batch has no images or videos, or the model's positions are those of text.
     """
     backbone = find_backbone(model)
     if not hasattr(backbone, "get_rope_index") or not any(name.endswith("grid_thw") for name in batch.media):
@@ -50,9 +52,11 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     roots = [segment for segment in batch.layout.segments if segment.parent is None]
     if batch.sharing == "shared":
         spans = [(0, segment.start, segment.length) for segment in roots]
+        places = list(range(len(roots)))
     else:
         parents = [segment.parent for segment in batch.layout.segments if segment.parent is not None]
         spans = [(row, 0, batch.layout.segments[parent].length) for row, parent in enumerate(parents)]
+        places = [parents.index(place) for place, own in enumerate(batch.layout.segments) if own.parent is None]
 
     def prompts(values: Tensor) -> Tensor:
         return pad_sequence([values[row, start : start + length] for row, start, length in spans], batch_first=True)
@@ -62,8 +66,9 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     media = {name: prompts(value) if is_per_token(name) else value for name, value in media.items()}
     tokens = input_ids.cpu()
     positions = prompt_positions(backbone, prompts(tokens), prompts(torch.ones_like(tokens)), media)
-    lay_out = _positions_of_row if batch.sharing == "shared" else _positions_of_rows
-    return lay_out(batch, positions).to(input_ids.device)
+    packed_T3 = _continued(batch.layout, positions, places).T
+    rows = packed_T3[None] if batch.sharing == "shared" else repeat_values(batch.layout, packed_T3)
+    return rows.permute(2, 0, 1).to(input_ids.device)
 
 
 def prompt_positions(
@@ -91,29 +96,18 @@ def prompt_positions(
     return PromptPositions(position_ids, torch.where(ends_in_text_S, after_last_S, largest_S))
 
 
-def _positions_of_row(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
+def _continued(layout: SharedPrefixLayout, positions: PromptPositions, places: Sequence[int]) -> Tensor:
+    """Continue the positions of the layout's prompts, found at `places`, in their rollouts, shape [3, T]."""
+    prompts = iter(places)
     runs: list[Tensor] = []
     following: list[Tensor] = []  # for each segment the position after its last token
-    prompt = 0
-    for segment in batch.layout.segments:
+    for segment in layout.segments:
         if segment.parent is None:
+            prompt = next(prompts)
             runs.append(positions.position_ids[:, prompt, : segment.length])
             following.append(positions.next_position_S[prompt])
-            prompt += 1
             continue
         start = following[segment.parent]
         runs.append((start + torch.arange(segment.length)).expand(3, -1))
         following.append(start + segment.length)
-    return torch.cat(runs, dim=1)[:, None]
-
-
-def _positions_of_rows(batch: ScoringBatch, positions: PromptPositions) -> Tensor:
-    segments = batch.layout.segments
-    prompt_lengths = [segments[s.parent].length for s in segments if s.parent is not None]
-    width = batch.model_inputs["input_ids"].shape[1]
-    rows = []
-    for row, length in enumerate(prompt_lengths):
-        start = positions.next_position_S[row]
-        after = (start + torch.arange(width - length)).expand(3, -1)
-        rows.append(torch.cat([positions.position_ids[:, row, :length], after], dim=1))
-    return torch.stack(rows, dim=1)
+    return torch.cat(runs, dim=1)

@@ -1,4 +1,4 @@
-"""Policies, critics: where they come from, and how rollouts are scored with them."""
+"""Policies and critics: their sources, and scoring rollouts with them."""
 
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.cost import ModelCost

@@ -1,6 +1,6 @@
-"""What can be done with a model that has PEFT layers: switch them off, copy it without them, merge them in a copy.
+"""Operations on models with PEFT layers: disable the layers, copy the model without them, merge them in a copy.
 
-Copies are structural. They share the storage of every weight that stays as it is, so they cost next to nothing.
+Copies share the storage of every unchanged weight, so they cost next to nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
-    """PEFT's layers, and modules that it trains as a whole, in a model; none where PEFT has not been imported."""
+    """A model's PEFT layers and modules that PEFT trains whole; empty if PEFT has not been imported."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,25 +27,25 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether there are PEFT layers in a model."""
+    """Whether a model has PEFT layers."""
     return bool(adapter_layers(model))
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model inside a `PeftModel`; any other model is its own."""
+    """Unwrap a `PeftModel`; return other models unchanged."""
     inner = getattr(model, "get_base_model", None)
     return model if inner is None else inner()
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Run a model as its base, without gradient: a recomputed activation would not know of the switch.
+    """Run a model without its adapters, and without gradient, since recomputed activations would miss the switch.
 
-    Afterwards the adapters that were on are on again, and every parameter is trained or frozen as before.
+    On exit, the active adapters are on again, and every parameter is trained or frozen as before.
 
     Raises:
-        ValueError: If the model has no adapters, or weights of its own are trained beside them (biases, say): without
-            the adapters it would be no base.
+        ValueError: If the model has no adapters, or trains other weights too (biases, say), so that it would not be
+            the base without the adapters.
     """
     layers = adapter_layers(model)
     if not layers:
@@ -58,8 +58,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         other = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if other:
             raise ValueError(
-                f"{type(model).__name__} trains {len(other)} weights beside its adapters, such as {other[0]!r}, so "
-                "that it is no base without them; freeze those."
+                f"{type(model).__name__} trains {len(other)} weights besides its adapters, such as {other[0]!r}, so "
+                "it is not the base model without them; freeze those."
             )
         with torch.no_grad():
             yield
@@ -74,10 +74,10 @@ def aliased_copy(model: nn.Module) -> tuple[Any, dict[nn.Parameter, str]]:
     """Copy a model's modules, not its weights.
 
     Returns:
-        The copy, whose parameters are frozen aliases of the model's storage, and the name in the model of each of them.
+        The copy, whose parameters are frozen aliases of the model's storage, and the model's name of each.
     """
     aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    # The memo makes the copy take the aliases where it meets a parameter.
+    # The memo replaces each parameter by its alias.
     duplicate = copy.deepcopy(model, dict(aliases))
     return duplicate, {aliases[id(parameter)]: name for name, parameter in model.named_parameters()}
 
@@ -85,7 +85,7 @@ def aliased_copy(model: nn.Module) -> tuple[Any, dict[nn.Parameter, str]]:
 def merged_copy(model: Any) -> Any:
     """Copy a model with its active adapters merged into its weights, as a plain transformers model.
 
-    The copy is frozen. Weights without an adapter are aliases of the model's.
+    The copy is frozen. Weights without an adapter alias the model's.
     """
     duplicate, _ = aliased_copy(base_of(model))
     for layer in adapter_layers(duplicate):
@@ -100,14 +100,14 @@ def merged_copy(model: Any) -> Any:
 
 
 def remove_adapters(model: nn.Module, *, keep_trained: bool = False) -> None:
-    """Put the layers that PEFT has wrapped back in its layers' places.
+    """Replace PEFT's layers with the layers they wrap.
 
     Args:
         model: Changed in place.
-        keep_trained: Of modules that PEFT trained as a whole, put the trained one in its place, not the original.
+        keep_trained: Keep the trained version of modules that PEFT trained whole, not the original.
 
     Raises:
-        TypeError: If there is a wrapper of a kind that has neither.
+        TypeError: If a wrapper has neither.
     """
     if not has_adapters(model):
         return
@@ -130,18 +130,25 @@ def remove_adapters(model: nn.Module, *, keep_trained: bool = False) -> None:
 
 
 def leave_parameters_out_of_checkpoints(module: nn.Module, names: Iterable[str]) -> None:
-    """Keep parameters out of the `state_dict` of a module, and of all that contains it, and do not miss them.
+    """Leave parameters out of `state_dict`, and do not report them missing, in a module and its parents.
 
-    For weights that are made again from their source. The hooks are functions of this file, as a module could not be
-    pickled with local ones.
+    For weights recreated from their source. The hooks are module-level functions, so the module can be pickled.
 
     Args:
-        module: Gets the hooks.
-        names: Of parameters, as in its own `state_dict`.
+        module: The module that gets the hooks.
+        names: Parameter names, as in its `state_dict`.
     """
     names = list(names)
     module.register_state_dict_post_hook(partial(_drop, names))
     module.register_load_state_dict_pre_hook(partial(_fill_in, names))
+
+
+def leave_frozen_parameters_out_of_checkpoints(module: nn.Module, child: str) -> None:
+    """Keep the frozen parameters of a child out of the checkpoints of a module."""
+    parameters = getattr(module, child).named_parameters(remove_duplicate=False)
+    leave_parameters_out_of_checkpoints(
+        module, [f"{child}.{name}" for name, parameter in parameters if not parameter.requires_grad]
+    )
 
 
 def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen model, LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353), by PEFT."""
+"""Low-rank adapters on a frozen model, LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353), using PEFT."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ALL_LINEAR = "all-linear"
 _ACTING_OPTIONS = {"alpha": "lora_alpha"} | {
     name: name for name in ("r", "use_rslora", "use_dora", "target_modules", "rank_pattern", "alpha_pattern")
 }
-"""Our name and PEFT's of what decides how an adapter acts."""
+"""Options that decide an adapter's effect: our name and PEFT's."""
 
 _KEY_PREFIX = "base_model.model."
-"""What PEFT's files put in front of the names of a model's modules."""
+"""Prefix of module names in PEFT's files."""
 
 
 @checked_arguments
@@ -40,16 +40,16 @@ class LoRAOptions:
     """Which layers get a low-rank adapter, and what kind.
 
     Attributes:
-        r: Rank of the layers.
+        r: Rank of the adapter layers.
         alpha: Their output is multiplied by alpha / r.
-        dropout: Rate of dropout in front of them, in training mode. With prefixes shared, a prompt's tokens are dropped
+        dropout: Dropout rate of their input, in training mode. With shared prefixes, a prompt's tokens are dropped
             once for all rollouts of a group.
-        target_modules: `all-linear` for every linear layer of the language model's decoder; or ends of the names of
-            layers, which are looked up in the decoder, and elsewhere where it has none of that name; or a regular
-            expression for whole names, as in PEFT. Experts that a model keeps in one parameter are no linear layers.
-        use_dora: Learn the norms of the weights' columns beside (DoRA).
+        target_modules: `all-linear` for every linear layer of the language model's decoder; or suffixes of layer names,
+            looked up in the decoder first and then elsewhere; or a regular expression for whole names, as in PEFT.
+            Experts stored in one parameter are not linear layers.
+        use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead (rank-stabilized LoRA, arXiv:2312.03732).
-        seed: Of the new layers.
+        seed: Seed of the new layers.
 
     Raises:
         ModuleNotFoundError: If PEFT is not installed.
@@ -76,16 +76,15 @@ class LoRAOptions:
         check_options({f"{owner}.{name}": (getattr(self, name), *check) for name, check in checks.items()})
 
     def put_on(self, model: Any, name: str, **options: Any) -> None:
-        """Put new layers into a transformers model, in place, and freeze all else; see `inject`.
+        """Add adapter layers to a transformers model, in place, and freeze everything else; see `inject`.
 
         Args:
-            model: With or without a head.
-            name: Of the adapter.
-            **options: Further ones of PEFT's `LoraConfig`.
+            model: A model with or without a head.
+            name: Name of the adapter.
+            **options: Further options of PEFT's `LoraConfig`.
 
         Raises:
-            ValueError: If no layer has one of the names in `target_modules`, or PEFT takes others than those; and as
-                `inject` does.
+            ValueError: If no layer matches `target_modules`, or PEFT would choose other layers; see also `inject`.
         """
         from peft import LoraConfig
 
@@ -105,32 +104,32 @@ class LoRAOptions:
         taken = {own for own, module in model.named_modules() if module in layers}
         if chosen is not None and taken != chosen:
             raise ValueError(
-                f"{argument} stands for {len(chosen)} layers of "
-                f"{type(model).__name__}, but PEFT takes other places for some, such as {min(taken ^ chosen)!r}: it "
-                "reads the names of an expert's layers as the parameters that all experts are in. Leave those names "
+                f"{argument} matches {len(chosen)} layers of "
+                f"{type(model).__name__}, but PEFT chooses others for some, such as {min(taken ^ chosen)!r}: it "
+                "reads names of an expert's layers as the parameters that contain all experts. Leave those names "
                 "out, or pass a regular expression to mean the experts."
             )
 
 
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
-"""PEFT's ways to begin an adapter that rewrite the weights under it."""
+"""PEFT's initializations that change the base weights."""
 
 
 @checked_arguments
 @dataclass(frozen=True)
 class LoRAAdapter(LoRAOptions):
-    """The adapter of a policy: what is trained in the place of its weights.
+    """A policy's adapter, trained instead of its weights.
 
     Attributes:
-        r: As in `LoRAOptions`, like all that follow down to `seed`.
+        r: See `LoRAOptions`, also for the options down to `seed`.
         alpha: The adapter's output is multiplied by alpha / r.
-        dropout: Rate of dropout in front of it, in training mode.
-        target_modules: `all-linear`, names of layers, or a regular expression.
-        use_dora: Learn the norms of the weights' columns beside (DoRA).
+        dropout: Dropout rate of its input, in training mode.
+        target_modules: `all-linear`, suffixes of layer names, or a regular expression.
+        use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead.
-        seed: Of the new layers.
-        path: Folder or hub name of an adapter in PEFT's format to start from. Its own options then hold, and those
-            above are left out, or the same.
+        seed: Seed of the new layers.
+        path: Folder or hub name of an adapter in PEFT's format to start from. Its saved options then apply; leave the
+            options above out, or set them to the same values.
     """
 
     path: str | None = None
@@ -141,14 +140,14 @@ class LoRAAdapter(LoRAOptions):
             check_folder(self.path, "adapter path")
 
     def add_to(self, model: Any) -> Any:
-        """Put the adapter into a transformers model, in place, and freeze all else.
+        """Add the adapter to a transformers model, in place, and freeze everything else.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: If the model has adapters already, no layer has one of the names in `target_modules`, or the
-                adapter of `path` is another one than the options say or does not fit the model.
+            ValueError: If the model already has adapters, no layer matches `target_modules`, or the adapter of `path`
+                contradicts the options or does not fit the model.
         """
         if self.path is None:
             self.put_on(model, "default", task_type="CAUSAL_LM")
@@ -165,18 +164,18 @@ class LoRAAdapter(LoRAOptions):
         with readable_weights(location, f"the adapter of path {path!r}"):
             config = PeftConfig.from_pretrained(location)
         if not isinstance(config, LoraConfig):
-            raise ValueError(f"adapter path {path!r} holds a {config.peft_type} adapter; pass one of LoRA or DoRA.")
+            raise ValueError(f"adapter path {path!r} has a {config.peft_type} adapter; pass a LoRA or DoRA adapter.")
         config.inference_mode = False
-        if str(config.init_lora_weights).startswith(_CHANGES_BASE):  # pissa_niter_16 is one of them
+        if str(config.init_lora_weights).startswith(_CHANGES_BASE):  # for example pissa_niter_16
             raise ValueError(
                 f"the adapter of path {path!r} was made with init_lora_weights={config.init_lora_weights!r}, which "
-                "changes the weights under it, so the base would be no reference; convert it to an ordinary LoRA "
+                "changes the base weights, so the base would not be the reference; convert it to an ordinary LoRA "
                 "(path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge it into its model."
             )
         if config.trainable_token_indices is not None:
             raise ValueError(
                 f"the adapter of path {path!r} trains token embeddings (trainable_token_indices), which cannot be "
-                "merged or taken off again; pass an adapter without them."
+                "merged or removed; pass an adapter without them."
             )
         names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
         for field in fields(LoRAOptions):
@@ -191,14 +190,14 @@ class LoRAAdapter(LoRAOptions):
 
 
 def adapter_options(model: nn.Module) -> dict[str, Any]:
-    """What decides how a model's adapters act, beside their weights, as plain values.
+    """Options that, besides the weights, decide the effect of a model's adapters, as plain values.
 
     Args:
-        model: Of any kind; one without adapters has no options.
+        model: Any model; without adapters, the result is empty.
 
     Returns:
-        By `<name of the adapter>.<option>`: those of `LoRAOptions` that are not of the training alone, and PEFT's
-        exceptions from them for single layers. The names of layers are in order, `all-linear` is spelled out.
+        By `<adapter name>.<option>`: the options of `LoRAOptions` that matter outside training, and PEFT's per-layer
+        exceptions. Layer names are sorted, and `all-linear` is spelled out.
     """
     configs: Any = next((own.peft_config for own in model.modules() if "peft_config" in vars(own)), {})
     return {
@@ -210,38 +209,38 @@ def adapter_options(model: nn.Module) -> dict[str, Any]:
 
 
 def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: str) -> None:
-    """Put new adapter layers into a transformers model, in place, and freeze all else.
+    """Add adapter layers to a transformers model, in place, and freeze everything else.
 
-    The new weights are float32 (or wider) whatever the model's dtype, the same on every rank, and draw nothing from
-    the global random numbers.
+    The new weights are float32 (or wider) for any dtype of the model, the same on every rank, and leave the global
+    random state unchanged.
 
     Args:
         config: PEFT's options.
         model: A transformers model, with or without a head.
-        name: Of the adapter.
-        seed: Of its weights.
-        argument: What names the layers, for errors.
+        name: Name of the adapter.
+        seed: Seed of its weights.
+        argument: The option that names the layers, for errors.
 
     Raises:
-        ValueError: If the model has adapters already, no layer has one of the names or one takes no adapter, or one
-            would be on weights that another module has too: merged, it would change both.
+        ValueError: If the model already has adapters, no layer has one of the names, a layer cannot take an adapter,
+            or its weights are tied to another module's, which merging would change too.
     """
     if has_adapters(model):
         raise ValueError(
-            f"{type(model).__name__} has adapters already; merge them into its weights (merge_and_unload of PEFT, or "
-            "ExportPolicy), or pass the path of the saved adapter to go on with it."
+            f"{type(model).__name__} already has adapters; merge them into its weights (merge_and_unload of PEFT, or "
+            "ExportPolicy), or pass the path of the saved adapter to continue training it."
         )
     owners = _owners(model)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT2's transposed layers, which PEFT handles
-        warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # refused below, where it matters
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT handles GPT2's transposed layers
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # refused below if it matters
         torch.manual_seed(derive_seed(f"{name} adapters", seed))
         try:
             model.add_adapter(config, name)
         except (ValueError, re.error) as error:
             _refuse_places(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
     for parameter in model.parameters():
-        if parameter.requires_grad:  # PEFT makes them in the base weights' dtype, too coarse to be trained
+        if parameter.requires_grad:  # PEFT creates them in the base weights' dtype, too coarse for training
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         elif len(owners.get(parameter, ())) > 1:
             _refuse_tied(model, parameter, owners[parameter])
@@ -260,13 +259,13 @@ def _refuse_tied(model: nn.Module, parameter: nn.Parameter, owners: list[str]) -
         layer = model.get_submodule(name)
         if has_adapters(layer):
             raise ValueError(
-                f"target_modules names {name!r}, whose weights are also those of "
+                f"target_modules names {name!r}, whose weights are shared with "
                 f"{[other for other in owners if other != name]} (tie_word_embeddings); leave it out."
             )
 
 
 def _chosen_layers(model: Any, asked: str | list[str], argument: str) -> set[str] | None:
-    """Names of the layers that are to get an adapter; None for a regular expression, which PEFT reads itself."""
+    """Names of the layers to adapt; None for a regular expression, which PEFT evaluates."""
     if isinstance(asked, str) and asked != ALL_LINEAR:
         return None
     inside = set(find_decoder(model).modules())
@@ -276,7 +275,7 @@ def _chosen_layers(model: Any, asked: str | list[str], argument: str) -> set[str
         names = {name: module in inside for name, module in model.named_modules() if name}
         found = {target: _find(names, target) for target in asked}
         if missing := [target for target in asked if not found[target]]:
-            _refuse_places(argument, f"no layer of {type(model).__name__} has the name {missing[0]!r}")
+            _refuse_places(argument, f"no layer of {type(model).__name__} is named {missing[0]!r}")
         chosen = {name for own in found.values() for name in own}
     if not chosen:
         _refuse_places(argument, f"{type(find_decoder(model)).__name__} has no linear layers")
@@ -284,9 +283,9 @@ def _chosen_layers(model: Any, asked: str | list[str], argument: str) -> set[str
 
 
 def _shortest_names(model: nn.Module, chosen: set[str]) -> list[str]:
-    """The last parts of names, as PEFT's users know them, or whole names where those would stand for other layers too.
+    """Shorten names to their last parts, as is usual with PEFT, unless those would match other layers too.
 
-    A vision tower has layers of the same names as the language model.
+    A vision tower has layers with the same names as the language model.
     """
     ends = {name.rpartition(".")[2] for name in chosen}
     matched = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
@@ -294,15 +293,15 @@ def _shortest_names(model: nn.Module, chosen: set[str]) -> list[str]:
 
 
 def _find(names: dict[str, bool], target: str) -> list[str]:
-    """Modules whose names end in a target: those of the decoder, and where there are none those elsewhere."""
+    """Modules whose names end in a target: in the decoder, or elsewhere if the decoder has none."""
     found = [name for name in names if name == target or name.endswith(f".{target}")]
     return [name for name in found if names[name]] or found
 
 
 def _refuse_places(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
     raise ValueError(
-        f"{argument} finds no place: {reason}. target_modules are 'all-linear', a list of ends of names of linear "
-        "layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), on the model that they belong to."
+        f"{argument} matches no layer: {reason}. target_modules are 'all-linear', a list of suffixes of names of "
+        "linear layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), for the right model."
     ) from error
 
 
@@ -316,7 +315,7 @@ def _load_weights(model: Any, path: str, name: str) -> None:
     """Load an adapter's weights.
 
     Raises:
-        ValueError: If they do not match the model's adapter, are not finite, or are unreadable.
+        ValueError: If they do not match the model's adapter, or are not finite or not readable.
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
@@ -341,10 +340,10 @@ def _load_weights(model: Any, path: str, name: str) -> None:
 
 
 def check_folder(path: str, what: str) -> None:
-    """Refuse a path that can be no hub name and is no folder.
+    """Refuse a path that is not a folder and cannot be a hub name.
 
     Raises:
-        FileNotFoundError: With what the path is for.
+        FileNotFoundError: Says what the path is for.
     """
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise FileNotFoundError(

@@ -1,4 +1,4 @@
-"""Decoder layers compiled one by one, so that all of them and all batches share few graphs."""
+"""Compiles decoder layers one by one, so all layers and batches share few graphs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 from pl_grouprl.attention import find_decoder
 
 COMPILER_BACKEND = "inductor"
-"""What turns a layer's graph into code; torch.compile's own default."""
+"""Compiler backend for a layer's graph; torch.compile's default."""
 
 
 def compile_layers(model: Any) -> None:
     """Compile each decoder layer of a transformers model, in place, for sequences of any length.
 
-    Names in its `state_dict` stay as they are. What is around the layers (embeddings, head, a vision tower) runs as
-    before. A deep copy of the model is not compiled.
+    Names in its `state_dict` do not change. Everything around the layers (embeddings, head, a vision tower) and deep
+    copies of the model stay uncompiled.
 
     Raises:
         ValueError: If the decoder has no list of `num_hidden_layers` layers.
@@ -29,11 +29,11 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     """Find the layers of a model's decoder.
 
     Raises:
-        ValueError: If it has no list of as many modules as its config says.
+        ValueError: If it has no list of as many layers as its config says.
     """
     decoder = find_decoder(model)
     count = getattr(decoder.config, "num_hidden_layers", None)
-    for module in decoder.modules():  # from the outside in, so before a list of as many experts
+    for module in decoder.modules():  # outermost first, so a list of equally many experts comes later
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(

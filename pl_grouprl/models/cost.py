@@ -1,4 +1,4 @@
-"""Floating-point operations of a model for a layout, and for the same sequences with their prefixes repeated."""
+"""Floating-point operations of a model for a layout, and for the same sequences with repeated prefixes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ModelCost:
     """Floating-point operations of one forward pass of a decoder; a backward pass takes about twice as many.
 
     Attributes:
-        per_token: Of the linear layers, for one token.
-        per_pair: Of attention, for one query and one key that it sees, over all layers and heads that see as far: a
-            window in tokens, or None where all that came before is seen.
-        per_prediction: Of the head, for one token that is scored; 0 for a decoder without one.
+        per_token: Of the linear layers, per token.
+        per_pair: Of attention, per query and visible key, summed over all layers and heads with the same window in
+            tokens; None is full attention.
+        per_prediction: Of the head, per scored token; 0 without a head.
     """
 
     per_token: float
@@ -37,20 +37,20 @@ class ModelCost:
     def of(cls, decoder: PreTrainedModel, head: nn.Module | None = None) -> ModelCost:
         """Count a decoder's matrices: 2 operations per weight and token, 4 per head dimension and pair.
 
-        Of the experts of a mixture, those that a token visits are counted. Where keys and values differ in size
-        (multi-head latent attention) each counts by its own. A chunk of attention is counted like a window. Of layers
-        that carry a state, the matrices are counted and not the state's update.
+        A mixture counts only the experts that a token visits. Keys and values count by their sizes, which differ in
+        multi-head latent attention. Chunked attention counts like a window. Stateful layers count their matrices, not
+        the state update.
 
         Args:
-            decoder: With its parameters whole or sharded by any strategy.
-            head: What turns hidden states into logits, where tokens are scored.
+            decoder: A decoder with whole parameters or sharded by any strategy.
+            head: Turns hidden states into logits, if tokens are scored.
         """
         config = decoder.config
         names = ("num_experts_per_tok", "moe_k", "moe_topk")
         visited = next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
         matrices = (module for module in decoder.modules() if not isinstance(module, nn.Embedding))
         weights = sum(_weights(module, visited) for module in matrices)
-        # A head that is tied to the embedding may be an embedding itself.
+        # A tied head may itself be an embedding.
         return cls(2.0 * weights, _per_pair(config), 2.0 * _weights(head, None) if head is not None else 0.0)
 
     def shared(self, layout: SharedPrefixLayout) -> float:
@@ -59,15 +59,15 @@ class ModelCost:
         return self._of_runs(runs)
 
     def repeated(self, layout: SharedPrefixLayout) -> float:
-        """Operations of the decoder for the same sequences, each with its whole prefix, without padding."""
+        """Operations of the decoder for the same sequences with repeated prefixes, without padding."""
         return self._of_runs([(0, length) for length in layout.repeated_lengths])
 
     def of_groups(self, groups: Sequence[tuple[int, Sequence[int]]], sharing: Sharing = "shared") -> list[float]:
-        """Operations for each group, its rollouts scored: what `balance` takes.
+        """Operations to score each group, for `balance`.
 
         Args:
-            groups: For each group the length of its prompt and the lengths of its rollouts. One without rollouts costs
-                nothing, since it is not run.
+            groups: Prompt length and rollout lengths of each group. A group without rollouts does not run and costs
+                nothing.
             sharing: Whether each prompt is encoded once or once per rollout.
         """
         decode = self.shared if sharing == "shared" else self.repeated
@@ -77,7 +77,7 @@ class ModelCost:
         ]
 
     def _of_runs(self, runs: Sequence[tuple[int, int]]) -> float:
-        """Runs of tokens, each as the position of its first token and its length."""
+        """Operations of runs of tokens, each given by the position of its first token and its length."""
         cost = self.per_token * sum(length for _, length in runs)
         alike = Counter(runs).items()
         for window, per_pair in self.per_pair.items():
@@ -87,17 +87,17 @@ class ModelCost:
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees in one sequence from its beginning."""
+    """Pairs of a query and a visible key in one sequence."""
     within = length if window is None else min(length, window)
     return within * (within + 1) // 2 + (length - within) * within
 
 
 def _weights(module: nn.Module, visited: int | None) -> float:
-    """Entries of a module's own matrices that one token is multiplied with."""
+    """Weights of a module's matrices (not its children's) that multiply one token."""
     weights = 0.0
     for parameter in module.parameters(recurse=False):
-        shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # that of a partitioned parameter
-        shape = getattr(parameter, "whole_shape", shape)  # that of one flattened by FSDP1
+        shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned parameter
+        shape = getattr(parameter, "whole_shape", shape)  # flattened by FSDP1
         if len(shape) == 2:
             weights += math.prod(shape)
         elif len(shape) == 3:  # the matrices of all experts
@@ -116,7 +116,7 @@ def _per_pair(config: Any) -> dict[int | None, float]:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """How far each layer with attention sees, in tokens; None: without a limit."""
+    """Window of each attention layer, in tokens; None is no limit."""
     window = (getattr(config, "sliding_window", None) or None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds is None:

@@ -1,8 +1,8 @@
-"""A critic: the value of every state of a rollout, from the same packed rows that the policy is scored on.
+"""A critic: values for every state of a rollout, computed on the policy's packed rows.
 
 V[t] is read at the position that predicts token t, so it depends on the prompt and the tokens before t.
 
-Legend: B rollouts, N response tokens of all rollouts one after another, K positions asked for, D hidden size.
+Legend: B rollouts, N response tokens of all rollouts, concatenated, K requested positions, D hidden size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_HEAD_STD = 1e-3
-"""Standard deviation of a new value head's weights. Hidden states leave the last norm with entries of about 1, so
-with D = 1024 values begin at about 0.03: near zero, but not zero, or no gradient would reach the trunk."""
+"""Standard deviation of a new value head's weights. Hidden states have entries of about 1 after the last norm, so with
+D = 1024 initial values are about 0.03: near zero, but not zero, or no gradient would reach the trunk."""
 
 
 class ValueHead(nn.Linear):
-    """Hidden states [K, D] to values [K], computed in float32 (float64 for float64 states), autocast or not.
+    """Maps hidden states [K, D] to values [K], in float32 (float64 for float64 states) even under autocast.
 
-    Weights and bias are zero until one of the two constructors below, or a checkpoint, fills them.
+    Weights and bias are zero until one of the two constructors below, or a checkpoint, sets them.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -45,7 +45,7 @@ class ValueHead(nn.Linear):
 
     @classmethod
     def near_zero(cls, hidden_size: int, std: float = DEFAULT_HEAD_STD, seed: int = 0) -> ValueHead:
-        """Make a head with normal weights of standard deviation `std` and bias 0, the same on every rank."""
+        """Create a head with normal weights of standard deviation `std` and bias 0, the same on every rank."""
         head = cls(hidden_size)
         generator = torch.Generator().manual_seed(derive_seed("value head", seed))
         with torch.no_grad():
@@ -73,18 +73,17 @@ class ValueHead(nn.Linear):
 class Critic(nn.Module):
     """A decoder and a value head.
 
-    For a batch with shared prefixes `shared_prefix(critic.trunk)` must be in force until the backward pass is done;
-    with a shared trunk the policy's own context is that.
+    A batch with shared prefixes needs `shared_prefix(critic.trunk)` to be active until the backward pass is done; for a
+    shared trunk, the policy's context is enough.
 
     Args:
         trunk: A transformers decoder without a language model head.
         head: Turns its hidden states into values.
-        shares_trunk: The trunk belongs to the policy. It is then no submodule of the critic: its parameters are
-            the policy's, and listed there.
-        detach_trunk: The value loss sends no gradient into the trunk.
+        shares_trunk: Whether the trunk belongs to the policy. It is then not a submodule of the critic.
+        detach_trunk: Whether to stop the value loss's gradient at the trunk.
 
     Raises:
-        ValueError: If the head does not take the trunk's hidden states.
+        ValueError: If the head's input size is not the trunk's hidden size.
     """
 
     def __init__(
@@ -102,24 +101,24 @@ class Critic(nn.Module):
 
     @property
     def trunk(self) -> PreTrainedModel:
-        """The decoder, the critic's own or the policy's."""
+        """The decoder: the critic's, or the policy's if shared."""
         return self._unregistered[0] if self.shares_trunk else self.own_trunk
 
     def values(self, batch: ScoringBatch, index: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:
-        """Values at given positions; the head runs on these alone.
+        """Compute values at given positions; the head only runs on these.
 
         Args:
-            batch: What `packing.pack` made, on the critic's device.
+            batch: Result of `packing.pack`, on the critic's device.
             index: Positions in the flattened hidden states, int64, shape [K]. By default `batch.predict_index_N`: the
-                value before each response token. `batch.final_index_B` gives those behind the last tokens.
-            states: Hidden states of all positions, shape [positions, D], where the trunk has been run already (see
+                value before each response token. `batch.final_index_B` gives the value after the last token.
+            states: Hidden states of all positions, shape [positions, D], if the trunk has already run (see
                 `models.score.hidden_states`): with a shared trunk the policy's forward serves both.
 
         Returns:
             Shape [K], float32 (float64 for a float64 trunk), with gradient where it is enabled.
 
         Raises:
-            RuntimeError: If the batch has shared prefixes and no context is in force for the trunk.
+            RuntimeError: If the batch has shared prefixes and no context is active for the trunk.
         """
         if states is None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_trunk):
@@ -136,20 +135,19 @@ class Critic(nn.Module):
 def check_critic_parity(
     critic: Critic, groups: Sequence[RolloutGroup] | None = None, *, backend: str = "auto"
 ) -> ParityReport:
-    """Run groups through the critic's trunk on the repeated path and on the shared one, and compare.
+    """Run groups through the critic's trunk with repeated and with shared prefixes, and compare.
 
-    What is compared is the share of each hidden state that lies along the value head's weights, and its gradients:
-    the values of a new head would be near zero on both paths, whatever the trunk did.
+    Compares the normalized projection of each hidden state onto the value head's weights, and its gradients, because
+    the values of a new head would be near zero on both paths in any case.
 
     Args:
-        critic: The critic. Nothing of it changes; where nothing of its trunk is trained (a detached one) there is
-            nothing to compare, and `check_parity` of the policy says it all.
-        groups: What to compare on; by default two small random groups.
+        critic: The critic; unchanged. A detached trunk has no gradients to compare: use `check_parity` of the policy.
+        groups: Groups to compare on; by default two small random groups.
         backend: Attention backend of the shared path.
 
     Raises:
         UnsupportedModelError: If the trunk cannot share prefixes.
-        ValueError: If there is no rollout in `groups`, or nothing in the trunk is trained.
+        ValueError: If `groups` has no rollouts, or the trunk is not trained.
     """
     trunk = critic.trunk
     weight = critic.head.weight.detach()

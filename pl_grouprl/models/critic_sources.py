@@ -1,4 +1,4 @@
-"""Where a critic comes from: a copy of the policy, weights of its own, or a head on the policy's trunk."""
+"""Critic sources: a copy of the policy, separate pretrained weights, or a head on the policy's trunk."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from pl_grouprl.utilities.arguments import checked_arguments
 
 @runtime_checkable
 class CriticSource(Protocol):
-    """Makes the initial critic. Called again on every rank and on every resume, with the same result each time."""
+    """Creates the initial critic. Called on every rank and on every resume, with the same result each time.
+
+    A source whose critic shares storage with the policy declares `needs_whole_weights = True`: strategies that shard
+    weights refuse it.
+    """
 
     def load(self, policy: nn.Module) -> Critic:
         """Return a new critic in training mode.
 
         Args:
-            policy: The initial policy, a transformers causal language model that no context has patched.
+            policy: The initial policy, an unpatched transformers causal language model.
         """
         ...
 
@@ -34,14 +38,14 @@ class CriticSource(Protocol):
 @checked_arguments
 @dataclass(frozen=True)
 class PolicyCopyCritic:
-    """A critic with weights of its own, all trained, which begin as a copy of the initial policy's decoder.
+    """A separate, fully trained critic, initialized as a copy of the initial policy's decoder.
 
-    Where the policy has an adapter, it is merged into the copy. `LoRACritic` then needs far less memory.
+    A policy's adapter is merged into the copy; `LoRACritic` then needs far less memory.
 
     Attributes:
-        head_std: Standard deviation of the new value head's weights; its bias is 0. With 0 all values begin at exactly
-            0, and no gradient reaches the trunk before the head has moved.
-        seed: Of the new value head.
+        head_std: Standard deviation of the new value head's weights; its bias is 0. With 0 all values start at exactly
+            0, and no gradient reaches the trunk until the head has moved.
+        seed: Seed of the new value head.
     """
 
     head_std: float = DEFAULT_HEAD_STD
@@ -63,12 +67,12 @@ class PolicyCopyCritic:
 @checked_arguments
 @dataclass(frozen=True)
 class SharedTrunkCritic:
-    """A value head on the policy's own decoder: one forward serves policy and critic.
+    """A value head on the policy's decoder: one forward serves policy and critic.
 
     Attributes:
-        detach: The value loss sends no gradient into the policy; the head alone learns from it.
+        detach: Whether to stop the value loss's gradient at the policy; only the head then learns from it.
         head_std: As in `PolicyCopyCritic`.
-        seed: Of the new value head.
+        seed: Seed of the new value head.
     """
 
     detach: bool = False
@@ -79,7 +83,7 @@ class SharedTrunkCritic:
         check_head_std(self, self.head_std)
 
     def load(self, policy: nn.Module) -> Critic:
-        """Put a new head beside the policy's decoder."""
+        """Create a new head for the policy's decoder."""
         trunk = find_backbone(policy)  # type: ignore[arg-type]
         head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
         return Critic(trunk, head, shares_trunk=True, detach_trunk=self.detach).train()
@@ -88,22 +92,22 @@ class SharedTrunkCritic:
 @checked_arguments
 @dataclass(frozen=True)
 class PretrainedCritic:
-    """A critic in Hugging Face format, with weights of its own.
+    """A separate critic in Hugging Face format.
 
-    The head of a sequence classifier with one label (a reward model) becomes the value head. Any other model loses its
-    head and gets a new one near zero. Encoders, which see the tokens to come, are refused.
+    The head of a sequence classifier with one label (a reward model) becomes the value head. In any other model, a new
+    head near zero replaces the head. Encoders are refused, because they see future tokens.
 
     Attributes:
         path: Name on the model hub or a local folder. Its vocabulary must be the policy's.
-        dtype: As in `PretrainedPolicy`, like all that follow down to `trust_remote_code`.
+        dtype: See `PretrainedPolicy`, also for the options down to `trust_remote_code`.
         attn_implementation: As in transformers.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass.
         disable_dropout: Set every dropout rate of the config to 0.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
-        head_std: As in `PolicyCopyCritic`, where the checkpoint brings no head.
-        seed: Of the new value head.
-        allow_mismatched_weights: As in `PretrainedPolicy`; the replaced head and the new one need not be named.
+        head_std: As in `PolicyCopyCritic`, if the checkpoint has no head.
+        seed: Seed of the new value head.
+        allow_mismatched_weights: As in `PretrainedPolicy`; the replaced and the new head need not be named.
     """
 
     path: str
@@ -126,8 +130,8 @@ class PretrainedCritic:
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If the model knows fewer tokens than the policy, is not causal, does not score a sequence by its
-                head at the last token, or its weights do not match its config.
+            ValueError: If its vocabulary is smaller than the policy's, it is not causal, its head does not score a
+                sequence at the last token, or its weights do not match its config.
         """
         owner = f"PretrainedCritic(path={self.path!r})"
         config = self._checkpoint.load_config()
@@ -170,18 +174,18 @@ def unpatched_backbone(policy: Any) -> Any:
     """The policy's decoder, with its vision tower if it has one, for copying.
 
     Raises:
-        RuntimeError: If it shares prefixes at the moment: a copy would take the patch along.
+        RuntimeError: If it is inside `shared_prefix`: the copy would include the patch.
     """
     if in_force(policy) is not None:
         raise RuntimeError(
-            f"{type(policy).__name__} is inside a shared_prefix context, which a copied critic would take along; make "
-            "the critic before the context is entered."
+            f"{type(policy).__name__} is inside a shared_prefix context, whose patch a copied critic would include; "
+            "create the critic before entering the context."
         )
     return find_backbone(policy)
 
 
 def zero_dropout_rates(model: nn.Module) -> None:
-    """Set the dropout rates of a finished model to 0, in place: its modules keep copies of those in the config."""
+    """Set the dropout rates of an already built model to 0, in place, in its modules as well as its config."""
     from pl_grouprl.models.policy import zero_dropout
 
     zero_dropout(model.config)  # type: ignore[arg-type]
@@ -194,10 +198,10 @@ def zero_dropout_rates(model: nn.Module) -> None:
 
 
 def check_head_std(source: Any, head_std: float) -> None:
-    """Refuse what is no standard deviation.
+    """Refuse an invalid standard deviation.
 
     Raises:
-        ValueError: With the class and the value.
+        ValueError: Names the class and the value.
     """
     if not 0 <= head_std < math.inf:  # nor NaN
         raise ValueError(f"{type(source).__name__}.head_std is {head_std}; it must be 0 or larger, and finite.")

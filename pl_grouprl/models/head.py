@@ -1,4 +1,4 @@
-"""From hidden states to logits by the model's own code: soft caps, scales and biases of its head included.
+"""Maps hidden states to logits by the model's own code, including soft caps, scales and biases of its head.
 
 Legend: N tokens, D hidden size, V vocabulary.
 """
@@ -17,15 +17,15 @@ from pl_grouprl.attention import find_decoder, sharing_paused
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LINEAR = nn.Linear.forward  # some libraries put another in its place
+_LINEAR = nn.Linear.forward  # some libraries replace it
 
 
 def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
 
-    The model's own forward runs with its decoder standing aside, so whatever it does between decoder and logits is
-    done here too. Hooks of the model do not run: one that gathers sharded weights has run with the decoder's call, and
-    ranks may have different numbers of chunks.
+    Runs the model's own forward with its decoder bypassed, so everything between decoder and logits is included. The
+    model's hooks do not run: one that gathers sharded weights already ran with the decoder, and ranks may have
+    different numbers of chunks.
     """
     decoder = find_decoder(model)
 
@@ -39,13 +39,13 @@ def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
     """Return the head's weight, shape [V, D], if the model's logits are `hidden @ weight.T` and nothing else, or None.
 
-    The head must be an `nn.Linear` itself (no adapter, quantised or sharded layer) without bias and hooks. What the
-    model does around it is tried: its forward runs with decoder and head standing aside, and must hand the hidden
-    states to the head, and hand on what the head returns, as they are. That takes no product with the weight.
+    The head must be a plain `nn.Linear` (no adapter, quantized or sharded layer) without bias and hooks. A trial run of
+    the model's forward with decoder and head bypassed shows whether it changes the head's input or output; it takes no
+    product with the weight.
 
     Args:
         model: A causal language model.
-        dtype: Of the hidden states, which must be that of the weight but under autocast.
+        dtype: Dtype of the hidden states; must be the weight's, except under autocast.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head) or _hooked(head):
@@ -57,7 +57,7 @@ def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
         return None
     if weight.dtype != dtype and not torch.is_autocast_enabled(weight.device.type):
         return None
-    with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count changes in place
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count in-place changes
         plain = _hands_on(model, head, weight)
     return weight if plain else None
 
@@ -91,13 +91,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 class _Aside:
-    """While entered, the decoder returns the given hidden states instead of running."""
+    """Context in which the decoder returns the given hidden states instead of running."""
 
     def __init__(self, decoder: nn.Module, hidden_ND: Tensor) -> None:
         self.decoder, self.hidden_ND = decoder, hidden_ND
 
     def __enter__(self) -> None:
-        # Some libraries (accelerate) have put a forward of their own into the instance.
+        # Some libraries (accelerate) set `forward` on the instance.
         self.before = {name: value for name, value in vars(self.decoder).items() if name == "forward"}
         self.decoder.forward = self._forward
 
@@ -114,7 +114,7 @@ def _output_class() -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class HiddenStatesAlone(BaseModelOutputWithPast):
-        """Has no router logits, cross attentions or whatever else a family's decoder returns beside."""
+        """Hidden states, with None for router logits, cross attentions and other outputs."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):

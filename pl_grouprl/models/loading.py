@@ -1,6 +1,6 @@
-"""Loads a transformers model, requiring that its weights and those in its files match exactly.
+"""Loads a transformers model, requiring its weights to match its files exactly.
 
-transformers itself initialises missing weights at random and skips unexpected ones, with no more than a log line.
+transformers itself only logs a line when it initializes missing weights at random or skips unexpected ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pl_grouprl.utilities.finite import nonfinite_tensors
 from pl_grouprl.utilities.text import first_names
 
 OPTION = "allow_mismatched_weights"
-"""Name of the option wherever weights are loaded."""
+"""Name of the option in every class that loads weights."""
 
 _NAMED = 6
-"""Most weights that an error names."""
+"""Maximum number of weights that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class WeightMismatch:
         return {*self.missing, *self.unexpected, *self.misshaped}
 
     def without(self, patterns: Iterable[str]) -> WeightMismatch:
-        """The mismatch without names that match a glob pattern."""
+        """This mismatch, without names that match a glob pattern."""
         left = {name for name in self.names if not any(fnmatchcase(name, pattern) for pattern in patterns)}
         return WeightMismatch(
             tuple(name for name in self.missing if name in left),
@@ -58,7 +58,7 @@ class WeightMismatch:
         )
 
     def __str__(self) -> str:
-        """Such as `missing from it: a.weight; of another shape: b.weight ([3, 4], and [48, 32] in the model)`."""
+        """For example `missing from it: a.weight; of another shape: b.weight ([3, 4], and [48, 32] in the model)`."""
         shapes = [
             f"{name} ({list(own)}, and {list(model)} in the model)" for name, (own, model) in self.misshaped.items()
         ]
@@ -71,22 +71,22 @@ class WeightMismatch:
 
 
 def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[str] = (), **options: Any) -> Any:
-    """Load a transformers model; refuse it unless its files hold exactly its weights, all of them finite.
+    """Load a transformers model; refuse it unless its files have exactly its weights, all finite.
 
-    `AutoModel` has no head, so a head in the files is skipped. Weights that transformers itself expects to be missing
-    or left over for a model family are no mismatch, nor is the second name of a tied weight.
+    `AutoModel` skips a head in the files. Weights that transformers expects to be missing or left over for a model
+    family are not a mismatch, nor is the second name of a tied weight.
 
     Args:
         auto_class: Name of a class in transformers.
         location: Folder or hub name.
         owner: What the location is, for errors: `model path 'x'`.
-        allowed: Glob patterns of weights that may be missing, unexpected or of another shape. The model's are then
-            initialised at random, identically on every rank and in every run.
+        allowed: Glob patterns of weights that may be missing, unexpected or of another shape. These are initialized
+            at random, identically on every rank and in every run.
         **options: Passed to `from_pretrained`.
 
     Raises:
         OSError: If there is no such folder or hub name.
-        ValueError: If weights are missing, unexpected, of another shape, not finite or unreadable, or a pattern matches
+        ValueError: If weights are missing, unexpected, misshaped, not finite or unreadable, or a pattern matches
             nothing.
     """
     import transformers
@@ -109,10 +109,10 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
     """Refuse weights that do not fit.
 
     Args:
-        mismatch: What was found.
+        mismatch: The mismatch.
         refusal: Beginning of the error.
         allowed: Glob patterns of weights that may differ.
-        remedy: End of the error; by default, to use a folder that fits or to allow the names.
+        remedy: End of the error; by default, use a matching folder or allow the names.
 
     Raises:
         ValueError: Names the weights, or a pattern that matches none.
@@ -126,17 +126,17 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
     left = mismatch.without(allowed)
     if left.names:
         remedy = remedy or (
-            f"Use weights that belong to its config.json, or name in {OPTION} (glob patterns) those that may be drawn "
-            "at random or left out."
+            f"Use weights that belong to its config.json, or list in {OPTION} (glob patterns) those that may be "
+            "initialized at random or left out."
         )
         raise ValueError(f"{refusal}: {len(left.names)} of its weights differ: {left}. {remedy}")
 
 
 def check_finite_weights(weights: dict[str, Tensor], owner: str) -> None:
-    """Refuse weights that hold NaN or infinity.
+    """Refuse weights with NaN or infinity.
 
     Raises:
-        ValueError: Names them and the dtype in which they were loaded.
+        ValueError: Names them and the dtype they were loaded in.
     """
     broken = nonfinite_tensors(weights.items())
     if broken:
@@ -178,7 +178,7 @@ def readable_weights(location: str, owner: str) -> Iterator[None]:
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """Error types that always mean a damaged file."""
+    """Error types that always indicate a damaged file."""
     from safetensors import SafetensorError
 
     return SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError
@@ -203,7 +203,7 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def _conversion_errors(error: BaseException) -> list[str]:
-    """Weights that transformers could not convert; it names them in a log line, not in its error."""
+    """Weights that transformers could not convert, which it logs but leaves out of its error."""
     trace = error.__traceback__
     while trace is not None:
         report = getattr(trace.tb_frame.f_locals.get("loading_info"), "conversion_errors", None)
@@ -214,14 +214,14 @@ def _conversion_errors(error: BaseException) -> list[str]:
 
 
 def _belongs_to_a_head(name: str, model: Any) -> bool:
-    """Whether an unexpected weight belongs to a head, which `AutoModel` does not load: its first part is not ours."""
+    """Whether an unexpected weight belongs to a head, which `AutoModel` skips: the model lacks its first name part."""
     body = {model.base_model_prefix, *(child for child, _ in model.named_children())}
     return name.partition(".")[0] not in body
 
 
 @contextmanager
 def _repeatable(allowed: Sequence[str]) -> Iterator[None]:
-    """Draw allowed weights from a fixed seed, without touching the global random state."""
+    """Initialize allowed weights from a fixed seed, without changing the global random state."""
     if not allowed:
         yield
         return

@@ -1,13 +1,13 @@
-"""A critic beside the policy: the policy's own weights, plus low-rank layers and a value head that are the critic's.
+"""A critic made of the policy's base weights, its own low-rank layers and a value head.
 
-The base weights exist once: the critic's are aliases of the policy's storage, so they follow the policy as it trains,
-and the critic's gradient never reaches them. A policy's own adapter is no part of the critic: both stand on one base.
+The base weights exist once: the critic's alias the policy's storage, so they follow the policy as it trains, and the
+critic's gradient never reaches them. The critic excludes the policy's adapter; both share one base.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,23 +24,25 @@ from pl_grouprl.utilities.arguments import checked_arguments
 @checked_arguments
 @dataclass(frozen=True)
 class LoRACritic(LoRAOptions):
-    """A value head on the policy's decoder with low-rank layers of the critic's own.
+    """A value head on the policy's decoder, with separate low-rank layers for the critic.
 
     Attributes:
-        r: As in `LoRAOptions`, like all that follow down to `use_rslora`.
+        r: See `LoRAOptions`, also for the options down to `use_rslora`.
         alpha: The output of the low-rank layers is multiplied by alpha / r.
-        dropout: Rate of dropout in front of them, in training mode. With prefixes shared, a prompt's tokens are dropped
+        dropout: Dropout rate of their input, in training mode. With shared prefixes, a prompt's tokens are dropped
             once for all rollouts of a group.
-        target_modules: `all-linear`, names of layers, or a regular expression.
-        use_dora: Learn the norms of the weights' columns beside (DoRA).
+        target_modules: `all-linear`, suffixes of layer names, or a regular expression.
+        use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead.
-        seed: Of the new layers and of the value head.
+        seed: Seed of the new layers and the value head.
         head_std: As in `PolicyCopyCritic`.
 
     Raises:
         ModuleNotFoundError: If PEFT is not installed.
         ValueError: If an option is out of range.
     """
+
+    needs_whole_weights: ClassVar[bool] = True
 
     head_std: float = DEFAULT_HEAD_STD
 
@@ -49,10 +51,10 @@ class LoRACritic(LoRAOptions):
         check_head_std(self, self.head_std)
 
     def load(self, policy: nn.Module) -> Critic:
-        """Build the critic beside the policy, without the adapter that the policy may have.
+        """Build the critic on the policy's base, without the policy's adapter, if any.
 
         Raises:
-            ValueError: If no layer has one of the names in `target_modules`.
+            ValueError: If no layer matches `target_modules`.
         """
         trunk, names = aliased_copy(unpatched_backbone(policy))
         remove_adapters(trunk)
@@ -64,16 +66,16 @@ class LoRACritic(LoRAOptions):
 
 
 class TiedCritic(Critic):
-    """A critic whose trunk has frozen parameters that are aliases of the policy's.
+    """A critic whose trunk has frozen parameters that alias the policy's.
 
-    They are no part of its `state_dict`, and loading does not miss them. `retie` is needed wherever one of both models
-    got new storage: after a move or a cast of one, after `copy.deepcopy` or pickling of both, and after
-    `policy.load_state_dict(..., assign=True)`. Until then the critic reads the weights that it had.
+    Its `state_dict` leaves them out, and loading does not report them missing. Call `retie` after either model got new
+    storage: after moving or casting one, after `copy.deepcopy` or pickling of both, and after
+    `policy.load_state_dict(..., assign=True)`. Until then the critic reads its old weights.
 
     Args:
-        trunk: A structural copy of the policy's decoder, with layers of its own.
+        trunk: A structural copy of the policy's decoder, with additional layers.
         head: The value head.
-        tied: The name in the policy's decoder of each parameter of the trunk that is an alias.
+        tied: For each aliased parameter of the trunk, its name in the policy's decoder.
     """
 
     def __init__(self, trunk: Any, head: ValueHead, tied: dict[str, str]) -> None:
@@ -86,7 +88,7 @@ class TiedCritic(Critic):
         """Point the aliases at the policy's storage again.
 
         Raises:
-            ValueError: If the policy's parameters are not whole tensors of the same shapes (sharded by FSDP, say).
+            ValueError: If the policy's parameters are not whole tensors of the same shapes (as when sharded by FSDP).
         """
         own = dict(self.trunk.named_parameters())
         theirs = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]

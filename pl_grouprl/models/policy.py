@@ -1,4 +1,4 @@
-"""Where a policy and its tokenizer come from."""
+"""Policy sources: where a policy and its tokenizer come from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 @runtime_checkable
 class PolicySource(Protocol):
-    """Makes the initial policy. Called again on every rank and on every resume, with the same result each time."""
+    """Creates the initial policy. Called on every rank and on every resume, with the same result each time."""
 
     def load(self) -> nn.Module:
         """Return a new transformers causal language model."""
@@ -42,15 +42,15 @@ def as_policy_source(policy: Any) -> PolicySource:
     """Return a policy source as it is, or make one from a path.
 
     Raises:
-        ArgumentError: If it is a model, or anything else that cannot be loaded again.
+        ArgumentError: If it is a model, or anything else that cannot be reloaded.
     """
     if isinstance(policy, str):
         return PretrainedPolicy(policy)
     if isinstance(policy, PolicySource):
         return policy
     raise ArgumentError(
-        f"policy is {describe_value(policy)}; every rank and every resumed run loads the initial policy anew, which an "
-        "object in memory cannot give. Save model and tokenizer with save_pretrained and pass the folder, or pass a "
+        f"policy is {describe_value(policy)}; every rank and every resumed run reloads the initial policy, which an "
+        "object in memory does not allow. Save model and tokenizer with save_pretrained and pass the folder, or pass a "
         "PolicySource: an object whose load() and load_tokenizer() return the same each time."
     )
 
@@ -62,28 +62,27 @@ class PretrainedPolicy:
 
     Attributes:
         path: Name on the model hub or a local folder.
-        dtype: Of the weights as loaded. The Trainer's precision comes on top: with `bf16-mixed` the weights should be
-            float32, with `bf16-true` they are cast to bfloat16 whatever this says. `auto` is the checkpoint's own.
+        dtype: Dtype of the loaded weights. The Trainer's precision applies on top: for `bf16-mixed`, load float32
+            weights; `bf16-true` casts them to bfloat16 regardless. `auto` is the checkpoint's dtype.
         attn_implementation: As in transformers (`sdpa`, `flash_attention_2`, `eager`); None is its default. Prefix
             sharing wraps it.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass.
         disable_dropout: Set every dropout rate of the config to 0, as old and new log-probabilities are compared.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
-        adapter: Train low-rank layers on the frozen weights instead of the weights. The reference is then the policy
-            with the adapter off, and checkpoints hold the adapter alone.
-        compile_layers: Compile each decoder layer for sequences of any length (`torch.compile`), which takes a C++
-            compiler or Triton and a while in the first steps. Rollouts and copies of the policy (reference, critic) run
-            uncompiled.
-        gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False where
-            they do not say otherwise.
+        adapter: Train low-rank layers on frozen weights. The reference is then the policy with the adapter off, and
+            checkpoints contain only the adapter.
+        compile_layers: Compile each decoder layer for sequences of any length (`torch.compile`). Needs a C++ compiler
+            or Triton, and slows the first steps. Rollouts and copies of the policy (reference, critic) run uncompiled.
+        gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` defaults to
+            False.
         allow_mismatched_weights: Names or glob patterns of weights that may be missing from the folder, unexpected in
-            it, or of another shape; any other mismatch is an error. The model's are then initialised at random,
-            identically in every run.
+            it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
+            every run.
 
     Raises:
-        FileNotFoundError: If `path` looks like a folder and is none.
-        ValueError: If `path` is that of an adapter, or options contradict each other.
+        FileNotFoundError: If `path` looks like a folder but is not one.
+        ValueError: If `path` is an adapter, or options contradict each other.
     """
 
     path: str
@@ -106,11 +105,11 @@ class PretrainedPolicy:
             self._refuse_adapter()
 
     def load(self) -> nn.Module:
-        """Load the weights, of the vision tower too where the model has one, put the adapter on them, and compile.
+        """Load the weights, including any vision tower, add the adapter, and compile.
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If `path` holds an adapter, its weights do not match the model's, or `adapter` does not fit the
+            ValueError: If `path` is an adapter, its weights do not match the model's, or `adapter` does not fit the
                 model.
         """
         model = self.load_as(language_model_class(self.load_config()))
@@ -122,7 +121,7 @@ class PretrainedPolicy:
         return model
 
     def load_config(self) -> PretrainedConfig:
-        """Load the model's config, dropout disabled where that is asked for."""
+        """Load the model's config, with dropout disabled if requested."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._location, **self._hub_options)
@@ -131,14 +130,13 @@ class PretrainedPolicy:
         return config
 
     def load_as(self, auto_class: str) -> Any:
-        """Load the weights into another kind of model.
+        """Load the weights into another class of model.
 
         Args:
             auto_class: Its name in transformers: `AutoModel`, `AutoModelForSequenceClassification`.
 
         Raises:
-            ValueError: If `path` holds an adapter, or weights are missing, unexpected, of another shape, not finite or
-                unreadable.
+            ValueError: If `path` is an adapter, or weights are missing, unexpected, misshaped, infinite or unreadable.
         """
         config = self.load_config()
         options = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
@@ -152,13 +150,13 @@ class PretrainedPolicy:
             **options,
             **self._hub_options,
         )
-        if has_adapters(model):  # transformers has loaded its base too, and frozen both
+        if has_adapters(model):  # transformers loaded its base too, and froze both
             self._refuse_adapter()
         if self.gradient_checkpointing:
             arguments = self._checkpointing_options
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
             if arguments["use_reentrant"] and not hasattr(model, "_require_grads_hook"):
-                # A layer whose input needs no gradient would give its own weights none: behind frozen embeddings.
+                # After frozen embeddings, a layer's input needs no gradient, so its own weights would get none.
                 model.enable_input_require_grads()
         return model
 
@@ -182,13 +180,13 @@ class PretrainedPolicy:
         if unknown:
             raise ValueError(
                 f"gradient_checkpointing_kwargs has {unknown}, which torch.utils.checkpoint.checkpoint does not know; "
-                f"choose of {sorted(known)}."
+                f"choose from {sorted(known)}."
             )
 
     def _refuse_lost_gradients(self, model: Any) -> None:
-        """Reentrant checkpointing gives a layer no gradients where nothing in front of it is trained.
+        """Refuse reentrant checkpointing of a trained layer whose input needs no gradient: it would get none.
 
-        The language model's embeddings are made to require one, but not what is in front of a vision tower.
+        The language model's embeddings are made to require a gradient, but not the input of a vision tower.
         """
         if not (self.gradient_checkpointing and self._checkpointing_options["use_reentrant"]):
             return
@@ -199,13 +197,13 @@ class PretrainedPolicy:
             if not around and any(p.requires_grad and p not in own for p in module.parameters()):
                 raise ValueError(
                     f"adapter has layers in a {type(module).__name__}, outside the language model, which get no "
-                    "gradient where gradient_checkpointing_kwargs has use_reentrant: true; leave that out."
+                    "gradient if gradient_checkpointing_kwargs has use_reentrant: true; leave that out."
                 )
 
     def _refuse_adapter(self) -> None:
         raise ValueError(
-            f"model path {self.path!r} holds an adapter; pass the path of its base, and this one as the adapter's "
-            "(adapter: {path: ...}) to go on training it."
+            f"model path {self.path!r} is an adapter; pass the path of its base, and this one as the adapter's "
+            "(adapter: {path: ...}) to continue training it."
         )
 
     @property
@@ -222,9 +220,9 @@ class PretrainedPolicy:
 
 
 def zero_dropout(config: PretrainedConfig) -> None:
-    """Set the dropout rates of a model's config to 0, in place, and those of its parts (language model, vision tower).
+    """Set the dropout rates in a model's config and its sub-configs (language model, vision tower) to 0, in place.
 
-    Families name them differently, all with "drop".
+    Their names differ between families, but all contain "drop".
     """
     from transformers import PretrainedConfig
 

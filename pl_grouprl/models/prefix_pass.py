@@ -1,9 +1,9 @@
-"""The prompt of a group that is larger than a micro-batch: run once, while its rollouts follow in slices.
+"""The prompt of a group larger than a micro-batch: runs once, and its rollouts follow in slices.
 
-One forward of the prompt leaves tensors in every layer (`attention.prefix_states`). They are cut from their graph, so
-that each slice of rollouts is differentiated by itself and adds to their gradients. One backward pass through the
-prompt, from the sum of these gradients, ends the step: the gradients are those of the whole group in one call, and the
-memory is that of the prompt and one slice.
+One forward of the prompt records tensors in every layer (`attention.prefix_states`). They are detached from their
+graph, so each slice of rollouts runs backward separately and adds to their gradients. A final backward pass takes the
+sum of these through the prompt. The gradients equal those of the whole group in one call, with the memory of the prompt
+and one slice.
 
 Legend: P tokens of the prompt, S tokens of a slice, D hidden size.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 class PrefixPass:
     """The prompt of one group, run once by each model that scores the group's slices.
 
-    It belongs to one set of weights: make a new one after an optimizer step.
+    Valid for one set of weights: create a new one after an optimizer step.
 
     Args:
         group: The group; its rollouts are not read.
-        device: Where the models are.
+        device: Device of the models.
         sequence_group: The ranks that run the prompt and each slice together; see `ScoringBatch`. Each of them then
             has the states of its heads.
     """
@@ -51,14 +51,14 @@ class PrefixPass:
         self._counted = False
 
     def count_once(self) -> int:
-        """Tokens of the prompt, P, at the first call, and 0 from then on: for sums over slices."""
+        """P at the first call, then 0, for sums over slices."""
         counted, self._counted = self._counted, True
         return 0 if counted else self.num_tokens
 
     def states(self, model: PreTrainedModel) -> Prefix:
-        """What the prompt left in a model. The first time the prompt is run, with gradient where it is enabled.
+        """The prompt's states in a model. Runs the prompt the first time, with gradient if enabled.
 
-        With gradient and without are two runs, and so are an adapter switched on and off.
+        Runs it separately with and without gradient, and with and without adapters.
 
         Args:
             model: A model in a `shared_prefix` context.
@@ -80,7 +80,7 @@ class PrefixPass:
         return torch.cat([prefix.last_hidden, hidden])
 
     def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
-        """What a slice is passed because its prompt has images or videos: positions behind them, and types of text."""
+        """Arguments of a slice whose prompt has images or videos: positions after them, and token types of text."""
         if not self.batch.media:
             return {}
         whole = replace(
@@ -95,15 +95,15 @@ class PrefixPass:
     def loss(self, parameters: Iterable[nn.Parameter] = (), *, loss_scale: float = 1.0) -> Tensor:
         """A zero whose backward pass takes the collected gradients through the prompt, in all models that ran it.
 
-        To be called once, when all slices have been differentiated; what the prompt left is forgotten then. A model of
-        which no slice was differentiated gets gradients of zero, so that collectives of sharded weights match.
+        Call it once, after the backward of all slices; it drops the prompt's states. A model none of whose slices ran
+        backward gets zero gradients, so collectives of sharded weights match.
 
         Args:
-            parameters: Parameters that shall get a gradient in any case, zero if no other.
-            loss_scale: Factor of the losses of the slices (of a gradient scaler), if this one is multiplied by it too.
+            parameters: Parameters that need a gradient in any case, zero if there is no other.
+            loss_scale: Factor of the slices' losses (of a gradient scaler), if it also multiplies this one.
 
         Returns:
-            A scalar that can be differentiated, also where no run of the prompt had a gradient.
+            A differentiable scalar, even if no run of the prompt had a gradient.
         """
         done, self._done = self._done, {}
         zeros = [prefix.loss(loss_scale) for prefix in done.values() if prefix.needs_backward]
@@ -113,18 +113,18 @@ class PrefixPass:
 
 
 class Prefix:
-    """What the prompt left in one model.
+    """The prompt's states in one model.
 
     Attributes:
-        given: What slices read in each layer.
+        given: The states that slices read in each layer.
         last_hidden: Hidden state of the prompt's last token, shape [1, D]; it predicts each rollout's first token.
     """
 
     def __init__(self, model: PreTrainedModel, batch: ScoringBatch) -> None:
         if frequencies_move(find_decoder(model)):
             raise NotImplementedError(
-                f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so that "
-                "a group in slices would differ from one in one call; use a larger token budget."
+                f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a "
+                "group in slices would differ from one in a single call; use a larger token budget."
             )
         recorder = PrefixStates()
         hidden = run_decoder(model, batch, prefix_states=recorder)
@@ -135,12 +135,12 @@ class Prefix:
 
     @property
     def needs_backward(self) -> bool:
-        """Whether anything that the prompt left depends on a trained parameter."""
+        """Whether any of the prompt's states depends on a trained parameter."""
         return bool(self._leaves)
 
     def loss(self, loss_scale: float) -> Tensor:
-        """A zero that hands the collected gradients on."""
-        # A gradient reaches the last layer in any case, and so every layer's own collectives.
+        """A zero whose backward pass propagates the collected gradients."""
+        # A gradient always reaches the last layer, so every layer's collectives run.
         used = [leaf for number, leaf in enumerate(self._leaves) if leaf.gradient is not None or number == 0]
         return _HandOn.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
 
@@ -153,7 +153,7 @@ class Prefix:
 
 
 class Leaf:
-    """A tensor that is cut from its graph, and the sum of the gradients that reach it there.
+    """A detached tensor, and the sum of the gradients that reach it.
 
     Attributes:
         recorded: The tensor in its graph.
@@ -165,7 +165,7 @@ class Leaf:
         self.gradient: Tensor | None = None
 
     def cut(self) -> Tensor:
-        """The same values as a leaf; what a backward pass would leave in its `grad` goes into the sum."""
+        """Return the values as a leaf; its gradients go into the sum instead of `grad`."""
         leaf = self.recorded.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._collect)
         return leaf
@@ -178,7 +178,7 @@ class Leaf:
 
 
 class _HandOn(torch.autograd.Function):
-    """Zero, with given gradients; a sum of products would have the same, and a value without meaning."""
+    """Zero with given gradients. A sum of products would have the same gradients, but a meaningless value."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], loss_scale: float, *recorded: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The reference policy that KL penalties compare with: a frozen copy of the initial policy.
+"""The reference policy of KL penalties: a frozen copy of the initial policy.
 
-A policy with an adapter needs none: its base is frozen, and is the policy with the adapter off.
+A policy with an adapter needs no copy: its frozen base, with the adapter off, is the reference.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import nn
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """Copy a model that is never trained. Its mode is left alone; put it in evaluation mode to score with it."""
+    """Copy a model and freeze the copy. Keeps its mode; put it in evaluation mode before scoring."""
     return copy.deepcopy(model).requires_grad_(False)
 
 
 def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
-    """Keep a child out of `module.state_dict()`, and do not miss it in `load_state_dict`, strict or not.
+    """Leave a child out of `module.state_dict()`, and do not report it missing in `load_state_dict`, even if strict.
 
-    For weights that are made again from their source: a checkpoint would hold them twice.
+    For weights recreated from their source, which a checkpoint would contain twice.
     """
 
     def drop(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
             del state[name]
 
     def forgive(_: nn.Module, incompatible: Any) -> None:
-        own = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter where FSDP1 wraps the module
+        own = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(own)]
 
     module.register_state_dict_post_hook(drop)
@@ -37,6 +37,6 @@ def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> float:
-    """Sum of all absolute weights, or of the frozen ones: enough to notice that a source now gives another model."""
+    """Sum of the absolute weights, optionally of frozen ones only: enough to notice that a source's model changed."""
     parameters = (p for p in model.parameters() if not (frozen_only and p.requires_grad))
     return float(sum(parameter.abs().sum(dtype=torch.float64) for parameter in parameters))

@@ -1,4 +1,4 @@
-"""Router logits of a mixture of experts, recorded while the policy scores a batch, and the loss that they give.
+"""Records a mixture of experts' router logits while the policy scores a batch, and computes their loss.
 
 Legend: B rollouts, L longest row, T packed tokens, E experts.
 """
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RouterLogits = list[Tensor]
-"""Logits of each layer's router for all positions of one decoder call, shape [B * L, E] or [T, E] each."""
+"""Router logits of each layer for all positions of one decoder call, shape [B * L, E] or [T, E] each."""
 
 
 def check_balanced(model: PreTrainedModel, option: str) -> None:
-    """Refuse a model that the load-balancing loss does not belong to.
+    """Refuse a model that the load-balancing loss does not apply to.
 
     Args:
         model: A causal language model.
-        option: The option that asks for the loss, with its value, for the message.
+        option: The option that enables the loss, with its value, for the error.
 
     Raises:
-        ValueError: If the model is no mixture of experts, or one whose routers work in another way.
+        ValueError: If the model is not a mixture of experts, or its routers work differently.
     """
     reason = why_not_balanced(find_decoder(model))
     if reason is not None:
@@ -44,14 +44,13 @@ def check_balanced(model: PreTrainedModel, option: str) -> None:
 def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
     """Collect the router logits of the decoder's call inside the context.
 
-    The decoder itself hands them out, once per call: what activation checkpointing runs again in the backward pass is
-    not recorded again.
+    The decoder returns them once per call; recomputation by activation checkpointing is not recorded.
 
     Args:
-        model: A model that `check_balanced` has accepted.
+        model: A model accepted by `check_balanced`.
 
     Yields:
-        A list that is filled when the decoder has run; it holds the logits of the latest call.
+        A list, filled with the logits of the decoder's latest call.
     """
     recorded: RouterLogits = []
 
@@ -59,7 +58,7 @@ def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
         return args, kwargs | {"output_router_logits": True}
 
     def keep(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
-        # The head's calls pass through the decoder too, which stands aside then and has none.
+        # The head's calls also pass through the decoder, which is bypassed then and returns none.
         if output.get("router_logits") is not None:
             recorded[:] = output.router_logits
 
@@ -73,17 +72,17 @@ def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
 
 
 def router_balancing_loss(model: PreTrainedModel, batch: ScoringBatch, recorded: RouterLogits) -> Tensor:
-    """The load-balancing loss of one decoder call, the same number for shared and repeated prefixes.
+    """The load-balancing loss of one decoder call, the same for shared and repeated prefixes.
 
-    Every token counts as often as the repeated run encodes it: one of a prompt once for each rollout, padding never.
+    Every token counts as often as the repeated run encodes it: prompt tokens once per rollout, padding never.
 
     Args:
         model: The model whose decoder ran.
-        batch: What it ran on.
-        recorded: What `record_router_logits` collected meanwhile.
+        batch: The batch that it ran on.
+        recorded: The logits collected by `record_router_logits`.
 
     Returns:
-        A scalar, with gradient where it is enabled.
+        A scalar, with gradient if enabled.
 
     Raises:
         RuntimeError: If nothing was recorded, or no gradient would reach the routers.
@@ -92,7 +91,7 @@ def router_balancing_loss(model: PreTrainedModel, batch: ScoringBatch, recorded:
         raise RuntimeError("no router logits were recorded; score the batch inside record_router_logits(model).")
     if torch.is_grad_enabled() and not any(logits.requires_grad for logits in recorded):
         raise RuntimeError(
-            "the recorded router logits carry no gradient, so the load-balancing loss would train nothing; use "
+            "the recorded router logits have no gradient, so the load-balancing loss would train nothing; use "
             "activation checkpointing with use_reentrant=False, and train weights at or below the routers."
         )
     return load_balancing_loss(recorded, experts_per_token(model), _copies_per_position(batch))
@@ -108,7 +107,7 @@ def experts_per_token(model: PreTrainedModel) -> int:
 
 
 def _copies_per_position(batch: ScoringBatch) -> Tensor:
-    """How often the repeated run holds the token of each position of the decoder's call, shape [T] or [B * L]."""
+    """How often the repeated run encodes each position of the decoder's call, shape [T] or [B * L]."""
     if batch.sharing == "repeated":
         return batch.model_inputs["attention_mask"].flatten()
     return batch.layout.multiplicity

@@ -1,4 +1,4 @@
-"""Sequence classifiers of transformers as reward models: recognised by their config, their head found."""
+"""Recognizes transformers' sequence classifiers, used as reward models, and finds their head."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def is_sequence_classifier(config: PretrainedConfig) -> bool:
 
 
 def score_head(model: PreTrainedModel) -> nn.Linear:
-    """The linear layer that turns a hidden state into the scores of a sequence.
+    """The linear layer that maps a hidden state to a sequence's scores.
 
-    Which state, and whether as it is, differs between families: `checks.model_introspection.check_score_head` tells a
-    decoder, whose last token is read, from an encoder with such a layer.
+    Families differ in which state it reads: `checks.model_introspection.check_score_head` distinguishes decoders, which
+    read the last token, from encoders.
 
     Raises:
-        ValueError: If the model has none, or several, as direct children.
+        ValueError: Unless exactly one direct child of the model is such a layer.
     """
     heads = [child for child in model.children() if isinstance(child, nn.Linear)]
     if len(heads) != 1 or heads[0].out_features != model.config.num_labels:

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`ModelCost` has moved to `pl_grouprl.models`; this name goes with the next version."""
+    """`ModelCost` has moved to `pl_grouprl.models`; this name will be removed in the next version."""
     if name != "ModelCost":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("pl_grouprl.packing.ModelCost is now pl_grouprl.models.ModelCost.", DeprecationWarning, stacklevel=2)

@@ -1,6 +1,6 @@
-"""Which rank trains which group, so that all ranks take about the same time.
+"""Assigns groups to ranks to balance their load.
 
-The ranks of a step wait for the slowest one, so what counts is the largest load over the mean.
+The ranks of a step wait for the slowest, so the quantity to minimize is the largest load over the mean.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], num_ranks: int, *, good_enough: float = 1.001) -> list[int]:
-    """Assign groups to ranks so that the largest load is small.
+    """Assign groups to ranks, keeping the largest load small.
 
-    The costliest group first, each to the rank with the least load; then groups move from the rank with the largest
-    load to others, or change places with theirs, as long as that helps. Nothing is random: every rank finds the same.
+    Assigns groups, costliest first, to the least loaded rank; then moves or swaps groups of the most loaded rank as
+    long as that helps. Deterministic, so every rank finds the same assignment.
 
     Args:
-        costs: Of each group, in any unit, 0 or more.
-        num_ranks: How many ranks there are.
+        costs: Cost of each group, in any unit, 0 or more.
+        num_ranks: Number of ranks.
         good_enough: Largest load over the mean at which the search ends.
 
     Returns:
@@ -43,12 +43,12 @@ def balance(costs: Sequence[float], num_ranks: int, *, good_enough: float = 1.00
 
 
 def imbalance(costs: Sequence[float], ranks: Sequence[int], num_ranks: int) -> float:
-    """Largest load of a rank over the mean load: 1 where all ranks have the same, `num_ranks` where one has all.
+    """Largest load over the mean: 1 if all ranks have the same load, `num_ranks` if one has everything.
 
     Args:
-        costs: Of each group.
+        costs: Cost of each group.
         ranks: The rank of each group.
-        num_ranks: How many ranks there are, those without a group included.
+        num_ranks: Number of ranks, including those without a group.
     """
     loads = [0.0] * num_ranks
     for cost, rank in zip(costs, ranks, strict=True):
@@ -58,12 +58,12 @@ def imbalance(costs: Sequence[float], ranks: Sequence[int], num_ranks: int) -> f
 
 
 def _relieve(shares: list[list[int]], order: list[tuple[float, int]], costs: Sequence[float]) -> bool:
-    """Make the largest load smaller with the help of the least loaded rank that can help; whether one could.
+    """Reduce the largest load by a move to, or swap with, the least loaded rank that allows it; returns success.
 
     Args:
         shares: The groups of each rank.
-        order: The negative load of each rank with the rank, ascending: the largest load first.
-        costs: Of each group.
+        order: (negative load, rank), ascending: the largest load first.
+        costs: Cost of each group.
     """
     load, largest = order[0]
     for other, rank in reversed(order[1:]):
@@ -72,7 +72,7 @@ def _relieve(shares: list[list[int]], order: list[tuple[float, int]], costs: Seq
             given, returned = shift
             shares[largest] = [group for group in shares[largest] if group != given] + returned
             shares[rank] = [group for group in shares[rank] if group not in returned] + [given]
-            del order[bisect_left(order, (other, rank))], order[0]  # the latter stands before it
+            del order[bisect_left(order, (other, rank))], order[0]  # deletes the later element first
             for changed in (largest, rank):
                 insort(order, (-sum(costs[group] for group in shares[changed]), changed))
             return True
@@ -82,16 +82,16 @@ def _relieve(shares: list[list[int]], order: list[tuple[float, int]], costs: Seq
 def _best_shift(
     heavy: Sequence[int], light: Sequence[int], difference: float, costs: Sequence[float]
 ) -> tuple[int, list[int]] | None:
-    """Which group to give, and which one to get for it if any, so that two loads come as close as they can."""
+    """The group to give, and the one to take in return, if any, that bring two loads closest."""
     best: tuple[int, list[int]] | None = None
-    smallest = difference * (1 - 1e-9)  # less than rounding errors is no gain: the search must end
+    smallest = difference * (1 - 1e-9)  # gains below rounding error do not count, so the search ends
     for given in heavy:
         half = difference - 2 * costs[given]
         for returned in light:
             remaining = abs(half + 2 * costs[returned])
             if remaining < smallest:
                 smallest, best = remaining, (given, [returned])
-        # Given for nothing, it must not leave the rank without any.
+        # A group moved without a swap must not leave the rank empty.
         if len(heavy) > 1 and abs(half) < smallest:
             smallest, best = abs(half), (given, [])
     return best

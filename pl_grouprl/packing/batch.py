@@ -1,6 +1,6 @@
-"""From rollout groups to what the decoder reads and what is scored, with the prompt once or once per rollout.
+"""Turns rollout groups into decoder inputs and scoring indices, with each prompt once or once per rollout.
 
-Legend: B rollouts, T packed tokens, L longest sequence, N response tokens of all rollouts one after another.
+Legend: B rollouts, T packed tokens, L longest sequence, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ class ScoringBatch:
 
     Attributes:
         model_inputs: Keyword arguments of the decoder: `input_ids` and `position_ids` of shape [1, T] and the
-            `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L]. Where a prompt has images or videos
-            also the media of all prompts: once per group, or once per rollout where prompts are repeated; what has an
-            entry per token has the shape of `input_ids`.
-        predict_index_N: Where in the flattened hidden states each response token is predicted, int64.
-        targets_N: The response tokens, int64.
-        rollout_index_N: The rollout of each response token, counted through the groups in order, int64.
-        loss_mask_N: Which response tokens are trained, bool.
-        final_index_B: Where in the flattened hidden states each rollout ends, int64; where an empty one's prompt does.
-        rollout_lengths: Response tokens of each of the B rollouts.
-        layout: The forest of the groups, whichever way they are encoded.
-        sharing: Which way that is.
-        sequence_group: The process group whose ranks run this row together, each of them with the same batch; None
-            where this rank runs it alone. See `attention.sequence_parallel`.
-        prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch has
-            its prompts.
+            `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L]. If any prompt has images or videos,
+                also the media of all prompts: once per group, or once per rollout if prompts are repeated; per-token
+                media tensors have the shape of `input_ids`.
+            predict_index_N: Index in the flattened hidden states that predicts each response token, int64.
+            targets_N: The response tokens, int64.
+            rollout_index_N: The rollout of each response token, counted over all groups in order, int64.
+            loss_mask_N: Which response tokens are trained, bool.
+            final_index_B: Index in the flattened hidden states of each rollout's last token, int64; if empty, of its
+                prompt's.
+            rollout_lengths: Response tokens of each of the B rollouts.
+            layout: The forest of the groups, with either encoding.
+            sharing: The encoding.
+            sequence_group: Process group whose ranks run this row together, each with the same batch; None if this rank
+                runs it alone. See `attention.sequence_parallel`.
+            prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch
+                includes its prompts.
     """
 
     model_inputs: dict[str, Any]
@@ -63,7 +64,7 @@ class ScoringBatch:
 
     @property
     def media(self) -> dict[str, Tensor]:
-        """Those of the `model_inputs` that are images and videos; empty for text."""
+        """The images and videos in `model_inputs`; empty for text."""
         return {name: value for name, value in self.model_inputs.items() if name not in _TEXT_INPUTS}
 
     @property
@@ -73,12 +74,12 @@ class ScoringBatch:
 
     @property
     def num_tokens_run(self) -> int:
-        """Tokens that go through the decoder, padding included."""
+        """Tokens that go through the decoder, including padding."""
         return self.model_inputs["input_ids"].numel()
 
     @property
     def num_prefix_tokens_run(self) -> int:
-        """Tokens of the prompt that a slice stands behind, to be counted with its first slice; 0 for others."""
+        """Prompt tokens of a split group, counted with its first slice; 0 for others."""
         return 0 if self.prefix is None else self.prefix.count_once()
 
     @property
@@ -88,7 +89,7 @@ class ScoringBatch:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the encoded tokens that is padding; 0 where prefixes are shared."""
+        """Fraction of the encoded tokens that is padding; 0 if prefixes are shared."""
         kept = self.layout.num_queries if self.sharing == "shared" else self.num_tokens_repeated
         return 1 - kept / max(self.num_tokens_run, 1)
 
@@ -96,19 +97,19 @@ class ScoringBatch:
 def pack(
     groups: Sequence[RolloutGroup], sharing: Sharing = "shared", *, device: torch.device | str = "cpu"
 ) -> ScoringBatch:
-    """Lay groups out for one decoder call. Rollouts keep the caller's order; nothing is sorted.
+    """Lay groups out for one decoder call, in the caller's order.
 
     Args:
-        groups: Prompts with their rollouts, of any number and length. A group without rollouts takes no part.
-        sharing: One packed row with each prompt once, or a right-padded row for each rollout.
-        device: Where the tensors are put.
+        groups: Prompts with their rollouts, of any number and length. Groups without rollouts are skipped.
+        sharing: One packed row with each prompt once, or a right-padded row per rollout.
+        device: Device of the tensors.
 
     Raises:
-        ValueError: If there is no rollout at all, `sharing` is unknown, or media do not fit their prompt or each other.
+        ValueError: If there are no rollouts, `sharing` is unknown, or media do not match their prompt or each other.
     """
     groups = [group for group in groups if group.rollouts]
     if not groups:
-        raise ValueError("groups holds no rollout; pass at least one RolloutGroup with a rollout.")
+        raise ValueError("groups has no rollouts; pass at least one RolloutGroup with a rollout.")
     if sharing not in ("shared", "repeated"):
         raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -143,10 +144,10 @@ def pack(
 
 
 def _places_in_packed_row(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """Where each response token is predicted, shape [N], and where each rollout ends, shape [B]."""
+    """Index that predicts each response token, shape [N], and that ends each rollout, shape [B]."""
     rollouts = [segment for segment in layout.segments if segment.parent is not None]
     ends_of_prompts = [layout.segments[segment.parent].stop - 1 for segment in rollouts]  # type: ignore[index]
-    # A token is predicted at the one before it; the first of a rollout at the end of the prompt.
+    # A token is predicted at the previous one; a rollout's first token at the end of the prompt.
     is_rollout_T = layout.per_token([segment.parent is not None for segment in layout.segments])
     predict_N = is_rollout_T.nonzero()[:, 0] - 1
     firsts = accumulate((segment.length for segment in rollouts), initial=0)
@@ -173,5 +174,5 @@ def _loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def _int64(parts: Sequence[Sequence[int]]) -> Tensor:
-    """Join lists of integers. By way of NumPy, which reads lists three times as fast as `torch.tensor`."""
+    """Concatenate lists of integers, using NumPy, which reads lists three times as fast as `torch.tensor`."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64, sum(map(len, parts))))

@@ -1,4 +1,4 @@
-"""Which token of a packed row sees which: a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth).
+"""Describes a packed row as a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth).
 
 Legend: T packed tokens, S segments.
 """
@@ -22,8 +22,8 @@ class Segment(NamedTuple):
         start: Index of its first token in the row.
         length: Number of tokens; 0 for an empty rollout.
         parent: Index of the segment that it continues, or None for a root.
-        position: Position id of its first token: the length of all its ancestors together.
-        group_id: What the caller named the group that it belongs to.
+        position: Position id of its first token: the total length of its ancestors.
+        group_id: The caller's name for its group.
     """
 
     start: int
@@ -41,25 +41,22 @@ class Segment(NamedTuple):
 class SharedPrefixLayout:
     """A packed row of T tokens as a forest of segments, without padding.
 
-    A token sees its own segment causally and every ancestor segment whole; its position id counts the tokens of its
-    ancestors and those before it in its segment. A GRPO group is a root (the prompt) with one child for each rollout.
-    Segments stand in depth-first order: a parent before its children, and its descendants directly behind it.
+    A token sees its own segment causally and all of every ancestor segment; its position id counts the tokens of its
+    ancestors and the earlier tokens of its segment. A GRPO group is a root (the prompt) with one child per rollout.
+    Segments are in depth-first order: each parent is directly followed by its descendants.
 
     Args:
-        lengths: Tokens of each segment, in the order of the row.
+        lengths: Tokens of each segment, in row order.
         parents: Index of each segment's parent, or None for a root.
         group_ids: A name for each segment's group; by default the index of its root.
-        given: Tokens at the start of the row that have been run before, in a call of their own: they are seen, but do
-            not look. 0, or the length of the first segment, the root of all others.
-
-    Attributes:
-        segments: The segments, in the order of the row.
+        given: Number of leading tokens that ran in an earlier call: they are keys, but not queries. 0, or the length
+            of the first segment, which must then be the only root.
         num_tokens: T.
         given: See above.
 
     Raises:
         ValueError: If the arguments differ in length, a length is negative, the order is not depth-first, or `given` is
-            another number of tokens.
+            neither.
     """
 
     def __init__(
@@ -97,9 +94,9 @@ class SharedPrefixLayout:
         """Lay out prompts, each followed by its rollouts.
 
         Args:
-            groups: For each group the length of its prompt and the lengths of its rollouts.
+            groups: Prompt length and rollout lengths of each group.
             group_ids: A name for each group; by default its root's index.
-            given: Tokens of the only group's prompt, if that has been run before.
+            given: Length of the only group's prompt, if it ran in an earlier call.
 
         Raises:
             ValueError: If `group_ids` does not have one entry per group.
@@ -118,7 +115,7 @@ class SharedPrefixLayout:
 
     @property
     def num_queries(self) -> int:
-        """Tokens that are run: all but the given ones."""
+        """Tokens that run: all but the given ones."""
         return self.num_tokens - self.given
 
     @cached_property
@@ -131,12 +128,12 @@ class SharedPrefixLayout:
         return self.memo(("position_ids", device), lambda: self.position_ids.to(device))
 
     def keep_positions(self, positions_T: Tensor) -> None:
-        """Take `position_ids` that lie on a device already, for `positions_on` that device."""
+        """Store `position_ids` that are already on a device, for `positions_on`."""
         self.memo(("position_ids", positions_T.device), lambda: positions_T)
 
     @cached_property
     def subtree_stops(self) -> tuple[int, ...]:
-        """For each segment the index after the last token of its last descendant, shape [S]."""
+        """Index after the last token of each segment's last descendant, shape [S]."""
         stops = [segment.stop for segment in self.segments]
         for index in reversed(range(len(self.segments))):
             parent = self.segments[index].parent
@@ -165,7 +162,7 @@ class SharedPrefixLayout:
 
     @cached_property
     def multiplicity(self) -> Tensor:
-        """Number of sequences that hold each token, that is leaves at or below its segment, shape [T], int64."""
+        """Number of sequences that contain each token (leaves at or below its segment), shape [T], int64."""
         counts = [0] * len(self.segments)
         for leaf in self.leaves:
             counts[leaf] = 1
@@ -177,12 +174,12 @@ class SharedPrefixLayout:
 
     @property
     def token_ratio(self) -> float:
-        """Tokens of the repeated run over tokens that are run; 1 where nothing is shared."""
+        """Tokens of the repeated run over tokens that run; 1 if nothing is shared."""
         return sum(self.repeated_lengths) / self.num_queries if self.num_queries else 1.0
 
     @property
     def attention_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, over the tokens that are run."""
+        """Pairs of a query and a visible key, over the tokens that run."""
         run = [segment for segment in self.segments if segment.start >= self.given]
         return sum(s.length * s.position + s.length * (s.length + 1) // 2 for s in run)
 
@@ -198,7 +195,7 @@ class SharedPrefixLayout:
         return sum(segment.parent is None and index in shared for index, segment in enumerate(self.segments))
 
     def path(self, index: int) -> Tensor:
-        """Places in the row of the tokens from the root to the end of a segment, int64."""
+        """Row indices of the tokens from the root to the end of a segment, int64."""
         runs: list[Tensor] = []
         above: int | None = index
         while above is not None:
@@ -208,18 +205,18 @@ class SharedPrefixLayout:
         return torch.cat(runs[::-1])
 
     def memo(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
-        """Keep what is derived from this layout (masks, index tensors, plans) for the next layer that asks."""
+        """Cache something derived from this layout (a mask, index tensor or plan) for further layers."""
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
 
     def per_token(self, per_segment: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """Repeat a number of each segment for each of its tokens, shape [T], int64."""
+        """Repeat per-segment numbers for each token, shape [T], int64."""
         lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.long)
         return torch.tensor(per_segment, dtype=torch.long).repeat_interleave(lengths).to(device)
 
     def subtree_bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each token's segment starts and where the last descendant of that segment stops, shape [T] each."""
+        """Start of each token's segment, and stop of that segment's last descendant, shape [T] each."""
         return self.memo(
             ("subtree_bounds", device),
             lambda: (
@@ -229,17 +226,17 @@ class SharedPrefixLayout:
         )
 
     def visibility(self, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-        """Which token sees which by the forest alone.
+        """Which token sees which, according to the forest alone.
 
         Returns:
-            A function of indices of queries and of keys (int64, on the device, shapes that broadcast) to bool: whether
-            the key's segment is the query's own or an ancestor's, and the key is not behind the query. It closes over
-            tensors only, so that it can be compiled.
+            A function from query and key indices (int64, on the device, broadcastable) to bool: whether the key's
+            segment is the query's or an ancestor's, and the key is not after the query. It closes over tensors only,
+            so it can be compiled.
         """
         starts, stops = self.subtree_bounds(device)
 
         def sees(query: Tensor, key: Tensor) -> Tensor:
-            # Depth-first order: what a segment is an ancestor of lies between its start and its subtree's stop.
+            # In depth-first order, a segment's descendants lie between its start and its subtree's stop.
             return (query >= starts[key]) & (query < stops[key]) & (key <= query)
 
         return sees
@@ -273,6 +270,6 @@ def _check_forest(lengths: Sequence[int], parents: Sequence[int | None], group_i
         if parent is not None and not open_path:
             raise ValueError(
                 f"parents[{index}] is {parent}, which is not an open segment there; list segments depth-first: "
-                "a parent, then each of its children with all that lies below it."
+                "a parent, then each of its children with all of its descendants."
             )
         open_path.append(index)

@@ -1,4 +1,4 @@
-"""Images and videos of several prompts as the keyword arguments of one model call.
+"""Joins images and videos of several prompts into the keyword arguments of one model call.
 
 Legend: B rollouts, T packed tokens, L longest sequence.
 """
@@ -16,19 +16,19 @@ from pl_grouprl.types import RolloutGroup, is_per_token
 
 
 def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: str) -> dict[str, Tensor]:
-    """Join the media of all groups in the order in which their prompts stand in the batch.
+    """Join the media of all groups, in the order of their prompts in the batch.
 
     Args:
-        groups: Prompts with at least one rollout each; those without media take part as text.
-        layout: Of these groups.
-        sharing: `shared` takes the media of each group once, `repeated` once for each of its rollouts.
+        groups: Prompts with at least one rollout each; those without media count as text.
+        layout: Layout of these groups.
+        sharing: `shared` takes each group's media once, `repeated` once per rollout.
 
     Returns:
-        For each name a tensor: images, videos or patches one after another, or, where there is an entry per token, the
-        packed row [1, T] or padded rows [B, L] with zeros for text, rollouts and padding. Empty without any media.
+        A tensor per name: images, videos or patches, concatenated; or, for per-token tensors, the packed row [1, T] or
+        padded rows [B, L] with zeros for text, rollouts and padding. Empty without any media.
 
     Raises:
-        ValueError: If a tensor has not one entry per token, or images of different shapes are to be joined.
+        ValueError: If a per-token tensor has the wrong length, or images of different shapes cannot be joined.
     """
     names = list(dict.fromkeys(name for group in groups for name in group.media))
     for number, group in enumerate(groups):

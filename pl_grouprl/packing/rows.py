@@ -1,7 +1,7 @@
-"""Which groups of rollouts share one packed row, so that no row has more tokens than a budget and few rows are needed.
+"""Packs groups of rollouts into few rows, none with more tokens than a budget.
 
-Rows are packed by best fit decreasing. Where that takes more rows than so many tokens need, the groups are spread
-evenly over fewer rows, as over ranks: if none is much fuller than the mean, all fit. Nothing is random.
+Uses best fit decreasing. If that takes more rows than the token count requires, balances the groups over fewer rows, as
+over ranks: if no row is much fuller than the mean, all fit. Deterministic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pl_grouprl.packing.balance import balance
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """A group larger than the budget: its prompt is a pass of its own, and its rollouts follow in slices.
+    """A group larger than the budget: its prompt runs separately, and its rollouts follow in slices.
 
     Attributes:
         group: Index of the group.
@@ -31,7 +31,7 @@ class RowPlan:
     """Rows of whole groups, and groups that do not fit into a row.
 
     Attributes:
-        rows: Indices of the groups that share one packed row, for each row; the row with the most tokens first.
+        rows: Indices of the groups in each packed row; the row with the most tokens first.
         splits: The groups larger than the budget, with their slices.
     """
 
@@ -42,17 +42,17 @@ class RowPlan:
 def plan_rows(groups: Sequence[tuple[int, Sequence[int]]], max_tokens: int | None) -> RowPlan:
     """Pack groups into rows by their shared size: the prompt once and all rollouts, without padding.
 
-    Rows come with the most tokens first, so that the rows of several ranks that run at the same time are alike, and so
-    that a budget too large for the device shows in the first pass.
+    The row with the most tokens comes first, so rows that run on several ranks at the same time have similar sizes,
+    and a budget too large for the device fails in the first micro-batch.
 
     Args:
-        groups: For each group the length of its prompt and the lengths of its rollouts, as
-            `SharedPrefixLayout.from_groups` takes them. A group without rollouts takes no part.
-        max_tokens: Most tokens of a row. None: all groups in one row.
+        groups: Prompt length and rollout lengths of each group, as in `SharedPrefixLayout.from_groups`. Groups
+            without rollouts are skipped.
+        max_tokens: Most tokens of a row. None puts all groups into one row.
 
     Returns:
-        Every group with rollouts exactly once: in a row, or split if its shared size is beyond `max_tokens`. A slice
-        has at most `max_tokens` tokens of rollouts; the prompt is not counted there, because it is not run again.
+        Every group with rollouts exactly once: in a row, or split if its shared size exceeds `max_tokens`. A slice has
+        at most `max_tokens` rollout tokens; the prompt does not count, because it does not run again.
 
     Raises:
         ValueError: If a prompt alone or a rollout alone is longer than `max_tokens`, or `max_tokens` is less than 1.
@@ -73,16 +73,15 @@ def plan_repeated_rows(
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
     """Cut groups into padded batches [B, L], where each rollout is a row with its whole prompt.
 
-    Rollouts of like length come together. Taking them from the longest down, as many as fit each time, needs the
-    fewest batches that are possible.
+    Batches rollouts of similar length. Filling batches from the longest rollout down needs the fewest batches.
 
     Args:
-        groups: Prompt length and rollout lengths of each group. A group without rollouts takes no part.
-        max_tokens: Most tokens of a batch, padding included. None: all rollouts in one batch.
+        groups: Prompt length and rollout lengths of each group. Groups without rollouts are skipped.
+        max_tokens: Most tokens of a batch, including padding. None puts all rollouts into one batch.
 
     Returns:
-        For each batch the groups that it has rollouts of, ascending, each as (group, indices of its rollouts,
-        ascending). Every rollout exactly once; the batch with the longest sequence first.
+        For each batch its groups as (group, indices of its rollouts), all ascending. Every rollout exactly once; the
+        batch with the longest sequence first.
 
     Raises:
         ValueError: If a prompt with its rollout is longer than `max_tokens`, or `max_tokens` is less than 1.
@@ -139,7 +138,7 @@ def _split(group: int, prompt: int, rollouts: Sequence[int], max_tokens: int) ->
 
 
 def _pack_sizes(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """Indices of the sizes, in bins of at most `capacity`; the fullest bin first."""
+    """Pack sizes into bins of at most `capacity`; returns their indices, the fullest bin first."""
     bins = _best_fit(sizes, capacity)
     fewest = -(-sum(sizes) // capacity) or 1
     while fewest < len(bins):
@@ -154,9 +153,9 @@ def _pack_sizes(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
 
 
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each item, the largest first, into the bin that it fills best."""
+    """Put each item, largest first, into the bin that it fills best."""
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what is left in each bin, with its place; ascending
+    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         fullest = bisect_left(rooms, (sizes[item], -1))
         if fullest < len(rooms):
@@ -170,7 +169,7 @@ def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _even(sizes: Sequence[int], count: int, capacity: int) -> list[list[int]]:
-    """So many bins, filled alike, at least until all are within the capacity if they can be."""
+    """Balance items over `count` bins, until all are within the capacity if possible."""
     bins: list[list[int]] = [[] for _ in range(count)]
     for item, place in enumerate(balance(sizes, count, good_enough=count * capacity / sum(sizes))):
         bins[place].append(item)

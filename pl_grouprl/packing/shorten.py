@@ -1,9 +1,9 @@
-"""Groups whose rollouts end early, for passes that read nothing behind a certain token of each.
+"""Truncates rollouts for decoder calls that read nothing after a certain token of each.
 
-What a causal decoder computes at a token does not depend on what follows, so tokens behind the last one that is read
-need not be run at all, forward or backward. GROUP PPO's critic is trained at the starts of token groups only.
+A causal decoder's result at a token does not depend on later tokens, so tokens after the last one that is read need not
+run, forward or backward. GROUP PPO trains its critic at the starts of token groups only.
 
-Legend: B rollouts, N response tokens of all rollouts one after another, M those of them that are kept.
+Legend: B rollouts, N response tokens of all rollouts, concatenated, M of them that are kept.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pl_grouprl.types import Rollout, RolloutGroup
 
 
 class ShortenedGroups(NamedTuple):
-    """Groups with shorter rollouts, and where their tokens stood.
+    """Groups with truncated rollouts, and the original indices of their tokens.
 
     Attributes:
         groups: The same prompts with the first tokens of each rollout.
-        kept_index_M: Place of each kept token among the N of the groups as they were, int64, ascending: any tensor of
-            shape [N] belongs to the shortened groups as `tensor_N[kept_index_M]`.
+        kept_index_M: Index of each kept token among the original N, int64, ascending: `tensor_N[kept_index_M]` is the
+            part of any tensor of shape [N] for the truncated groups.
     """
 
     groups: list[RolloutGroup]
@@ -33,16 +33,15 @@ class ShortenedGroups(NamedTuple):
 def shorten(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -> ShortenedGroups:
     """Keep the first tokens of each rollout.
 
-    The value V[t] is read where token t is predicted, so for values up to token s of a rollout keep s + 1 tokens
-    (one more than is run through the critic in the strictest sense, so that the packed indices stay those of `pack`).
+    The value V[t] is read where token t is predicted, so for values up to token s of a rollout keep s + 1 tokens (one
+    more than strictly needed, to keep the packed indices of `pack`).
 
     Args:
-        groups: Prompts with their rollouts; they are left as they are. Of a rollout its tokens and its loss mask are
-            taken over, nothing else.
-        lengths_B: How many tokens of each rollout to keep, through the groups in order.
+        groups: Prompts with their rollouts; unchanged. Only tokens and loss masks are copied.
+        lengths_B: Number of tokens to keep of each rollout, over all groups in order.
 
     Raises:
-        ValueError: If there is not one length per rollout, or one is negative or beyond its rollout's end.
+        ValueError: If there is not one length per rollout, or one is negative or longer than its rollout.
     """
     lengths = [int(length) for length in lengths_B]
     full = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]

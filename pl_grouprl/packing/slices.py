@@ -1,4 +1,4 @@
-"""A slice of a group: some of its rollouts, which continue a prompt that was run before.
+"""Slices of a group: some of its rollouts, which continue a prompt from an earlier call.
 
 Legend: B rollouts of the slice, S their tokens, N response tokens, P tokens of the prompt.
 """
@@ -35,22 +35,21 @@ def pack_slice(
 
     Args:
         group: The group; its prompt is not read.
-        rollout_indices: Which of its rollouts, in this order.
+        rollout_indices: The rollouts to lay out, in this order.
         prefix: The run of the prompt.
         device: Device of the batch's tensors.
 
     Returns:
         A batch whose indices point into [1 + S, D]: the hidden state of the prompt's last token, then those of the
-        rollouts' tokens. Where all rollouts are empty one token is run that nobody reads, so that every slice is a call
-        of the decoder.
+        rollouts' tokens. If all rollouts are empty, one unused token runs, so every slice calls the decoder.
 
     Raises:
-        ValueError: If no rollout is chosen.
+        ValueError: If `rollout_indices` is empty.
     """
     rollouts = [group.rollouts[index] for index in rollout_indices]
     if not rollouts:
-        raise ValueError("rollout_indices is empty; a slice holds at least one rollout.")
-    # Packed after a prompt of one token, whose hidden state comes first: exactly the indices that are wanted.
+        raise ValueError("rollout_indices is empty; a slice has at least one rollout.")
+    # Packing after a one-token prompt, whose hidden state comes first, gives exactly these indices.
     batch = pack([RolloutGroup([0], rollouts, group.group_id)], device=device)
     tokens, given = batch.model_inputs["input_ids"][:, 1:], prefix.num_tokens
     lengths = [len(rollout.token_ids) for rollout in rollouts]

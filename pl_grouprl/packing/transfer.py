@@ -1,4 +1,4 @@
-"""Many small tensors to a device in one copy that the host does not wait for."""
+"""Moves many small tensors to a device in one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _Name = TypeVar("_Name")
 def move_together(tensors: Mapping[_Name, Tensor], device: torch.device | str) -> dict[_Name, Tensor]:
     """Move CPU tensors to a device as one block of bytes.
 
-    To CUDA the block is in pinned memory, so that the copy is queued behind what the device is at, and the host goes on
-    meanwhile: a copy for each tensor from ordinary memory would wait for the device each time.
+    For CUDA the block is in pinned memory, so the copy is queued and the host continues; copies from pageable memory
+    would synchronize for each tensor.
 
     Args:
-        tensors: By name, of any dtypes and shapes.
-        device: Where they are put; on the CPU they are returned as they are.
+        tensors: Tensors by name, of any dtypes and shapes.
+        device: Target device; for the CPU the tensors are returned unchanged.
 
     Returns:
-        By the same names, in the same order. Those that went together share a storage.
+        The tensors by name, in the same order. Those moved together share a storage.
     """
     device = torch.device(device)
     if device.type == "cpu" or not tensors:
@@ -34,12 +34,12 @@ def move_together(tensors: Mapping[_Name, Tensor], device: torch.device | str) -
 
 
 def _joined(tensors: Mapping[_Name, Tensor]) -> Tensor:
-    """One block of bytes, the widest dtypes first, so that each tensor begins aligned."""
+    """Concatenate into one block of bytes, widest dtypes first to keep each tensor aligned."""
     return torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in _widest_first(tensors)])
 
 
 def _separated(block: Tensor, tensors: Mapping[_Name, Tensor]) -> dict[_Name, Tensor]:
-    """Views of a block that `_joined` made of these tensors."""
+    """Split a block from `_joined` into views of these tensors."""
     order = _widest_first(tensors)
     pieces = block.split([tensors[name].nbytes for name in order])
     moved = {

@@ -1,4 +1,4 @@
-"""What every engine needs to know of the policy that it is bound to."""
+"""The policy that an engine is bound to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pl_grouprl.utilities.distributed import derive_seed
 
 
 class BoundPolicy:
-    """A policy and its tokenizer, with the questions that engines ask about them.
+    """A policy and its tokenizer, with what engines need to know about them.
 
     Args:
         model: A transformers decoder; its weights may be shards.
         tokenizer: Its tokenizer, or None.
 
     Attributes:
-        never: Tokens that are never sampled, because they stand for images and videos.
+        never: Tokens that are never sampled: placeholders of images and videos.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
@@ -42,7 +42,7 @@ class BoundPolicy:
         check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
 
     def end_ids(self, sampling: SamplingConfig) -> list[int]:
-        """Tokens that end a completion, without those beyond the model's vocabulary."""
+        """Tokens that end a completion, restricted to the model's vocabulary."""
         size = vocabulary(self.model)
         ids = end_token_ids(self.model, self.tokenizer, sampling)
         return [token for token in ids if size is None or token < size]
@@ -58,22 +58,39 @@ class BoundPolicy:
                 rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
 
 
+class HoldsPolicy:
+    """An engine that keeps its policy as a `BoundPolicy`."""
+
+    _policy: BoundPolicy | None = None
+
+    @property
+    def policy(self) -> BoundPolicy:
+        """What is bound.
+
+        Raises:
+            ValueError: If nothing is.
+        """
+        if self._policy is None:
+            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
+        return self._policy
+
+
 def sequence_seeds(
     seed: int, num_prompts: int, num_generations: int, prompt_indices: Sequence[int] | None
 ) -> list[list[int]]:
-    """Derive a seed for each sequence from the prompt's place and the rollout's number.
+    """Derive a seed for each sequence from the prompt's index and the rollout's number.
 
     Args:
         seed: Seed of the call.
         num_prompts: P.
         num_generations: G.
-        prompt_indices: The prompts' places in the batch of all ranks; None if they are the whole batch.
+        prompt_indices: The prompts' indices in the batch of all ranks; None if they are the whole batch.
 
     Returns:
         P lists of G seeds in [0, 2^63).
 
     Raises:
-        ValueError: If there is not one place for each prompt.
+        ValueError: If there is not one index per prompt.
     """
     if prompt_indices is not None and len(prompt_indices) != num_prompts:
         raise ValueError(

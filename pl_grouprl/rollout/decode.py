@@ -1,12 +1,11 @@
-"""Decode a batch of sequences until each has ended.
+"""Decodes a batch of sequences until each has ended.
 
-Shapes: B sequences that are still being decoded, V vocabulary, T steps for which random numbers are at hand.
+Shapes: B sequences that are still being decoded, V vocabulary, T steps per draw of random numbers.
 
-One step is: draw a token per sequence, take those that have ended out of the batch, run the model on the rest.
-Sequences leave as soon as they end (`kv_cache.drop_rows` makes that cheap), so that a step costs in proportion to the
-sequences that remain; on devices that the host would have to wait for, every few steps, and what they have drawn behind
-their end is left out. What happens per step is vectorised; only stop strings, where given, are looked for sequence by
-sequence, in every step.
+Each step draws a token per sequence, removes ended sequences from the batch and runs the model on the rest. Sequences
+leave as soon as they end (`kv_cache.drop_rows` makes that cheap), so a step's cost is proportional to the remaining
+ones; on asynchronous devices they leave every few steps, and tokens drawn after their end are dropped. Steps are
+vectorized, except that stop strings, if given, are searched sequence by sequence.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.progress import tick
 
 STEPS_AT_HAND = 64
-"""Random numbers are made for so many steps at once. Does not change them."""
+"""Steps per draw of random numbers; does not affect their values."""
 
 STEPS_PER_CHECK = {"cpu": 1}
-"""After how many steps the host looks which sequences have ended, by device; see `_WAITING`."""
+"""Steps between checks for ended sequences, by device; see `_WAITING`."""
 
 _WAITING = 8
-"""The same for devices that run behind the host: each look waits for them."""
+"""The same for asynchronous devices, where each check synchronizes."""
 
 
 class DecodeBatch:
@@ -39,12 +38,12 @@ class DecodeBatch:
 
     Args:
         parts: Encoded prompts and their row for each sequence, as `PrefixStore.select` returns them.
-        sequences: (prompt index, generation index) of each: names its random stream.
+        sequences: (prompt index, generation index) of each, which identify its random stream.
         sampling: How to sample.
         end_ids: Tokens that end a sequence.
         stop: Strings that end a sequence.
-        seed: Of the random streams.
-        min_saved_tokens: Copies of prompt tokens that sharing prompts must save, per prompt.
+        seed: Seed of the random streams.
+        min_saved_tokens: Minimum of copied tokens that sharing must save, per prompt.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class DecodeBatch:
         prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], device, min_saved_tokens)
         self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit, prompts)
         self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
-        # What follows has one row per live sequence and is reordered when sequences leave.
+        # Everything below has one row per live sequence and is reordered when sequences leave.
         self.row_B = torch.arange(len(sequences), device=device)
         self.position_B = torch.tensor(positions, device=device)
         masked = needs_padding_mask(self.cache)
@@ -78,7 +77,7 @@ class DecodeBatch:
         self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
         self.finished_B = torch.zeros(len(sequences), dtype=torch.bool, device=device)
         self._steps_per_check = 1 if stop else STEPS_PER_CHECK.get(device.type, _WAITING)
-        # What has been drawn so far, one entry per step; the last column says what comes behind an end.
+        # Results so far, one entry per step; the last column marks tokens after an end.
         self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._stopped: list[Tensor] = []
 
@@ -107,7 +106,7 @@ class DecodeBatch:
         return self._collect()
 
     def _draw(self, step: int) -> Tensor:
-        """Draw the token of this step for every sequence, and take down which sequences it ends."""
+        """Draw this step's token for every sequence, and record which sequences it ends."""
         tokens_B, logprobs_B = sample_tokens(self.logits_BV, self.sampling, self._uniforms(step))
         self._drawn.append((self.row_B, tokens_B, logprobs_B, self.finished_B))
         ends_B = torch.isin(tokens_B, self.end_ids)
@@ -119,7 +118,7 @@ class DecodeBatch:
         return tokens_B
 
     def _count_finished(self, step: int) -> int:
-        """How many sequences have ended: the one question of a step that the host waits for, if it asks at all."""
+        """Number of ended sequences, a step's only synchronization, and not in every step."""
         can_end = len(self.end_ids) > 0 or self.tail_BW is not None
         return int(self.finished_B.sum()) if can_end and (step + 1) % self._steps_per_check == 0 else 0
 
@@ -138,7 +137,7 @@ class DecodeBatch:
         return torch.nn.functional.pad(self.prompt_mask_BS, (0, new_tokens), value=1)
 
     def _drop(self) -> Tensor:
-        """Take finished sequences out; returns for each remaining row which one it was."""
+        """Remove finished sequences; returns the old index of each remaining row."""
         order = drop_rows(self.cache, self.finished_B)
         self._stopped.append(self.row_B[self.finished_B])
         self.finished_B = torch.zeros_like(order, dtype=torch.bool)
@@ -153,7 +152,7 @@ class DecodeBatch:
         return order
 
     def _collect(self) -> list[Rollout]:
-        """Turn the steps into one rollout per sequence."""
+        """Assemble one rollout per sequence from the steps."""
         rows, tokens, logprobs, behind = (torch.cat(columns).cpu() for columns in zip(*self._drawn, strict=True))
         rows, tokens, logprobs = (column[~behind] for column in (rows, tokens, logprobs))
         if not bool(logprobs.isfinite().all()):

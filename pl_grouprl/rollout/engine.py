@@ -1,7 +1,7 @@
 """The interface of rollout engines: bind a policy once, then turn prompts into groups of rollouts.
 
-An engine samples from the policy itself (`RolloutEngine`), or from its own copy of the weights, which it receives after
-updates (`SyncedRolloutEngine`).
+An engine samples from the policy itself (`RolloutEngine`), or from its own copy of the weights, synced after updates
+(`SyncedRolloutEngine`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ __getattr__ = moved(__name__, {name: f"pl_grouprl.sync.sampler.{name}" for name 
 class RolloutEngine(Protocol):
     """Samples completions from the policy.
 
-    An engine declares what else it can do with attributes; a missing one means that it cannot (see `declares`):
+    An engine declares further capabilities as attributes; a missing one means that it lacks the capability (see
+    `declares`):
 
-    - `reserves_max_new_tokens = True`: it refuses prompts without room for `max_new_tokens`; a run then finds such
-      prompts when it is set up.
+    - `reserves_max_new_tokens = True`: it refuses prompts without room for `max_new_tokens`; a run then refuses such
+      prompts at setup.
     - `takes_prompt_indices = True`: `generate` takes `prompt_indices`.
     - `samples_from_copies = True`: a shallow copy of the engine, bound to a copy of the policy, may sample in another
       thread while the policy is updated (`rollout_ahead`).
-    - `max_model_len`, an int: the longest sequence, prompt and completion together, that it is configured to serve.
+    - `max_model_len`, an int: maximum length of prompt plus completion.
     """
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Name the policy to sample from. Called before the first `generate`; calling it again is harmless.
+        """Set the policy to sample from. Called before the first `generate`; may be called again.
 
         Args:
-            model: The policy. Later calls of `generate` see its weights as they are then.
-            tokenizer: Decodes completions and knows the end token; None if only tokens are wanted.
+            model: The policy. `generate` uses its weights at the time of the call.
+            tokenizer: Decodes completions and has the end token; None if only tokens are needed.
         """
         ...
 
@@ -58,11 +59,11 @@ class RolloutEngine(Protocol):
             sampling: How to sample.
             num_generations: Rollouts per prompt, at least 1.
             seed: The same (weights, prompts, sampling, seed) give the same rollouts.
-            media: Images and videos of each prompt, empty if it has none; None if no prompt has any. An engine that
-                cannot serve them raises a ValueError.
-            prompt_indices: The place of each prompt in the whole batch of all ranks, which names its random numbers
-                together with the seed; None if the prompts are the whole batch. Passed only if there are several ranks
-                and the engine declares `takes_prompt_indices`: it lets any number of ranks sample the same.
+            media: Images and videos of each prompt, empty if it has none; None if no prompt has any. An engine without
+                support for them raises a ValueError.
+            prompt_indices: Index of each prompt in the batch of all ranks, which together with the seed determines its
+                random numbers; None if the prompts are the whole batch. Passed only with several ranks, to engines
+                that declare `takes_prompt_indices`, so that any number of ranks samples the same rollouts.
 
         Returns:
             For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.
@@ -72,9 +73,9 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class SyncedRolloutEngine(RolloutEngine, SyncedSampler, Protocol):
-    """Samples from a copy of the policy's weights, which it receives after updates.
+    """Samples from a copy of the policy's weights, synced after updates.
 
-    All ranks call `bind`, `update_weights` and `generate` together, also a rank without prompts; see `SyncedSampler`.
+    `bind`, `update_weights` and `generate` are collective, even for a rank without prompts; see `SyncedSampler`.
     """
 
 
@@ -82,7 +83,7 @@ Capability = Literal["reserves_max_new_tokens", "takes_prompt_indices", "samples
 
 
 def declares(engine: object, capability: Capability) -> bool:
-    """Whether an engine says that it can do something; see `RolloutEngine`."""
+    """Whether an engine declares a capability; see `RolloutEngine`."""
     return bool(getattr(engine, capability, False))
 
 
@@ -94,17 +95,14 @@ def check_request(
     limits: Mapping[str, int],
     vocab_size: int | None,
 ) -> None:
-    """Refuse a request that no model could serve, before any work is done.
+    """Refuse an invalid request before doing any work.
 
     Args:
         prompts: Tokens of each prompt.
         sampling: How to sample; `max_new_tokens` is read.
         num_generations: Rollouts per prompt.
-        limits: Longest sequences that the model can serve, by the name of what sets each limit.
-        vocab_size: Number of tokens that the model knows; None if unknown.
-
-    Raises:
-        ValueError: If a prompt is empty, too long, or holds an unknown token, or if `num_generations` is below 1.
+        limits: Maximum sequence lengths of the model, by the name of what sets each.
+        vocab_size: Size of the model's vocabulary; None if unknown.
     """
     if num_generations < 1:
         raise ValueError(f"num_generations is {num_generations}; it must be at least 1.")
@@ -123,6 +121,6 @@ def check_request(
                 )
         if vocab_size is not None and (min(prompt) < 0 or max(prompt) >= vocab_size):
             raise ValueError(
-                f"prompts[{index}] holds token ids from {min(prompt)} to {max(prompt)}, but the model has vocab_size="
+                f"prompts[{index}] has token ids from {min(prompt)} to {max(prompt)}, but the model has vocab_size="
                 f"{vocab_size}; use the tokenizer that belongs to the model."
             )

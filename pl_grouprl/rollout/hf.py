@@ -1,4 +1,4 @@
-"""Rollouts with a transformers decoder, in the process and on the weights of the trainer."""
+"""Rollouts with a transformers decoder, in the trainer's process and on its weights."""
 
 from __future__ import annotations
 
@@ -31,30 +31,29 @@ _Sequence = tuple[int, int, int]
 class HFRolloutEngine:
     """Samples from a transformers decoder; every distinct prompt is encoded once.
 
-    Rollouts are decoded in a batch that sequences leave as soon as they end. They read their prompt's cache together
-    where a layer allows it, once per step; other layers get copies. Prompts of different lengths go together, padded on
-    the left. Layers with full, sliding-window or chunked attention are supported, and layers with a state of fixed size
-    (linear attention, short convolutions). Images and videos are encoded once with their prompt.
+    Rollouts are decoded in a batch that sequences leave as soon as they end. If a layer allows it, rollouts of a prompt
+    read its cache together, once per step; other layers get copies. Prompts of different lengths are batched, padded on
+    the left. Supports layers with full, sliding-window or chunked attention, and with a state of fixed size (linear
+    attention, short convolutions). Images and videos are encoded once with their prompt.
 
-    On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which are made for each call
-    of `generate` and take as much memory as the weights until it is over.
+    On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which exist during each call
+    of `generate` and take as much memory as the weights.
 
-    Tokens that stand for images or videos are never sampled, whether or not a prompt has any: the model would look for
-    images that are not there. Log-probabilities are those of the distribution without them, greedy ones too; scoring,
-    which knows all tokens, gives them less the share of probability that the model has for placeholders. A model that
-    was trained with images has next to none.
+    Placeholder tokens of images and videos are never sampled, as the model would look for missing images.
+    Log-probabilities, even greedy ones, are those of the distribution without placeholders; scoring includes them, and
+    so differs by the probability that the model gives to placeholders, which is negligible after training with images.
 
-    Reproducible: each sequence draws from its own random stream, named by (seed, index of the prompt in the call or as
-    `prompt_indices` say, index of the rollout). Results do not depend on `max_sequences` or on the other prompts,
-    except where rounding, which may differ between batch shapes, moves a probability across a drawn number. The same
-    call gives the same bits on the same machine. No global random state is read or changed.
+    Reproducible: each sequence draws from a random stream identified by (seed, index of the prompt in the call or in
+    `prompt_indices`, index of the rollout). Results do not depend on `max_sequences` or on other prompts, except that
+    rounding may differ between batch shapes and move a probability across a drawn number. The same call gives the same
+    bits on the same machine. Neither reads nor changes global random state.
 
     Args:
-        model: The policy; may be given later by `bind`.
-        tokenizer: Decodes completions and looks for stop strings; optional.
-        max_sequences: Most sequences that are decoded at once, which bounds the memory of the cache; None decodes all
-            at once. A prompt whose rollouts are cut in two is still encoded once.
-        max_prefill_tokens: Most prompt tokens in one forward pass, padding included.
+        model: The policy; may be set later by `bind`.
+        tokenizer: Decodes completions and finds stop strings; optional.
+        max_sequences: Most sequences decoded at once, which bounds the cache; None decodes all at once. A prompt whose
+            rollouts are split is still encoded once.
+        max_prefill_tokens: Most prompt tokens in one forward pass, including padding.
 
     Raises:
         ValueError: If a limit is below 1, or the model is not a decoder.
@@ -82,7 +81,7 @@ class HFRolloutEngine:
             self.bind(model, tokenizer)
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Name the policy to sample from; the last call counts.
+        """Set the policy to sample from; the last call counts.
 
         Args:
             model: A transformers decoder with a language-model head. Not copied.
@@ -99,7 +98,7 @@ class HFRolloutEngine:
         biased = model.config.model_type in ("bloom", "mpt") or getattr(model.config, "alibi", False)  # by distance
         if not biased and (reason := counts_tokens_itself(find_decoder(model))) is not None:
             raise ValueError(
-                f"HFRolloutEngine pads prompts on the left and needs to say where they begin, but {reason} "
+                f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
                 "Sample with another engine, or choose a decoder that takes position_ids."
             )
         self.model, self.tokenizer = model, tokenizer
@@ -116,18 +115,18 @@ class HFRolloutEngine:
     ) -> list[list[Rollout]]:
         """Sample completions; see `RolloutEngine.generate`.
 
-        The model is in evaluation mode during the call and gets back the mode of every submodule afterwards.
+        The model is in evaluation mode during the call; the mode of every submodule is restored afterwards.
 
         Returns:
-            For each prompt, in the caller's order, `num_generations` rollouts: tokens with the end token included,
-            log-probabilities under the distribution sampled from (`sampling.sample_tokens`), finish reason, and text if
+            For each prompt, in the caller's order, `num_generations` rollouts: tokens including the end token,
+            log-probabilities under the sampled distribution (`sampling.sample_tokens`), finish reason, and text if
             there is a tokenizer.
 
         Raises:
-            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`,
-                `media.inputs.check_prompt_media`), or stop strings are given without a tokenizer, or a layer of the
-                model keeps a state that cannot be copied (`kv_cache.gather_cache`), or decodes other than it is scored
-                (`checks.decoding_check.check_decoding`, at the first call for a model).
+            ValueError: If no model is bound, the request is invalid (`engine.check_request`,
+                `media.inputs.check_prompt_media`), stop strings are given without a tokenizer, a layer's state cannot
+                be copied (`kv_cache.gather_cache`), or the model's decoding differs from its scoring
+                (`checks.decoding_check.check_decoding`, in the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
         if self.model is None:
@@ -145,8 +144,8 @@ class HFRolloutEngine:
         memory = naming_memory(
             f"a rollout with max_sequences={self.max_sequences} (None: all at once) and max_prefill_tokens="
             f"{self.max_prefill_tokens} of HFRolloutEngine",
-            "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens where the prompts "
-            "themselves are too long at once",
+            "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens if the prompts "
+            "alone do not fit",
         )
         with memory, _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
             if min(limits.values(), default=LONGEST) >= LONGEST:
@@ -163,7 +162,7 @@ class HFRolloutEngine:
         return groups
 
     def _sample_freely(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
-        """Two rollouts of each prompt: one behind a copy of it, one behind the prompt itself where layers share it."""
+        """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
         groups = [
             self._generate(
                 prompts, sampling, 1, 0, end_ids=[], stop=StopStrings(None, ()), min_saved_tokens=min_saved_tokens
@@ -196,21 +195,21 @@ class HFRolloutEngine:
             parts = store.select([key for key, _, _ in chunk], needed_later)
             names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
             batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed, **sharing)
-            del parts  # the prompts' caches have been copied
+            del parts  # the prompts' caches are copied by now
             for (_, prompt, _), rollout in zip(chunk, batch.run(logits), strict=True):
                 groups[prompt].append(rollout)
-            del batch  # its cache, before the next one is made
+            del batch  # frees its cache before the next one
         return groups
 
     def _chunks(
         self, distinct: Sequence[Prompt], sequences: Sequence[_Sequence], padding: bool
     ) -> Iterator[tuple[Sequence[_Sequence], int]]:
-        """Cut the sequences into those that are decoded together, with the first prompt that is needed afterwards."""
+        """Split the sequences into those decoded together, each with the first prompt that is needed later."""
         start, lengths = 0, [len(distinct[key].token_ids) for key, _, _ in sequences]
         while start < len(sequences):
             stop = min(start + (self.max_sequences or len(sequences)), len(sequences))
             if not padding:
-                stop = start + lengths[start:stop].count(lengths[start])  # ascending, so side by side
+                stop = start + lengths[start:stop].count(lengths[start])  # ascending, so contiguous
             yield sequences[start:stop], sequences[stop][0] if stop < len(sequences) else len(distinct)
             start = stop
 
@@ -234,10 +233,10 @@ def _arrange(prompts: Sequence[Prompt], num_generations: int) -> tuple[list[Prom
 def _evaluating(model: torch.nn.Module, steps: int) -> Iterator[None]:
     """Evaluate without gradients on packed copies of the weights.
 
-    Inference mode is switched off inside, even where the caller has it on (Lightning's validation): buffers that a
-    model renews in its forward pass, rotary frequencies for one, would stay inference tensors, which can neither be
-    written to (DDP's broadcast) nor saved for a backward pass. Compiled layers run uncompiled: each length of the cache
-    and each size of the batch could be a graph of its own.
+    Switches inference mode off, even if the caller has it on (Lightning's validation): buffers that a forward pass
+    replaces, such as rotary frequencies, would stay inference tensors, which cannot be written to (DDP's broadcast) or
+    saved for a backward pass. Compiled layers run uncompiled, because each cache length and batch size could need its
+    own graph.
     """
     with torch.inference_mode(False), evaluating(model), uncompiled(), packed_linears(model, steps):
         yield

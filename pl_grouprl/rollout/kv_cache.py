@@ -1,15 +1,14 @@
-"""The cache of a decode batch: prefilled prompts, shared or copied, room ahead, rows that can leave.
+"""The cache of a decode batch: prefilled prompts, shared or copied, spare capacity, and rows that can leave.
 
 Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head size.
 
-Layers with full attention share the prompts where that is worth it (`shared_prompt`), and grow without copying
-(`preallocated_cache`). A row that leaves is replaced by the last one: dropping k rows copies at most k rows, and
-happens whenever something finishes.
+Layers with full attention share the prompts if that pays off (`shared_prompt`), and grow without copying
+(`preallocated_cache`). The last row replaces a row that leaves, so dropping k rows copies at most k rows.
 
-Layers that stay small keep transformers' own class and are copied row by row: sliding windows and chunks, which hold
-the last positions only, and the states of convolutions and linear attention, which have no positions at all. Other
-layers are refused: those of an indexer (DeepSeek V3.2), for one, pick keys by scores that tie at zero, and which of
-them are picked depends on the columns of the batch.
+Small layers keep transformers' class and are copied row by row: sliding windows and chunks, which keep only the last
+positions, and the states of convolutions and linear attention, which have no positions. Other layers are refused: for
+example, those of an indexer (DeepSeek V3.2) pick keys by scores that tie at zero, so the choice depends on the columns
+of the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts
 
 Part = tuple[Cache, Tensor]
-"""A prefilled cache, right-aligned, and the rows of it to take; a row may be taken several times."""
+"""A prefilled, right-aligned cache, and the rows to take from it, possibly with repetition."""
 
 _KEYS = {
     "DynamicSlidingWindowLayer",
@@ -38,21 +37,21 @@ _STATES = {
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 }
-"""transformers' layers that are copied as they are, by what they hold. Names, as not every release has all of them."""
+"""transformers' layers that are copied unchanged, by contents. Names, because not every release has all of them."""
 
 
 def gather_cache(parts: Sequence[Part], width: int, limit: int, prompts: SharedPrompts | None = None) -> Cache:
     """Build the cache of a decode batch from prefilled prompts.
 
     Args:
-        parts: Prefilled caches and the rows to take, in the order of the batch.
+        parts: Prefilled caches and the rows to take, in batch order.
         width: Positions of the widest part; narrower ones are padded on the left with zeros, to be masked.
-        limit: Positions that decoding will need at most.
-        prompts: The prompts, to be shared by the layers that can; None copies them for every row.
+        limit: Most positions that decoding will need.
+        prompts: The prompts, for layers that can share them; None copies them for every row.
 
     Raises:
-        ValueError: If a layer keeps what it has seen in another form than keys, values and states of fixed size, or
-            keeps it outside of the cache.
+        ValueError: If a layer caches anything but keys, values and states of fixed size, or keeps state outside the
+            cache.
     """
     first: list[Any] = parts[0][0].layers
     layers: list[Any] = []
@@ -66,19 +65,19 @@ def gather_cache(parts: Sequence[Part], width: int, limit: int, prompts: SharedP
 
 
 def needs_padding_mask(cache: Cache) -> bool:
-    """Whether padding is in the cache: not where all layers share prompts, which are kept without."""
+    """Whether the cache contains padding; shared prompts are stored without."""
     return not all(isinstance(layer, ContinuedPromptsLayer) for layer in cache.layers)
 
 
 def has_states(cache: Cache) -> bool:
-    """Whether a layer sums up what it has seen, so that padding, once seen, cannot be masked any more."""
+    """Whether a layer accumulates a state, from which padding cannot be masked afterwards."""
     return any(type(layer).__name__ in _STATES for layer in cache.layers)
 
 
 def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, limit: int) -> Any:
     first = parts[0][0]
     name = type(first).__name__
-    if name == "DummyLayer":  # stores nothing: reads the cache of another layer, or needs none
+    if name == "DummyLayer":  # stores nothing: reads another layer's cache, or needs none
         return first
     if type(first) in (DynamicLayer, PromptLayer) and first.is_initialized:
         capacity = GrowingLayer.capacity(width, limit)
@@ -92,8 +91,8 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
         _gather_states(layer, parts)
     if not _holds_something(layer):
         raise ValueError(
-            f"layer {index} of the model {_why_not(first)}; HFRolloutEngine copies keys, values and states of fixed "
-            "size that are in the cache. Choose another rollout engine for this model."
+            f"layer {index} of the model {_why_not(first)}; HFRolloutEngine can only copy keys, values and states of "
+            "fixed size in the cache. Choose another rollout engine for this model."
         )
     return layer
 
@@ -108,12 +107,12 @@ def _holds_something(layer: Any) -> bool:
 def _why_not(layer: Any) -> str:
     name = "DynamicLayer" if isinstance(layer, PromptLayer) else type(layer).__name__
     if name in {"DynamicLayer"} | _KEYS | _STATES:
-        return f"leaves its {name} empty, so that it keeps its state elsewhere"
+        return f"leaves its {name} empty, so it keeps its state elsewhere"
     return f"caches its state as {name}"
 
 
 def _gather(parts: Sequence[tuple[Tensor, Tensor]], width: int, capacity: int) -> Tensor:
-    """Copy rows [., K, w, H] of every part into one buffer [B, K, capacity, H] so that each ends at `width`."""
+    """Copy rows [., K, w, H] of every part into one buffer [B, K, capacity, H], each ending at `width`."""
     first = parts[0][0]
     buffer = first.new_empty(sum(len(rows) for _, rows in parts), first.shape[1], capacity, first.shape[3])
     start = 0
@@ -126,7 +125,7 @@ def _gather(parts: Sequence[tuple[Tensor, Tensor]], width: int, capacity: int) -
 
 
 def _gather_keys(layer: Any, parts: Sequence[tuple[Any, Tensor]], width: int) -> None:
-    """Give a layer copies of the keys and values of all parts; a sliding one has the last positions only."""
+    """Give a layer copies of the keys and values of all parts; a sliding window has only the last positions."""
     kept = max(part.keys.shape[2] for part, _ in parts)
     layer.keys = _gather([(part.keys, rows) for part, rows in parts], kept, kept)
     layer.values = _gather([(part.values, rows) for part, rows in parts], kept, kept)
@@ -135,7 +134,7 @@ def _gather_keys(layer: Any, parts: Sequence[tuple[Any, Tensor]], width: int) ->
 
 
 def _gather_states(layer: Any, parts: Sequence[tuple[Any, Tensor]]) -> None:
-    """Give a layer copies of the states of all parts: decoding writes into them."""
+    """Give a layer copies of the states of all parts, because decoding writes into them."""
     for name in ("conv_states", "recurrent_states"):
         states: dict[int, Tensor | None] = getattr(layer, name)
         copies = {
@@ -146,14 +145,14 @@ def _gather_states(layer: Any, parts: Sequence[tuple[Any, Tensor]]) -> None:
 
 
 def drop_rows(cache: Cache, finished_B: Tensor) -> Tensor:
-    """Take finished rows out of the cache by moving rows from the end into their places.
+    """Remove finished rows from the cache by moving rows from the end into their places.
 
     Args:
-        cache: Of `gather_cache`; changed in place.
+        cache: From `gather_cache`; changed in place.
         finished_B: True where a row leaves, bool, shape [B]; at least one row stays.
 
     Returns:
-        For each row of the smaller batch the row that it was, int64.
+        The old index of each remaining row, int64.
     """
     remaining = int((~finished_B).sum())
     targets = finished_B[:remaining].nonzero().squeeze(-1)
@@ -167,6 +166,6 @@ def drop_rows(cache: Cache, finished_B: Tensor) -> Tensor:
         else:
             layer.reorder_cache(order)
     shared = next((layer.prompts.rows for layer in layers if isinstance(layer, ContinuedPromptsLayer)), None)
-    if shared is not None:  # one for all layers
+    if shared is not None:  # one object for all layers
         shared.keep(order.tolist())
     return order

@@ -1,10 +1,10 @@
-"""Linear layers with their weights packed for the length of a rollout: float32 on x86 CPUs.
+"""Packs the weights of linear layers for the duration of a rollout: float32 on x86 CPUs.
 
-A decoding step multiplies every weight by a handful of rows, one per sequence, and so takes the time of reading the
-weights, if the product manages to keep up. PyTorch's (MKL) does not on some processors, for the layout of the weights:
-oneDNN's, with the weights in the order in which its kernel reads them, is up to 3 times faster there, and as fast or
-faster for the many rows of a prompt. Weights stand still during a rollout, so they are packed once; packing costs about
-as much as a few steps, and a copy of these weights until the rollout is over.
+A decoding step multiplies every weight by a few rows, one per sequence, so it should be limited by reading the weights.
+PyTorch's product (MKL) is slower than that on some processors, because of the layout of the weights: oneDNN's, with
+weights in the order of its kernel, is up to 3 times faster there, and at least as fast for the many rows of a prompt.
+Weights do not change during a rollout, so they are packed once, which costs about as much as a few steps, and a copy of
+these weights during the rollout.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 
 MIN_STEPS = 16
-"""Shorter rollouts do not earn back the packing."""
+"""Packing does not pay off for shorter rollouts."""
 
 MIN_WEIGHTS = 2**17
-"""Smaller layers are as fast as they are: a call of oneDNN takes some microseconds more."""
+"""Smaller layers gain nothing: a call of oneDNN has some microseconds of overhead."""
 
-_LINEAR = nn.Linear.forward  # some libraries put another in its place
+_LINEAR = nn.Linear.forward  # some libraries replace it
 
 _ROWS = 8
-"""What the layout is chosen for. A hint: it serves any number of rows, and one or a thousand make little difference."""
+"""Number of rows that the layout is optimized for: a hint with little effect; any number works."""
 
 
 @contextmanager
 def packed_linears(model: nn.Module, steps: int) -> Iterator[None]:
-    """Run a model's large linear layers on packed weights; they must not change meanwhile. Without gradients.
+    """Run a model's large linear layers on packed weights, without gradients; weights must not change inside.
 
     Args:
-        model: Its modules of class `nn.Linear` that hold their weights themselves are packed; others are left alone.
+        model: Plain `nn.Linear` modules with large weights are packed; others are left alone.
         steps: Tokens to sample.
     """
     packed: list[nn.Linear] = []
@@ -51,7 +51,7 @@ def packed_linears(model: nn.Module, steps: int) -> Iterator[None]:
 
 @contextmanager
 def own_weights(model: nn.Module) -> Iterator[None]:
-    """Within `packed_linears`: run the layers on their own weights all the same."""
+    """Inside `packed_linears`: run the layers on their original weights."""
     packed = {
         module: own for module in model.modules() if isinstance(own := vars(module).get("forward"), _PackedForward)
     }
@@ -74,10 +74,9 @@ def _can_pack() -> bool:
 
 
 def _unchanging(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those below it, but for those whose weights a forward pass may change.
+    """A module and its submodules, except those whose weights a forward pass may change.
 
-    PEFT takes a merged adapter out where adapters are off; hooks before a forward pass fetch weights, or fake low
-    precision.
+    PEFT unmerges an adapter if adapters are off; forward pre-hooks fetch weights or simulate low precision.
     """
     if not getattr(module, "merged", False) and not module._forward_pre_hooks:
         yield module
@@ -86,7 +85,7 @@ def _unchanging(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_plain(module: nn.Linear) -> bool:
-    """Whether a module multiplies by a large weight of its own, whole and in float32, and does nothing else."""
+    """Whether a module only multiplies by a large, whole float32 weight."""
     if type(module) is not nn.Linear or "forward" in module.__dict__ or type(module.weight) is not nn.Parameter:
         return False
     weight = module.weight

@@ -1,9 +1,9 @@
-"""A cache layer over a preallocated buffer: appending does not copy, and rows can leave.
+"""A cache layer on a preallocated buffer: appending does not copy, and rows can leave.
 
 Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head size.
 
-transformers' own dynamic layer concatenates at every step, which copies the whole cache once per token. This layer
-writes new entries into a buffer with spare capacity and returns a view, so a step costs what it adds.
+transformers' dynamic layer concatenates in every step, which copies the whole cache once per token. This layer writes
+new entries into a buffer with spare capacity and returns a view.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from transformers.cache_utils import DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """A dynamic cache layer over a preallocated buffer. `keys` and `values` are views of its filled part.
+    """A dynamic cache layer on a preallocated buffer. `keys` and `values` are views of its filled part.
 
     Args:
         keys: Buffer of the keys, shape [B, K, capacity, H]; its first `length` positions are filled.
-        values: Buffer of the values, the head size may differ.
-        length: Number of positions that are filled.
-        limit: Positions that will ever be needed; the buffer never grows beyond.
+        values: Buffer of the values; the head size may differ.
+        length: Number of filled positions.
+        limit: Most positions that will be needed; the buffer never grows beyond.
     """
 
     MIN_GROWTH = 128
@@ -38,7 +38,7 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def capacity(cls, length: int, limit: int) -> int:
-        """Positions to allocate when `length` are filled: half as many again, so that all copying stays linear."""
+        """Positions to allocate when `length` are filled: 1.5 times as many, so copying stays linear in total."""
         return max(length, min(limit, length + max(cls.MIN_GROWTH, length // 2)))
 
     def _show(self, keys: Tensor, values: Tensor, rows: int, length: int) -> None:
@@ -51,8 +51,8 @@ class GrowingLayer(DynamicLayer):
         Args:
             key_states: New keys, shape [B, K, new positions, H].
             value_states: New values.
-            args: Ignored; what some models pass along.
-            kwargs: Ignored, too.
+            args: Ignored; some models pass more.
+            kwargs: Ignored.
 
         Returns:
             Keys and values, views of shape [B, K, S, H].
@@ -69,7 +69,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def move_rows(self, targets: Tensor, sources: Tensor, rows: int) -> None:
-        """Copy some rows over others, then keep the first `rows`."""
+        """Copy rows `sources` over `targets`, then keep the first `rows`."""
         length = self.keys.shape[2]
         for filled in (self.keys, self.values):
             filled[targets] = filled[sources]
@@ -81,7 +81,7 @@ class GrowingLayer(DynamicLayer):
         self._show(self.keys[indices], self.values[indices], len(indices), length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, copies of a row side by side."""
+        """Repeat every row `repeats` times, with copies adjacent."""
         self.batch_select_indices(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
 
 

@@ -1,11 +1,10 @@
-"""Encode prompts, each once, and keep their caches until the last rollout of theirs has begun.
+"""Encodes each prompt once, and keeps its cache until its last rollout has begun.
 
 Shapes: P prompts of a batch, S positions, V vocabulary.
 
-Prompts come sorted by length. Prompts of about the same length share a batch and are padded on the left, so that all
-end in the same column; where the lengths are equal there is neither padding nor a mask. Models with layers that sum up
-what they have seen get prompts of one length only, as padding would go into the sum. Prompts with images or videos are
-encoded one by one.
+Prompts come sorted by length. Prompts of similar length share a batch, padded on the left to end in the same column;
+equal lengths need neither padding nor a mask. Models with stateful layers get prompts of one length only, as padding
+would change the state. Prompts with images or videos are encoded one by one.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 PAD = 0
-"""Fills the left of short prompts. Masked, so any token will do."""
+"""Left padding. Masked, so any token works."""
 
 MAX_PADDING = 1 / 8
-"""A batch takes no prompt that is longer than its shortest one by more than this share."""
+"""Prompts of a batch may be longer than its shortest one by at most this fraction."""
 
 
 class NextTokenLogits:
-    """Calls a decoder with a cache for the logits of the next token, leaving out arguments that it does not take.
+    """Calls a decoder with a cache for the next token's logits, leaving out arguments that it does not take.
 
-    Tokens that stand for images or videos get the logit -inf: in a completion they would be read as images that are
-    not there.
+    Placeholders of images and videos get the logit -inf, because in a completion they would refer to missing images.
 
     Args:
         model: A transformers decoder with a language-model head.
@@ -61,11 +59,11 @@ class NextTokenLogits:
         """Append tokens to the cache.
 
         Args:
-            input_ids_BS: Tokens that the cache does not hold yet.
-            cache: Grows by these tokens.
-            position_ids_BS: Position of each token in its own sequence; [3, B, S] where it has three of them.
+            input_ids_BS: Tokens that are not in the cache yet.
+            cache: Extended by these tokens.
+            position_ids_BS: Position of each token in its sequence; [3, B, S] for models with three per token.
             mask_BS: 1 for real tokens and 0 for padding, over the cache and the new tokens; None without padding.
-            media: What the tokens' placeholders stand for, by the model's keywords.
+            media: Images and videos of the tokens' placeholders, by the model's keywords.
 
         Returns:
             Logits after the last token, shape [B, V], in the model's dtype.
@@ -80,7 +78,7 @@ class NextTokenLogits:
             **(media or {}),
         )
         logits_BV = output.logits[:, -1]
-        if self._never is None:  # made once, for what it costs to copy to a device
+        if self._never is None:  # created once, because copying to a device is slow
             known = [token for token in placeholder_ids(self.model).values() if token < logits_BV.shape[-1]]
             self._never = torch.tensor(known, dtype=torch.int64, device=logits_BV.device)
         return logits_BV.index_fill(-1, self._never, -math.inf) if len(self._never) else logits_BV
@@ -88,14 +86,14 @@ class NextTokenLogits:
 
 @dataclass
 class Prefix:
-    """Prompts that have been encoded together.
+    """Prompts that were encoded together.
 
     Attributes:
-        cache: What the layers remember, prompts right-aligned.
-        logits_PV: Logits of the first token of the completions.
+        cache: The model's cache, prompts right-aligned.
+        logits_PV: Logits of the completions' first token.
         lengths: Tokens of each prompt.
-        positions: Where each prompt's completions begin: behind the largest position of the prompt, which is less than
-            its length where the patches of an image share positions.
+        positions: First position of each prompt's completions: after the prompt's largest position, which is less than
+            its length if patches of an image share positions.
     """
 
     cache: Cache
@@ -110,7 +108,7 @@ class Prefix:
 
 
 def left_padding_mask(lengths: Sequence[int], width: int, device: torch.device) -> Tensor | None:
-    """Mark the real tokens, int64 [P, S] with S = width; None if every prompt fills the width."""
+    """Mask of real tokens, int64 [P, S] with S = width; None if every prompt fills the width."""
     if min(lengths) == width:
         return None
     columns = torch.arange(width, device=device)
@@ -122,7 +120,7 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
 
     Args:
         logits: The model.
-        prompts: Of any length; one alone if it has media.
+        prompts: Prompts of any length; a single one if it has media.
     """
     lengths = [len(prompt.token_ids) for prompt in prompts]
     width, device = max(lengths), logits.device
@@ -142,7 +140,7 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
 
 
 def new_cache(model: Any) -> Cache:
-    """An empty cache with the layers that the model needs."""
+    """Create an empty cache for the model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     from pl_grouprl.rollout.shared_prompt import PromptLayer
@@ -153,15 +151,15 @@ def new_cache(model: Any) -> Cache:
 
 
 def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:
-    """Cut prompts, sorted by length, into batches.
+    """Split prompts, sorted by length, into batches.
 
     Args:
-        prompts: Their lengths ascend. One with media gets a batch of its own.
-        max_tokens: Most tokens of a batch, padding included. A longer prompt gets a batch of its own.
-        max_padding: How much longer than its shortest prompt the longest of a batch may be, as a share.
+        prompts: Prompts by ascending length. One with media gets a separate batch.
+        max_tokens: Most tokens of a batch, including padding. A longer prompt gets a separate batch.
+        max_padding: How much longer the longest prompt of a batch may be than its shortest, as a fraction.
 
     Returns:
-        The indices of each batch, consecutive.
+        The consecutive indices of each batch.
     """
     batches = []
     start = 0
@@ -179,13 +177,13 @@ def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: flo
 
 
 class PrefixStore:
-    """Prefills prompts when they are first asked for and forgets them when no later call will ask again.
+    """Prefills prompts on first use and frees them after their last.
 
     Args:
         logits: The model.
         prompts: Distinct prompts, sorted by length.
         max_tokens: Most tokens of a forward pass.
-        padding: Whether prompts of different lengths may share one.
+        padding: Whether prompts of different lengths may share a forward pass.
     """
 
     def __init__(
@@ -204,11 +202,11 @@ class PrefixStore:
         """Fetch prompts for a decode batch.
 
         Args:
-            wanted: Index of the prompt of each sequence, ascending, with repetition.
-            needed_later: The first prompt that a later call will ask for.
+            wanted: Prompt index of each sequence, ascending, with repetition.
+            needed_later: The first prompt that later calls will need.
 
         Returns:
-            Batches of encoded prompts and, for each, its row for every sequence; together in the order of `wanted`.
+            Batches of encoded prompts, each with the row of every sequence in it; together in the order of `wanted`.
         """
         parts = []
         for number, batch in enumerate(self._batches):

@@ -1,14 +1,14 @@
-"""Attention of rollouts to a prompt that all of them share, and to what each has of its own.
+"""Attention of rollouts to their shared prompt and to their own tokens.
 
 Legend: B rows of a decode batch, H query heads, K key/value heads, R = H / K, D head size, T tokens of all prompts,
-S positions of a row behind its prompt.
+S positions of a row after its prompt.
 
-The rows of a prompt query it together, as one run, so that its keys and values are read once; the two parts of the
-softmax are merged by their log-sum-exp, as in Cascade Inference (FlashInfer, 2024) and Hydragen (arXiv:2402.05099).
+The rows of a prompt query it together, as one run, which reads its keys and values once; the two parts of the softmax
+are merged by their log-sum-exp, as in Cascade Inference (FlashInfer, 2024) and Hydragen (arXiv:2402.05099).
 
-No list of models says which layers can do that. While prompts are encoded, our attention function wraps the model's own
-and sees whether a layer reads its cache plainly: the very tensors that the cache handed out, under nothing but a causal
-mask. Only such layers share prompts later.
+Which layers can do that is detected, not listed. While prompts are encoded, our attention function wraps the model's
+and observes whether a layer uses the exact tensors from its cache, with a plain causal mask. Only such layers share
+prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer,
 
 @contextmanager
 def attending_to_shared_prompts(model: Any) -> Iterator[None]:
-    """Let the layers of a decoder share prompts, those that can. Without effect on calls with other caches.
+    """Make a decoder's layers share prompts if they can. No effect on calls with other caches.
 
     Args:
         model: A transformers decoder with a language-model head.
@@ -53,12 +53,12 @@ def attending_to_shared_prompts(model: Any) -> Iterator[None]:
 
 
 def _mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The masks of the wrapped implementation; one that is causal and no more than that says so."""
+    """Wrap the implementation's mask function, tagging masks that are plainly causal."""
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         mask = None if wrapped is None else wrapped(*args, **kwargs)
         if isinstance(mask, Tensor):
-            with suppress(NotImplementedError):  # composed of functions that are not known
+            with suppress(NotImplementedError):  # has unknown parts
                 mask.is_plain = read_mask_function(kwargs["mask_function"]) == MaskRule()  # type: ignore[attr-defined]
         return mask
 
@@ -83,7 +83,7 @@ def _attention_function(wrapped: str) -> Callable[..., tuple[Tensor, Tensor | No
 def _reads_plainly(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, layer: PromptLayer, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a layer with a prompt in its cache computes what `attend` would, for the tokens that follow it."""
+    """Whether `attend` would give a layer's result for the tokens after a cached prompt."""
     try:
         options = read_layer_options(module, query, kwargs)
     except (NotImplementedError, ValueError):
@@ -101,12 +101,12 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: Tensor | None = None) -> Tensor:
-    """Attend to prompts and what follows them.
+    """Attend to prompts and the rows' own tokens.
 
     Args:
-        query: Of one token per row, shape [B, H, 1, D].
-        layer: Its keys and values, those of this token included.
-        scale: Factor of the scores.
+        query: Queries of one token per row, shape [B, H, 1, D].
+        layer: Keys and values, including those of this token.
+        scale: Multiplies the scores.
         sinks_H: A score per head that takes part in the softmax and has no value (gpt-oss).
 
     Returns:
@@ -117,8 +117,8 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
     """
     if query.shape[2] != 1:
         raise ValueError(
-            f"HFRolloutEngine goes on by one token at a time, but the model gave its attention {query.shape[2]} (a "
-            "prompt of its own in each call?). Choose another rollout engine for this model."
+            f"HFRolloutEngine decodes one token at a time, but the model passed {query.shape[2]} to attention (an "
+            "extra prompt in each call?). Choose another rollout engine for this model."
         )
     layer.was_read()
     query_BKRD = query.view(len(query), layer.keys.shape[1], -1, query.shape[-1])
@@ -132,7 +132,7 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
 
 
 def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
-    """What the rows attend to behind their prompts, and its log-sum-exp [B, K, R]."""
+    """Attention to the rows' own tokens, with its log-sum-exp [B, K, R]."""
     if query_BKRD.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query_BKRD, layer.keys, layer.values, scale=scale
@@ -142,7 +142,7 @@ def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) 
 
 
 def _attend_prompts(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
-    """What the rows attend to in their prompts, and its log-sum-exp [B, K, R]."""
+    """Attention to the rows' prompts, with its log-sum-exp [B, K, R]."""
     rows = layer.prompts.rows
     if rows.order is not None:
         query_BKRD = query_BKRD[rows.order]
@@ -154,7 +154,7 @@ def _attend_prompts(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: flo
 def _run_cpu(
     query_BKRD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, prompts: SharedPrompts, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """A call for each prompt that has rows left."""
+    """One call per prompt with rows left."""
     outs, lses = [], []
     spans = zip(pairwise(accumulate(prompts.rows.counts, initial=0)), pairwise(prompts.starts), strict=True)
     for (first, last), (start, stop) in spans:
@@ -173,7 +173,7 @@ def _run_cpu(
 def _run_cuda(
     query_BKRD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, prompts: SharedPrompts, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """All prompts in one call; those without rows are runs of no queries."""
+    """All prompts in one call; those without rows have no queries."""
     batch, heads, per_head, size = query_BKRD.shape
     queries_NKD = query_BKRD.transpose(1, 2).reshape(batch * per_head, heads, size)
     out_NKD, lse_KN, *_ = torch.ops.aten._flash_attention_forward(

@@ -1,15 +1,15 @@
-"""From logits to a token: temperature, filters, random numbers, and the draw itself.
+"""Samples a token from logits: temperature, filters, random numbers, and the draw.
 
 Shapes: B sequences that are decoded together, V vocabulary, T steps.
 
-Every sequence has a random stream of its own, so that neither its neighbours in the batch, nor the size of the
-batch, nor a neighbour that finishes changes what it draws. The stream is Philox, a counter-based generator
-(Salmon et al., 2011): its key is (seed, prompt, generation), its counter the step. Streams of different keys are
-independent by construction, nothing is carried from step to step, and no global generator is touched.
+Every sequence has its own random stream, so its draws do not depend on the batch: its size, its other sequences, or
+when these finish. The stream is Philox, a counter-based generator (Salmon et al., 2011): its key is (seed, prompt,
+generation), its counter the step. Streams of different keys are independent, steps share no state, and no global
+generator is touched.
 
-One uniform number per step is enough: the token is found by inverting the cumulative distribution. The
-cumulative sums are integers (probabilities times 2^52), which makes them exact: they never decrease, a token of
-probability zero is never drawn, and they do not depend on the order of summation, which differs between devices.
+One uniform number per step suffices: inverting the cumulative distribution gives the token. The cumulative sums are
+integers (probabilities times 2^52) and so exact: they never decrease, a token of probability zero is never drawn, and
+they do not depend on the order of summation, which differs between devices.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from pl_grouprl.types import SamplingConfig
 
 _FIXED_POINT = 2.0**52
 _SEARCHED_AT_ONCE = 512
-_DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words at each value of its counter
+_DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words per counter value
 
 
 def filter_logits(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Apply temperature, then top-k, top-p and min-p, in that order; each sees what the one before has left.
+    """Apply temperature, then top-k, top-p and min-p; each filters the result of the previous one.
 
-    The order and the meaning are those of the `LogitsProcessor` classes of transformers. Tokens that tie with the
-    last one kept are kept too.
+    Order and semantics are those of transformers' `LogitsProcessor` classes. Tokens that tie with the last one kept
+    are kept too.
 
     Args:
         logits_BV: Logits, shape [B, V], any floating dtype.
         sampling: Its temperature must be above 0.
 
     Returns:
-        Logits of the distribution to sample from, float32, shape [B, V], not normalised; -inf where a token is left
-        out.
+        Unnormalized logits of the distribution to sample from, float32, shape [B, V]; -inf for excluded tokens.
     """
     scores_BV = logits_BV.float()
     if sampling.temperature != 1.0:
@@ -59,7 +58,7 @@ def filter_logits(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
 def _keep_top_p(scores_BV: Tensor, sampling: SamplingConfig) -> Tensor:
     """Keep the most likely tokens until their probability reaches `top_p`, at least one."""
     probs_BV = scores_BV.softmax(dim=-1)
-    if 0 < sampling.top_k < scores_BV.shape[-1]:  # all that is left of the vocabulary, ties aside: no full sort
+    if 0 < sampling.top_k < scores_BV.shape[-1]:  # top-k left few tokens (ties aside), so no full sort
         sorted_BK = probs_BV.topk(sampling.top_k, dim=-1).values
     else:
         sorted_BK = probs_BV.sort(dim=-1, descending=True).values
@@ -76,15 +75,14 @@ def sample_tokens(logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tenso
     Args:
         logits_BV: Logits of the next token, shape [B, V], any floating dtype.
         sampling: How to sample. Temperature 0 takes the most likely token and ignores the filters.
-        uniforms_B: Float64 in [0, 1), shape [B]; None will do for temperature 0.
+        uniforms_B: Float64 in [0, 1), shape [B]; may be None for temperature 0.
 
     Returns:
-        Tokens, int64 [B], and the log-probability of each under the distribution that it was drawn from, float32
-        [B]. A greedy token carries its log-probability at temperature 1 without filters: the one that scoring
-        reports for it. Log-probabilities are NaN where the logits were.
+        Tokens, int64 [B], and their log-probabilities under the sampled distribution, float32 [B]. Greedy tokens get
+        log-probabilities at temperature 1 without filters, as in scoring. NaN logits give NaN log-probabilities.
 
     Raises:
-        ValueError: If `uniforms_B` is missing where it is needed.
+        ValueError: If `uniforms_B` is None and the temperature is not 0.
     """
     if sampling.temperature == 0:
         logprobs_BV = logits_BV.float().log_softmax(dim=-1)
@@ -100,11 +98,11 @@ def sample_tokens(logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tenso
 def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Find the first token whose cumulative probability exceeds the uniform number; shape [B, 1].
 
-    With u < 1 of 53 bits and a total below 2^53, `u * total` stays below the total in float64, so the answer lies
-    in the vocabulary. The clamp only keeps the garbage that NaN gives inside; the caller sees the NaN.
+    With u < 1 of 53 bits and a total below 2^53, `u * total` stays below the total in float64, so the result is in the
+    vocabulary. The clamp only matters for NaN, which the caller detects.
 
-    A large vocabulary is searched in two steps, first for a block of tokens: sums of blocks cost less than cumulative
-    sums of all tokens, and lead to the same token, as integers have no rounding.
+    A large vocabulary is searched in two steps, first for a block of tokens: block sums cost less than cumulative sums
+    of all tokens, and give the same token, because integer sums are exact.
     """
     weights_BV, size = _fixed_point(probs_BV), _SEARCHED_AT_ONCE
     if weights_BV.shape[-1] <= size:
@@ -116,14 +114,14 @@ def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     target_B1 = _share_of(cumulative_BN, uniforms_B)
     block_B1 = _first_above(cumulative_BN, target_B1)
     tokens_BC = block_B1 * size + torch.arange(size, device=block_B1.device)
-    tokens_BC = tokens_BC.clamp(max=weights_BV.shape[-1] - 1)  # behind the last one, which is found first
+    tokens_BC = tokens_BC.clamp(max=weights_BV.shape[-1] - 1)  # past the last token, which is found first
     before_B1 = cumulative_BN.gather(-1, block_B1) - blocks_BN.gather(-1, block_B1)
     found_B1 = _first_above(weights_BV.gather(-1, tokens_BC).cumsum(dim=-1), target_B1 - before_B1)
     return tokens_BC.gather(-1, found_B1)
 
 
 def _share_of(cumulative_BN: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The uniform number as a share of the total, rounded down, shape [B, 1]."""
+    """The uniform number times the total, rounded down, shape [B, 1]."""
     return (uniforms_B.unsqueeze(-1) * cumulative_BN[:, -1:].double()).long()
 
 
@@ -132,12 +130,12 @@ def _first_above(cumulative_BN: Tensor, target_B1: Tensor) -> Tensor:
 
 
 def _fixed_point(probs: Tensor) -> Tensor:
-    """Probabilities as integers, in units of 2^-52. Exact from 2^-29 upwards, where float32 has no finer bits."""
+    """Probabilities as integers, in units of 2^-52. Exact from 2^-29 up, where float32 has no finer bits."""
     return (probs * _FIXED_POINT).long()
 
 
 def uniforms(seed: int, sequences: Sequence[tuple[int, int]], start: int, count: int) -> Tensor:
-    """Random numbers of several sequences for a run of steps.
+    """Random numbers of several sequences for consecutive steps.
 
     Args:
         seed: Any integer; taken modulo 2^64.
@@ -146,8 +144,8 @@ def uniforms(seed: int, sequences: Sequence[tuple[int, int]], start: int, count:
         count: Number of steps.
 
     Returns:
-        Float64 in [0, 1), shape [B, T] with T = count, on the CPU. What a sequence gets at a step depends neither on
-        `start` and `count` nor on the other sequences.
+        Float64 in [0, 1), shape [B, T] with T = count, on the CPU. A sequence's number at a step does not depend on
+        `start`, `count` or other sequences.
 
     Raises:
         ValueError: If `start` is not a multiple of 4.

@@ -1,11 +1,11 @@
-"""Cached prompts that are kept once and read once per step, however many rollouts continue them.
+"""Cached prompts, stored once and read once per step for any number of rollouts.
 
 Shapes: B rows of a decode batch, P prompts of it, T tokens of all its prompts, K key/value heads, H head size.
 
-A copy of the prompt's keys and values for every rollout is what a step would spend its time on: reading them. Here
-they stay as they are, one prompt after another, and a row has a buffer of its own for what follows. Which layers allow
-it is seen when the prompts are encoded (`prompt_attention`): layers that attend to all keys, through transformers'
-attention interface. The others get copies (`kv_cache`).
+With a copy of the prompt's keys and values per rollout, reading them would dominate a step. Here prompts are stored
+once, concatenated, and each row has a buffer for its own tokens. Encoding the prompts shows which layers allow this
+(`prompt_attention`): those that attend to all keys, through transformers' attention interface. The others get copies
+(`kv_cache`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers.cache_utils import DynamicLayer
 from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 
 MIN_SAVED_TOKENS = 256
-"""Copies of tokens that sharing must save per prompt and layer. A call of its own for a prompt costs about as much."""
+"""Minimum of copied tokens that sharing must save per prompt and layer, about the cost of a prompt's extra call."""
 
 
 class PromptLayer(DynamicLayer):
-    """The cache of prompts while they are encoded. Its keys know it, so that attention can say how it read them."""
+    """The cache of prompts while they are encoded. Its keys refer to it, so attention can report how it read them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,25 +41,25 @@ class PromptLayer(DynamicLayer):
         return keys, values
 
     def was_read(self, plainly: bool) -> None:
-        """Take down that an attention layer has read these keys and values, with nothing but a causal mask or not."""
+        """Record that an attention layer read these keys and values, and whether plainly (with just a causal mask)."""
         self._readers.append(plainly)
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether all that read it would find the same in two parts, the prompt and what follows it."""
+        """Whether all its readers would get the same result from prompt and continuation separately."""
         return bool(self._readers) and all(self._readers)
 
 
 def tag_keys(keys: Tensor, layer: Any) -> None:
-    """Let keys say which cache layer they are from, until somebody computes something else from them.
+    """Mark keys with their cache layer; tensors computed from them lose the mark.
 
-    By a weak reference: the layer holds its keys, and a circle would keep both until Python's garbage collection.
+    Uses a weak reference: the layer references its keys, and a cycle would keep both until garbage collection.
     """
     keys.cache_layer = ref(layer)  # type: ignore[attr-defined]
 
 
 def layer_of_keys(keys: Tensor) -> Any:
-    """The cache layer that these very keys are from, or None."""
+    """The cache layer of exactly these keys, or None."""
     layer = getattr(keys, "cache_layer", None)
     return None if layer is None else layer()
 
@@ -69,13 +69,13 @@ class PromptRows:
 
     Args:
         prompts: Index of each row's prompt, ascending.
-        device: Of the cache.
+        device: Device of the cache.
 
     Attributes:
-        counts: How many rows each prompt has.
-        starts: Where the rows of each prompt begin in `order`, and their number, int32 [P + 1].
-        order: Rows sorted by prompt, int64 [B]; None where they are sorted.
-        inverse: For each row its place in `order`; None likewise.
+        counts: Number of rows of each prompt.
+        starts: Start of each prompt's rows in `order`, and their total number, int32 [P + 1].
+        order: Rows sorted by prompt, int64 [B]; None if already sorted.
+        inverse: Index of each row in `order`; None likewise.
     """
 
     def __init__(self, prompts: Sequence[int], device: torch.device) -> None:
@@ -106,8 +106,8 @@ class SharedPrompts:
     """The prompts of a decode batch.
 
     Attributes:
-        places: Of each prompt the part that it is in, its row there, and its length.
-        rows: Which of them each row continues.
+        places: For each prompt, its part, its row there, and its length.
+        rows: The prompt that each row continues.
     """
 
     places: list[tuple[int, int, int]]
@@ -120,7 +120,7 @@ class SharedPrompts:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each prompt begins among the tokens of all, and their number; P + 1 entries."""
+        """Start of each prompt among the tokens of all, and their total number; P + 1 entries."""
         return [0, *accumulate(self.lengths)]
 
     @cached_property
@@ -134,13 +134,12 @@ def find_shared_prompts(
     device: torch.device,
     min_saved_tokens: float = MIN_SAVED_TOKENS,
 ) -> SharedPrompts | None:
-    """List the prompts of a decode batch, or return None if copies of them are as good.
+    """List the prompts of a decode batch, or return None if sharing would not pay off.
 
     Args:
-        parts: Of prompts that were encoded together their lengths, and for each sequence which of them it continues,
-            ascending.
-        device: Of the cache.
-        min_saved_tokens: Copies of tokens that sharing must save, per prompt.
+        parts: For prompts encoded together, their lengths, and the prompt of each sequence, ascending.
+        device: Device of the cache.
+        min_saved_tokens: Minimum of copied tokens that sharing must save, per prompt.
     """
     places = [(part, row, lengths[row]) for part, (lengths, rows) in enumerate(parts) for row in rows]
     distinct = sorted(set(places))
@@ -152,16 +151,16 @@ def find_shared_prompts(
 
 
 class ContinuedPromptsLayer(GrowingLayer):
-    """A cache layer of rows that continue prompts: `keys` and `values` hold what follows them.
+    """A cache layer of rows that continue prompts: `keys` and `values` are those of the continuations.
 
     Args:
-        layers: Of each part the `PromptLayer` that its prompts are in, right-aligned.
-        prompts: Which prompts there are.
-        width: Position that all rows begin at.
-        limit: Positions that will ever be needed, those before `width` counted.
+        layers: The `PromptLayer` of each part, prompts right-aligned.
+        prompts: The prompts.
+        width: Position that all rows start at.
+        limit: Most positions that will be needed, including those before `width`.
 
     Attributes:
-        prompt_keys: Keys of all prompts, one behind another, shape [T, K, H].
+        prompt_keys: Keys of all prompts, concatenated, shape [T, K, H].
         prompt_values: Their values.
         prompts: Their lengths and rows.
     """
@@ -178,15 +177,15 @@ class ContinuedPromptsLayer(GrowingLayer):
         super().__init__(keys, values, length=0, limit=limit - width)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append new entries and return what follows the prompts.
+        """Append new entries and return everything after the prompts.
 
         Raises:
-            RuntimeError: If what was appended last has not been read together with the prompts.
+            RuntimeError: If the previous entries were not read together with the prompts.
         """
         if self._unread:
             raise RuntimeError(
-                "a layer of the model has read cached keys in another way than when it encoded the prompts, without "
-                "them; sample from this model with another rollout engine."
+                "a layer of the model read cached keys differently than when it encoded the prompts, and missed the "
+                "prompts; sample from this model with another rollout engine."
             )
         keys, values = super().update(key_states, value_states)
         self._unread = True
@@ -194,20 +193,20 @@ class ContinuedPromptsLayer(GrowingLayer):
         return keys, values
 
     def was_read(self) -> None:
-        """Take down that attention has read the prompts, too."""
+        """Record that attention also read the prompts."""
         self._unread = False
 
     def get_seq_length(self) -> int:
-        """Positions so far, those of the prompts counted."""
+        """Positions so far, including the prompts'."""
         return self._width + self.keys.shape[2]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Not for these layers: rows leave by `kv_cache.drop_rows`, which tells all of them at once."""
-        raise NotImplementedError("rows that continue shared prompts are not selected layer by layer.")
+        """Not supported: `kv_cache.drop_rows` removes rows from all layers together."""
+        raise NotImplementedError("rows that continue shared prompts cannot be selected layer by layer.")
 
 
 def _packed(states: Sequence[Tensor], prompts: SharedPrompts) -> Tensor:
-    """Prompts out of right-aligned batches [., K, width, H], one behind another: [T, K, H]."""
+    """Extract prompts from right-aligned batches [., K, width, H], concatenated: [T, K, H]."""
     total, (_, heads, _, size) = sum(prompts.lengths), states[0].shape
     packed = states[0].new_empty(total, heads, size)
     for (part, row, length), (start, stop) in zip(prompts.places, pairwise(prompts.starts), strict=True):

@@ -1,4 +1,4 @@
-"""When a completion ends by itself: end tokens and stop strings."""
+"""End tokens and stop strings, which end a completion before its length limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ def end_token_ids(model: Any, tokenizer: Any, sampling: SamplingConfig) -> list[
     """Collect every token that ends a completion.
 
     Args:
-        model: Its `generation_config` names the end token or tokens; its `config` does where there is none.
+        model: Its `generation_config` names the end tokens, or else its `config`.
         tokenizer: Its `eos_token_id` is added; may be None.
         sampling: Its `stop_token_ids` are added.
 
     Returns:
-        The token ids, ascending, without repetition. Empty if there is no end token: completions then all run to
-        the limit.
+        The token ids, ascending and unique. If empty, all completions run to the limit.
     """
     sources = [
         getattr(model, "generation_config", None) or getattr(model, "config", None),
@@ -34,11 +33,11 @@ def end_token_ids(model: Any, tokenizer: Any, sampling: SamplingConfig) -> list[
 
 
 def tokenizer_fingerprint(tokenizer: Any, vocab_size: int) -> str:
-    """Stand for what a tokenizer decodes tokens to: two programs that look for stop strings must see the same text.
+    """Hash of a tokenizer's decoding: two programs that search for stop strings must see the same text.
 
     Args:
         tokenizer: Decodes tokens.
-        vocab_size: Of the model. About 2000 tokens are looked at, the last 100 among them.
+        vocab_size: Vocabulary size of the model. About 2000 tokens are sampled, including the last 100.
     """
     ids = sorted({*range(0, vocab_size, max(1, vocab_size // 2000)), *range(max(0, vocab_size - 100), vocab_size)})
     texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
@@ -46,12 +45,11 @@ def tokenizer_fingerprint(tokenizer: Any, vocab_size: int) -> str:
 
 
 class StopStrings:
-    """Finds out whether the newest token of a completion has completed a stop string.
+    """Detects whether the newest token completes a stop string.
 
-    Only the last `window` tokens are decoded, special tokens included, so that a string such as an end-of-turn marker
-    can be a stop string. A token stands for one byte at least, so the window, one token per byte of the longest
-    string, holds the whole string; the margin makes up for decoders that treat the first token of a text in a special
-    way and for characters cut in the middle.
+    Only the last `window` tokens are decoded, with special tokens, so an end-of-turn marker can be a stop string. A
+    token is at least one byte, so a window of one token per byte of the longest string contains all of it; the margin
+    allows for decoders that treat the first token of a text differently, and for characters cut in the middle.
 
     Args:
         tokenizer: Decodes tokens.
@@ -70,7 +68,7 @@ class StopStrings:
                 "bind one, or use stop_token_ids."
             )
         if "" in stop:
-            raise ValueError("SamplingConfig.stop holds an empty string, which every completion contains; remove it.")
+            raise ValueError("SamplingConfig.stop has an empty string, which every completion contains; remove it.")
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.window = max((len(string.encode()) for string in stop), default=-self.MARGIN) + self.MARGIN
@@ -79,7 +77,7 @@ class StopStrings:
         return bool(self.stop)
 
     def found(self, tail_ids: Sequence[Sequence[int]]) -> list[bool]:
-        """Say for each completion whether its last `window` tokens contain a stop string.
+        """Whether each completion's last `window` tokens contain a stop string.
 
         Args:
             tail_ids: The last tokens of each completion, up to `window`, the newest last.

@@ -1,4 +1,4 @@
-"""What differs among the strategies that a run can be spread by: where whole weights and gradients are found."""
+"""Access to weights and gradients under each distributed strategy."""
 
 from pl_grouprl.strategies.choice import support_of
 from pl_grouprl.strategies.support import StrategySupport

@@ -1,4 +1,4 @@
-"""Which support serves a Trainer's strategy."""
+"""Picks the support class for a Trainer's strategy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def support_of(trainer: Trainer | None) -> StrategySupport:
-    """Pick what serves the Trainer's strategy.
+    """Pick the support for the Trainer's strategy.
 
     Raises:
-        ValueError: If the strategy is none of those that are known to work.
+        ValueError: If the strategy is not supported.
     """
     from lightning.pytorch.strategies import (
         DDPStrategy,
@@ -25,7 +25,7 @@ def support_of(trainer: Trainer | None) -> StrategySupport:
     )
 
     strategy = None if trainer is None else trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy too
+    if isinstance(strategy, DeepSpeedStrategy):  # also a DDPStrategy
         from pl_grouprl.strategies.deepspeed import DeepSpeedSupport
 
         return DeepSpeedSupport(trainer)
@@ -40,6 +40,6 @@ def support_of(trainer: Trainer | None) -> StrategySupport:
 
         return FSDP1Support(trainer)
     raise ValueError(
-        f"trainer.strategy is {type(strategy).__name__}, which is not known to work here; use a single device, ddp, "
+        f"trainer.strategy is {type(strategy).__name__}, which is not supported here; use a single device, ddp, "
         "FSDPStrategy, ModelParallelStrategy or DeepSpeedStrategy (configs/strategy has a file for each)."
     )

@@ -1,8 +1,7 @@
-"""DeepSpeed's ZeRO: gradients and optimizer state (stages 1 and 2), and weights too (stage 3), live in shards.
+"""DeepSpeed's ZeRO: shards gradients and optimizer state (stages 1 and 2), and weights too (stage 3).
 
-Gradients never are in `parameter.grad` when the optimizer steps: each rank holds its shards of them, flat, by parameter
-group. DeepSpeed has no public way to read or scale them there, so this file knows some of its attributes; it is written
-for DeepSpeed 0.19.
+When the optimizer steps, gradients are not in `parameter.grad`: each rank has its shards, flattened by parameter group.
+DeepSpeed has no public way to read or scale them, so this file uses private attributes of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ _DECIDED_BY_MODULE = {
     "optimizer": "set the optimizer of the module",
     "scheduler": "set the schedule of the module's optimizer",
 }
-"""Keys of DeepSpeed's configuration that are refused, and what to do."""
+"""Keys of DeepSpeed's configuration that are refused, with the remedy."""
 
 
 class DeepSpeedSupport(StrategySupport):
-    """DeepSpeed with ZeRO stage 1, 2 or 3, whatever is offloaded to the CPU.
+    """DeepSpeed with ZeRO stage 1, 2 or 3, with or without CPU offloading.
 
-    The passes of a step are reduced one by one from stage 2 on: a rank has no room for all gradients, so there is
-    nothing to save up for the last pass.
+    From stage 2 on, every micro-batch reduces its gradients, because a rank has no room to accumulate all of them.
     """
+
+    keeps_plain_weights = False
 
     def __init__(self, trainer: Trainer | None) -> None:
         super().__init__(trainer)
@@ -54,45 +54,45 @@ class DeepSpeedSupport(StrategySupport):
         return int(config.get("zero_optimization", {}).get("stage", 0))
 
     def check(self, module: LightningModule) -> None:
-        """Refuse what cannot be honoured, and leave to the module what DeepSpeed or Lightning would do: see the lines.
+        """Refuse unsupported options, and disable what DeepSpeed or Lightning would do in the module's place.
 
         Raises:
-            ValueError: If gradients are to be accumulated by the Trainer, ZeRO is off, the precision is float16, or
-                the configuration of DeepSpeed says what the module decides.
+            ValueError: If the Trainer accumulates gradients, ZeRO is off, the precision is float16, or DeepSpeed's
+                configuration sets what the module decides.
         """
         strategy: Any = self.trainer.strategy
         accumulated = self.trainer.accumulate_grad_batches
         if accumulated > 1:
             raise ValueError(
-                f"trainer.accumulate_grad_batches is {accumulated} under DeepSpeed, which forgets how a step's losses "
-                "are divided; leave it out. Set num_mini_batches lower for larger steps, and "
+                f"trainer.accumulate_grad_batches is {accumulated} under DeepSpeed, which cannot divide the step's "
+                "losses by their common denominator; leave it out. Set num_mini_batches lower for larger steps, and "
                 "max_tokens_per_micro_batch for less memory."
             )
         if self.stage not in (1, 2, 3):
             raise ValueError(f"DeepSpeed's ZeRO stage is {self.stage}; set stage to 1, 2 or 3, or use strategy ddp.")
         if self.trainer.precision.startswith("16"):
             raise ValueError(
-                f"trainer.precision is {self.trainer.precision!r} under DeepSpeed, whose scaling of losses is not that "
-                "of Lightning; use 'bf16-mixed', which needs none."
+                f"trainer.precision is {self.trainer.precision!r} under DeepSpeed, whose loss scaling differs from "
+                "Lightning's; use 'bf16-mixed', which needs none."
             )
         for name, instead in _DECIDED_BY_MODULE.items():
             if strategy.config.get(name):
                 raise ValueError(
                     f"config of DeepSpeed has {name}={strategy.config[name]!r}; leave it out and {instead}."
                 )
-        # The module clips, by parts and by the norm that it logs.
+        # The module clips by part, and logs the norm.
         strategy.config["gradient_clipping"] = 0.0
         warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
-        # An optimizer that is offloaded is PyTorch's too, of which all ranks and strategies get the same steps.
+        # Use PyTorch's optimizer even if offloaded, so all ranks and strategies take the same steps.
         strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
-        # DeepSpeed prints samples per second by it; Lightning would make a train loader to ask, in validation too.
+        # DeepSpeed uses it only to print speed; to infer it, Lightning would build a train loader, even in validation.
         strategy.config.setdefault("train_micro_batch_size_per_gpu", 1)
-        # Lightning would build models with their weights in shards already, which sources that load or draw weights
-        # know nothing of. DeepSpeed shards them when training begins.
+        # Lightning would create models with sharded weights, which sources that load or initialize weights do not
+        # support. DeepSpeed shards them when training begins.
         strategy.model_sharded_context = contextlib.nullcontext
 
     def shard(self, module: LightningModule) -> None:
-        """Have DeepSpeed leave frozen weights out of its checkpoints where the module does; it has its own way."""
+        """Make DeepSpeed leave frozen weights out of its checkpoints if the module does."""
         kept = module.state_dict()
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         if not any(name in kept for name in frozen):
@@ -100,7 +100,7 @@ class DeepSpeedSupport(StrategySupport):
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Under ZeRO-3 gather all weights of the models, and keep its hooks from sharding them again meanwhile."""
+        """Under ZeRO-3, gather all weights of the models, and keep its hooks from sharding them inside the context."""
         if self.stage < 3:
             yield
             return
@@ -112,13 +112,13 @@ class DeepSpeedSupport(StrategySupport):
             yield
 
     def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the module inside the engine's forward, as `training_step` is run.
+        """Run a method of the module inside the engine's forward, like `training_step`.
 
-        Under ZeRO-3 each layer gathers its weights as it runs, so all ranks have to run the same layers equally often.
+        Under ZeRO-3 each layer gathers its weights as it runs, so all ranks must run the same layers equally often.
         """
         results: list[Any] = []
 
-        def forward() -> None:  # ZeRO-3 would look for tensors in what it returns
+        def forward() -> None:  # returns nothing: ZeRO-3 would search the result for tensors
             module.forward = own  # type: ignore[method-assign]
             results.append(getattr(module, method)(*args, **kwargs))
 
@@ -132,29 +132,29 @@ class DeepSpeedSupport(StrategySupport):
 
     @contextlib.contextmanager
     def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
-        """Surround a pass. Every trained parameter has to get a gradient in the last one."""
+        """Context for one micro-batch. Every trained parameter must get a gradient in the last one."""
         optimizer = self.engine.optimizer
         self.engine.set_gradient_accumulation_boundary(last)
-        optimizer.clear_backward_seen_flag()  # as each forward of the engine does
-        if optimizer.micro_step_id == (0 if self.stage == 3 else -1):  # the first pass of a step
+        optimizer.clear_backward_seen_flag()  # as every forward of the engine does
+        if optimizer.micro_step_id == (0 if self.stage == 3 else -1):  # the step's first micro-batch
             self._forget_gradients()
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """Differentiate one pass of several; its gradients are added to those of this rank's shards."""
+        """Run backward for one of several micro-batches; adds to the gradients of this rank's shards."""
         from deepspeed.runtime.utils import register_output_backward_hooks
 
-        # The engine does this for what its forward returns: the loss of the last pass.
+        # The engine does this itself for the loss its forward returns, that of the last micro-batch.
         register_output_backward_hooks(loss, preprocess_once_fn=self.engine._backward_prologue)
         super().backward(loss)
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """This rank's shards of the gradients that the coming step uses; to be changed in place."""
+        """This rank's shards of the gradients for the next step; may be changed in place."""
         dropped = self._steps.dropped
         return [own for index in self._groups(parameters) if index not in dropped for own in self._gradients(index)]
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Norm of the gradients, over all ranks' shards of them, a scalar. All ranks call it."""
+        """Norm of the gradients over all ranks' shards, a scalar. Collective."""
         device = self.trainer.strategy.root_device
         norms = [torch.linalg.vector_norm(own, dtype=torch.float32).to(device) for own in self.gradients(parameters)]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
@@ -163,11 +163,11 @@ class DeepSpeedSupport(StrategySupport):
         return total.sqrt() / self.engine.optimizer.loss_scale
 
     def drop(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leave parameters out of the coming optimizer step, their moments too."""
+        """Exclude parameters from the next optimizer step, including its moments."""
         self._steps.drop(self._groups(parameters))
 
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Each weight of a model; under ZeRO-3 those that a module has itself are gathered together."""
+        """Each weight of a model; under ZeRO-3, gathers each module's direct weights together."""
         if self.stage < 3:
             yield from super().named_weights(model)
             return
@@ -181,24 +181,24 @@ class DeepSpeedSupport(StrategySupport):
 
     @torch.inference_mode(False)
     def _offload(self) -> Any:
-        """What gathers and shards weights under ZeRO-3, with nothing left that it has fetched ahead."""
+        """ZeRO-3's object that gathers and shards weights, after dropping prefetched weights."""
         offload = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
         offload.empty_partition_cache()
         return offload
 
     @property
     def _steps(self) -> _GroupSteps:
-        """What steps the optimizer's groups, put in place when it is first asked for."""
+        """The replacement for the optimizer's step of one group, installed on first use."""
         optimizer = self.engine.optimizer
         if not isinstance(optimizer._optimizer_step, _GroupSteps):
             optimizer._optimizer_step = _GroupSteps(self.engine, optimizer._optimizer_step)
         return optimizer._optimizer_step
 
     def _groups(self, parameters: Sequence[nn.Parameter]) -> list[int]:
-        """Indices of the optimizer's groups (under ZeRO-3 its sub-groups) that some parameters make up.
+        """Indices of the optimizer's groups (under ZeRO-3, sub-groups) that consist of the given parameters.
 
         Raises:
-            ValueError: If they are not all parameters of some groups.
+            ValueError: If the parameters do not form whole groups.
         """
         optimizer = self.engine.optimizer
         groups = optimizer.fp16_groups if self.stage == 3 else optimizer.bit16_groups
@@ -207,8 +207,8 @@ class DeepSpeedSupport(StrategySupport):
         found = sum(len(groups[index]) for index in indices)
         if found != len(wanted):
             raise ValueError(
-                f"{len(wanted)} parameters are no whole parameter groups of the optimizer ({found} of them are), and "
-                "DeepSpeed knows gradients by group; give a part that is trained by itself a group of its own."
+                f"{len(wanted)} parameters do not form whole parameter groups of the optimizer ({found} of them do), "
+                "and DeepSpeed stores gradients by group; give a part that is trained separately its own group."
             )
         return indices
 
@@ -222,7 +222,7 @@ class DeepSpeedSupport(StrategySupport):
         return list(optimizer.averaged_gradients[index])
 
     def _forget_gradients(self) -> None:
-        """Empty what a step adds up in, for parameters whose first gradient comes after the first pass."""
+        """Clear accumulated gradients, for parameters whose first gradient comes after the first micro-batch."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             optimizer.grad_partitions_flat_buffer.zero_()
@@ -232,9 +232,9 @@ class DeepSpeedSupport(StrategySupport):
 
 
 class _GroupSteps:
-    """Stands in for the method of ZeRO's optimizer that steps one group, and passes over some of them.
+    """Replaces the method of ZeRO's optimizer that steps one group, to skip some of them.
 
-    Zeros for a gradient would not do: momentum would move the weights all the same.
+    Zero gradients are not enough: momentum would still move the weights.
     """
 
     def __init__(self, engine: Any, step: Any) -> None:
@@ -244,11 +244,11 @@ class _GroupSteps:
 
     @property
     def dropped(self) -> set[int]:
-        """Groups that the coming step passes over."""
+        """Groups that the next step skips."""
         return self._dropped if self._at == self._engine.micro_steps else set()
 
     def drop(self, groups: Sequence[int]) -> None:
-        """Pass over groups in the coming step."""
+        """Skip groups in the next step."""
         self._dropped = self.dropped | set(groups)
         self._at = self._engine.micro_steps
 
@@ -259,7 +259,7 @@ class _GroupSteps:
 
 @contextlib.contextmanager
 def _hooks_aside(models: Sequence[nn.Module], offload: Any) -> Iterator[None]:
-    """Take away the hooks by which ZeRO-3 gathers and shards the weights of some models. Other hooks stay."""
+    """Remove ZeRO-3's gathering and sharding hooks from some models. Other hooks stay."""
     modules = [module for model in models for module in model.modules()]
     registries = {id(own): own for m in modules for own in (m._forward_pre_hooks, m._forward_hooks)}
     taken: dict[int, set[int]] = {}

@@ -1,4 +1,4 @@
-"""FSDP1 (Lightning's FSDPStrategy): the whole LightningModule is wrapped, its decoder layers are units of their own."""
+"""FSDP1 (Lightning's FSDPStrategy): wraps the whole LightningModule, with each decoder layer as a unit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from pl_grouprl.strategies.models import decoder_layers_of, refuse_whole_weights, roots
-from pl_grouprl.strategies.sharded import ShardedSupport
+from pl_grouprl.strategies.sharded import ShardedSupport, decoder_layers_of, refuse_whole_weights, roots
 from pl_grouprl.strategies.weights import gathered, weights_of
 
 if TYPE_CHECKING:
@@ -21,33 +20,33 @@ if TYPE_CHECKING:
 
 
 class FSDP1Support(ShardedSupport):
-    """Wraps decoder layers; what is around them is gathered with the module, for as long as it is called.
+    """Wraps decoder layers; everything around them is gathered with the module during its calls.
 
-    A frozen reference has its layers sharded alone: what is around them is no part of a checkpoint, and FSDP1 would
-    miss it there. All passes of a step would be one call of the wrapper, so there can be one only; and FSDP1 knows
-    nothing of frozen weights that a checkpoint leaves out. ModelParallelStrategy (FSDP2) serves both.
+    Only the layers of a frozen reference are sharded: the rest is not in checkpoints, where FSDP1 would report it
+    missing. A step is one call of the wrapper, so it can have only one micro-batch, and FSDP1 cannot leave frozen
+    weights out of checkpoints. ModelParallelStrategy (FSDP2) has neither limit.
     """
 
     def check(self, module: LightningModule) -> None:
         """Refuse what FSDP1 cannot do.
 
         Raises:
-            ValueError: With the option, its value and what to do.
+            ValueError: Names the option, its value and the remedy.
         """
         options = self._options
         if not options.get("use_orig_params", True):
-            raise ValueError("FSDPStrategy has use_orig_params=False, which knows no parameter groups; leave it out.")
+            raise ValueError("FSDPStrategy has use_orig_params=False, which rules out parameter groups; leave it out.")
         budget = getattr(module, "max_tokens_per_micro_batch", None)
         if budget is not None:
             raise ValueError(
-                f"max_tokens_per_micro_batch is {budget} under FSDPStrategy, which differentiates a step in one pass; "
+                f"max_tokens_per_micro_batch is {budget} under FSDPStrategy, which runs a step's backward in one pass; "
                 "leave it out, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
             )
         warm_up = getattr(module, "critic_warmup_steps", 0)
         if warm_up:
             raise ValueError(
-                f"critic_warmup_steps is {warm_up} under FSDPStrategy, which saves no optimizer that has not stepped "
-                "all parameters; set it to 0, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
+                f"critic_warmup_steps is {warm_up} under FSDPStrategy, which cannot save an optimizer that has not "
+                "stepped all parameters; set it to 0, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
             )
         if getattr(getattr(module, "policy_source", None), "adapter", None) is not None:
             raise ValueError(
@@ -57,10 +56,10 @@ class FSDP1Support(ShardedSupport):
         refuse_whole_weights(module, "FSDPStrategy")
 
     def shard(self, module: LightningModule) -> None:
-        """Say which modules the strategy is to wrap when it wraps the whole one.
+        """Tell the strategy which modules to wrap.
 
         Raises:
-            ValueError: If the strategy is told to wrap others than decoder layers.
+            ValueError: If the strategy is configured to wrap anything but decoder layers.
         """
         if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
             return
@@ -79,7 +78,7 @@ class FSDP1Support(ShardedSupport):
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Gather all weights of some models, and call their layers past the wrappers, which would let go of them."""
+        """Gather all weights of some models, and bypass the layers' wrappers, which would free them."""
         wrapped = self.trainer.strategy.model
         units = [unit for model in models for unit in model.modules() if isinstance(unit, FullyShardedDataParallel)]
         assert isinstance(wrapped, nn.Module)
@@ -93,27 +92,27 @@ class FSDP1Support(ShardedSupport):
                     del unit.forward
 
     def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the module inside the wrapper's forward, as `training_step` is run."""
+        """Run a method of the module inside the wrapper's forward, like `training_step`."""
         strategy = self.trainer.strategy
         assert strategy.model is not None
         return strategy._forward_redirection(strategy.model, module, method, *args, **kwargs)
 
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Each weight of a model, copied out of its unit, which is whole for as long as its weights follow each other.
+        """Each weight of a model, copied from its unit, which stays gathered while consecutive weights are in it.
 
-        The order is that of other strategies, so what is around the layers is gathered before them and again behind.
+        The order is the same as in other strategies, so weights around the layers are gathered before and after them.
         """
         wrapped = self.trainer.strategy.model
         assert isinstance(wrapped, FullyShardedDataParallel)
-        wrapped.check_is_root()  # the first that is gathered would be set up as the root
+        wrapped.check_is_root()  # otherwise the first unit gathered would become the root
         unit_of: dict[nn.Module, nn.Module] = {}
-        for unit in model.modules():  # from the outside in
+        for unit in model.modules():  # outermost first
             if isinstance(unit, FullyShardedDataParallel):
                 unit_of.update(dict.fromkeys(unit.modules(), unit))
         for unit, weights in groupby(weights_of(model), lambda weight: unit_of.get(weight.owner, wrapped)):
             with gathered(_summon(unit)):
                 for weight in weights:
-                    yield weight.name, weight.get().clone()  # the unit's storage is freed under whoever has a view
+                    yield weight.name, weight.get().clone()  # the unit's storage will be freed, so no view
 
     def _refuse_other_units(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
         policy = self._options.get("auto_wrap_policy")
@@ -125,7 +124,7 @@ class FSDP1Support(ShardedSupport):
             if wraps and inner not in layers and inner is not module:
                 raise ValueError(
                     f"FSDPStrategy's auto_wrap_policy wraps {name} ({type(inner).__name__}), which ranks may call "
-                    "different numbers of times; leave it out (null): decoder layers are wrapped in any case."
+                    "different numbers of times; leave it out (null): decoder layers are always wrapped."
                 )
 
     @property

@@ -13,8 +13,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from pl_grouprl.attention import find_backbone
-from pl_grouprl.strategies.models import decoder_layers_of, is_transformers_model, refuse_whole_weights, roots
-from pl_grouprl.strategies.sharded import ShardedSupport
+from pl_grouprl.strategies.sharded import (
+    ShardedSupport,
+    decoder_layers_of,
+    is_transformers_model,
+    refuse_whole_weights,
+    roots,
+)
 from pl_grouprl.strategies.weights import Weight, weights_of
 
 if TYPE_CHECKING:
@@ -24,28 +29,28 @@ if TYPE_CHECKING:
 class FSDP2Support(ShardedSupport):
     """Shards each model over all ranks, trained or frozen.
 
-    A decoder layer is gathered for its own forward and backward pass. What is around the layers (embeddings, norms,
-    head) is gathered when the model is called and stays so until the backward pass is done, as the logits are
-    computed a chunk at a time. Weights are gathered in the dtype that they are kept in: under `bf16-mixed` that is
-    float32, and autocast makes the bfloat16 copies.
+    A decoder layer is gathered for its forward and its backward. Everything else (embeddings, norms, head) is gathered
+    when the model is called and stays so until the backward pass is done, because logits are computed chunk by chunk.
+    Weights are gathered in their storage dtype: under `bf16-mixed` that is float32, and autocast makes the bfloat16
+    copies.
 
-    While passes accumulate, each rank holds its whole gradients: one reduction per step costs that memory.
+    While micro-batches accumulate, each rank has its whole gradients: the price of one reduction per step.
     """
 
     def check(self, module: LightningModule) -> None:
-        """Refuse tensor parallelism, which Lightning's default sizes stand for, and parts that need whole weights."""
+        """Refuse tensor parallelism, which is Lightning's default, and parts that need whole weights."""
         mesh = self.trainer.strategy.device_mesh  # type: ignore[attr-defined]
         if mesh["tensor_parallel"].size() > 1:
             ranks = self.trainer.world_size
             raise ValueError(
                 f"ModelParallelStrategy has tensor_parallel_size={mesh['tensor_parallel'].size()} (its default 'auto' "
-                "is the number of devices of a node), by which nothing would be sharded here; set "
+                "is the number of devices of a node), so nothing would be sharded here; set "
                 f"data_parallel_size={ranks} and tensor_parallel_size=1."
             )
         refuse_whole_weights(module, "ModelParallelStrategy")
 
     def shard(self, module: LightningModule) -> None:
-        """Shard what is not sharded yet."""
+        """Shard all models that are not sharded yet."""
         mesh = self.trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
         for root in roots(module):
             if isinstance(root, FSDPModule):
@@ -58,7 +63,7 @@ class FSDP2Support(ShardedSupport):
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Gather all weights of some models once, instead of at every call."""
+        """Gather all weights of some models once, instead of in every call."""
         sharded = [root for model in models for root in roots(model) if isinstance(root, FSDPModule)]
         for root in sharded:
             root.set_reshard_after_forward(False)
@@ -75,7 +80,7 @@ class FSDP2Support(ShardedSupport):
                 root.set_reshard_after_forward(False, recurse=False)
 
     def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method; afterwards no weights stay gathered."""
+        """Run a method, and leave no weights gathered."""
         try:
             return getattr(module, method)(*args, **kwargs)
         finally:
@@ -83,7 +88,7 @@ class FSDP2Support(ShardedSupport):
 
     @contextlib.contextmanager
     def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
-        """Reduce gradients in the backward pass of the last pass alone."""
+        """Reduce gradients only in the backward of the last micro-batch."""
         for root in roots(module):
             if isinstance(root, FSDPModule):
                 root.set_requires_gradient_sync(last)
@@ -95,7 +100,7 @@ class FSDP2Support(ShardedSupport):
         return [own.to_local() if isinstance(own, DTensor) else own for own in gradients]
 
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Each weight of a model, gathered by itself; also while units of it are gathered."""
+        """Each weight of a model, gathered separately, even while its units are gathered."""
         for weight in weights_of(model):
             yield weight.name, _whole(weight)
 
@@ -104,7 +109,7 @@ class FSDP2Support(ShardedSupport):
 @torch.no_grad()
 def _whole(weight: Weight) -> Tensor:
     own = weight.get()
-    # A unit that is gathered frees its storage under whoever has a view.
+    # A gathered unit will free its storage, so copy.
     return own.full_tensor() if isinstance(own, DTensor) else own.clone()
 
 
@@ -116,7 +121,7 @@ def _each_unit(sharded: Sequence[nn.Module], function: Callable[[Any], Any]) -> 
 
 
 def _call_through(root: Any, backbone: nn.Module) -> None:
-    """Let a call of a model's backbone alone gather what is around the layers too, as a call of the model does."""
+    """Make a call of only the backbone gather the weights around the layers, as a call of the model does."""
     inside = [0]
     backbone_forward = backbone.forward
 

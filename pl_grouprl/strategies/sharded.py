@@ -1,22 +1,28 @@
-"""Gradients that are cut into shards, one part of each on every rank: norms over all of them."""
+"""What the strategies that shard have in common: norms over all ranks' shards, and which modules are sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.models.compile import decoder_layers
 from pl_grouprl.strategies.support import StrategySupport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 
 class ShardedSupport(StrategySupport):
-    """What strategies have in common whose optimizer steps each rank's shards by themselves."""
+    """Base class for strategies whose optimizer steps each rank's shards separately."""
 
     shards = True
+    keeps_plain_weights = False
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Norm of the gradients, the square root of the ranks' sums of squares, a scalar. All ranks call it."""
+        """Norm of the gradients over all ranks' shards, a scalar. Collective."""
         device = self.trainer.strategy.root_device
         own = [gradient for gradient in self.gradients(parameters) if gradient.numel()]
         norms = torch._foreach_norm(own) if own else []
@@ -24,5 +30,44 @@ class ShardedSupport(StrategySupport):
         return self.trainer.strategy.reduce(total.square().sum(), reduce_op="sum").sqrt()
 
     def touch(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Zero: nobody waits for gradients of what took no part in the loss."""
+        """Zero: no reducer waits for gradients of unused parameters."""
         return torch.zeros((), device=self.trainer.strategy.root_device)
+
+
+def roots(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that are called as a whole: transformers models, and modules with weights beside them.
+
+    Args:
+        module: A LightningModule, a critic, or such a model itself.
+    """
+    if is_transformers_model(module) or any(True for _ in module.parameters(recurse=False)):
+        return [module]
+    return [root for child in module.children() for root in roots(child)]
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether a module has a config and embeddings, as transformers' models do."""
+    return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
+
+
+def decoder_layers_of(root: nn.Module) -> Sequence[nn.Module]:
+    """Decoder layers of a transformers model; none of any other."""
+    return list(decoder_layers(root)) if is_transformers_model(root) else []
+
+
+def refuse_whole_weights(module: LightningModule, strategy: str) -> None:
+    """Refuse critics and compiled layers that a sharding strategy cannot serve.
+
+    Raises:
+        ValueError: With the option and what to use instead.
+    """
+    critic = getattr(module, "critic_source", None)
+    if getattr(critic, "needs_whole_weights", False):
+        raise ValueError(
+            f"critic is a {type(critic).__name__}, which shares the storage of whole weights with the policy; "
+            f"{strategy} shards them. Use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
+        )
+    if getattr(getattr(module, "policy_source", None), "compile_layers", False):
+        raise ValueError(
+            f"policy has compile_layers=True, which is not supported under {strategy}; leave it out, or use ddp."
+        )

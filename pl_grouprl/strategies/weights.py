@@ -1,4 +1,4 @@
-"""Where the weights of a model are found, whatever surrounds its modules and whoever has cut them into shards."""
+"""Finds the weights of a model under wrappers and sharding."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.utilities.shards import local_shard
+from pl_grouprl.utilities.distributed import local_shard
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
-"""Parts of names that FSDP1, torch.compile and PyTorch's activation checkpointing put in."""
+"""Name parts added by FSDP1, torch.compile and PyTorch's activation checkpointing."""
 
 
 class Weight(NamedTuple):
-    """A place of a weight; a strategy may put another tensor there whenever it gathers or shards it."""
+    """The attribute that contains a weight; a strategy may replace the tensor when it gathers or shards it."""
 
     name: str
     owner: nn.Module
     attribute: str
 
     def get(self) -> Tensor:
-        """What is there now, detached."""
+        """The current tensor, detached."""
         own: Tensor = getattr(self.owner, self.attribute)
         return own.detach()
 
 
 def plain_name(name: str) -> str:
-    """Remove from a name what wrappers have added."""
+    """Remove the parts of a name that wrappers added."""
     return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
 
 
 def named_places(model: nn.Module) -> dict[str, Weight]:
-    """Parameters and persistent buffers by every name, module after module; all names of a tied one have its first."""
+    """Parameters and persistent buffers by every name, module by module; all names of a tied one map to its first."""
     found: dict[int, Weight] = {}
     places: dict[str, Weight] = {}
     for prefix, owner in model.named_modules(remove_duplicate=False):
@@ -47,12 +47,12 @@ def named_places(model: nn.Module) -> dict[str, Weight]:
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """Each parameter and persistent buffer once, those of a module together, parameters as `named_parameters` has."""
+    """Each parameter and persistent buffer once, module by module, parameters in the order of `named_parameters`."""
     return [weight for name, weight in named_places(model).items() if weight.name == name]
 
 
 def local_weights(model: nn.Module) -> Iterator[Tensor]:
-    """What this rank itself holds of each weight: the whole, or its shard of it. Trained ones require a gradient."""
+    """This rank's part of each weight: all of it, or a shard. Trained ones require a gradient."""
     for weight in weights_of(model):
         own = getattr(weight.owner, weight.attribute)
         yield local_shard(own).requires_grad_(own.requires_grad)
@@ -60,9 +60,9 @@ def local_weights(model: nn.Module) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def gathered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter and leave contexts that gather weights outside of inference mode, in which Lightning validates.
+    """Enter and exit contexts that gather weights outside inference mode, in which Lightning validates.
 
-    What is surrounded runs in the caller's mode.
+    The body runs in the caller's mode.
     """
     with contextlib.ExitStack() as entered:
         with torch.inference_mode(False), torch.no_grad():

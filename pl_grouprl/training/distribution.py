@@ -1,9 +1,9 @@
-"""Which rank trains which group, and in which mini-batch: decided after the rollouts, when their lengths are known."""
+"""Assign groups to ranks and mini-batches once the rollouts, and so their lengths, are known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,18 +12,19 @@ from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.packing import Sharing, balance, imbalance
 from pl_grouprl.training.selection import without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import field_values
 from pl_grouprl.utilities.distributed import gather_plain
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """What a rank trains.
+    """What one rank trains.
 
     Attributes:
         groups: Its groups.
-        mini_batches: The number of the mini-batch that each of them belongs to.
+        mini_batches: Mini-batch index of each group.
         metrics: `balance/max_over_mean` of the estimated cost over ranks (mean over mini-batches), and
-            `balance/max_over_mean_unbalanced`, where every group stays with the rank that sampled it.
+            `balance/max_over_mean_unbalanced`, the same if every group stayed on the rank that sampled it.
     """
 
     groups: list[RolloutGroup]
@@ -32,7 +33,7 @@ class RankAssignment:
 
 
 def cut_into_mini_batches(num_groups: int, num_mini_batches: int, seed: int) -> list[int]:
-    """Deal groups into mini-batches of about the same number of groups, at random; returns the number of each."""
+    """Split groups at random into mini-batches of about equal size; returns each group's mini-batch index."""
     if num_mini_batches == 1:
         return [0] * num_groups
     order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
@@ -53,21 +54,21 @@ def distribute_groups(
     device: torch.device,
     can_move: bool = True,
 ) -> RankAssignment:
-    """Exchange groups so that ranks have about the same work in each mini-batch. All ranks call it.
+    """Exchange groups to give ranks about equal work in each mini-batch. Collective.
 
     Args:
-        groups: Those that this rank has sampled, rewarded. Their `group_id` is their place in the whole batch.
-        cost: What the policy takes.
-        sharing: How they will be laid out.
-        num_mini_batches: Into how many parts the groups of all ranks are cut.
+        groups: The groups this rank sampled, with rewards. `group_id` is the index in the whole batch.
+        cost: Cost model of the policy.
+        sharing: How the groups will be laid out.
+        num_mini_batches: Number of parts that the groups of all ranks are split into.
         seed: Decides which groups are trained together; the same on all ranks.
         rank: This rank.
-        device: Where ranks communicate.
-        can_move: Whether groups may leave the rank that sampled them; otherwise only mini-batches are dealt.
+        device: Device for communication.
+        can_move: Whether groups may leave the rank that sampled them. If not, only mini-batches are assigned.
     """
     per_rank = gather_plain([to_state(group) | {"columns": _plain_columns(group)} for group in groups], device)
     found = [(owner, state) for owner, states in enumerate(per_rank) for state in states]
-    found.sort(key=lambda pair: pair[1]["group_id"])  # the order of one rank, whatever the number of ranks
+    found.sort(key=lambda pair: pair[1]["group_id"])  # same order for any number of ranks
     everything = [from_state(state) for _, state in found]
     owners = [owner for owner, _ in found]
     sizes = [(len(group.prompt_ids), [len(r.token_ids) for r in group.rollouts]) for group in everything]
@@ -88,20 +89,20 @@ def distribute_groups(
         "balance/max_over_mean_unbalanced": sum(unbalanced) / len(unbalanced),
     }
     columns = {group.group_id: group.columns for group in groups}
-    for index in own:  # a group that stays keeps all columns of the data set
+    for index in own:  # groups that stay keep all dataset columns
         everything[index].columns = columns.get(everything[index].group_id, everything[index].columns)
-    if not own:  # fewer groups than ranks: this one takes part in what all ranks do, with nothing to train
+    if not own:  # fewer groups than ranks: join the collectives with nothing to train
         return RankAssignment([replace(without_rewards(everything[0]), group_id=-1)], [-1], metrics)
     return RankAssignment([everything[index] for index in own], [numbers[index] for index in own], metrics)
 
 
 def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup], device: torch.device) -> None:
-    """Bring rewards from the ranks that computed them to those that train the groups. All ranks call it.
+    """Send rewards from the ranks that computed them to those that train the groups. Collective.
 
     Args:
-        sampled: Groups that this rank has rewarded.
-        own: Groups that it trains; changed in place, found by their `group_id`.
-        device: Where ranks communicate.
+        sampled: Groups that this rank rewarded.
+        own: Groups that it trains, matched by `group_id`; changed in place.
+        device: Device for communication.
     """
     rewards = [(group.group_id, [(r.reward, r.rewards, r.token_rewards) for r in group.rollouts]) for group in sampled]
     found = dict(pair for pairs in gather_plain(rewards, device) for pair in pairs)
@@ -111,8 +112,8 @@ def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup
 
 
 def to_state(group: RolloutGroup) -> dict[str, Any]:
-    """A group as plain containers and tensors. Columns of the data set, needed for the reward only, are left out."""
-    return {**_shallow(group), "columns": {}, "rollouts": [_shallow(rollout) for rollout in group.rollouts]}
+    """A group as plain containers and tensors, without dataset columns (only rewards need them)."""
+    return {**field_values(group), "columns": {}, "rollouts": [field_values(rollout) for rollout in group.rollouts]}
 
 
 def from_state(state: dict[str, Any]) -> RolloutGroup:
@@ -121,7 +122,7 @@ def from_state(state: dict[str, Any]) -> RolloutGroup:
 
 
 def _plain_columns(group: RolloutGroup) -> dict[str, Any]:
-    """Columns of the data set that can be sent to another rank: numbers, strings, lists and dictionaries of them."""
+    """Dataset columns that can be sent to another rank: numbers, strings, and lists and dicts of them."""
     return {name: value for name, value in group.columns.items() if _is_plain(value)}
 
 
@@ -131,7 +132,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(type(name) is str and _is_plain(item) for name, item in value.items())
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _shallow(instance: Any) -> dict[str, Any]:
-    return {part.name: getattr(instance, part.name) for part in fields(instance)}

@@ -1,4 +1,4 @@
-"""What validation and test report: mean@k, best@k and maj@k of each data source."""
+"""Metrics of validation and test: mean@k, best@k and maj@k of each data source."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, floa
     """Evaluate the rollouts of a whole validation or test run.
 
     Args:
-        records: Of all groups, from all ranks. Rollouts without a reward are left out.
+        records: Records of all groups of all ranks. Rollouts without a reward are left out.
         prefix: `val` or `test`.
 
     Returns:
-        `{prefix}/reward` over all prompts, to choose checkpoints by; `{prefix}/rewards/{name}/mean` of each reward
-        function; for each data source `{prefix}/{data_source}/mean@k`, and with k > 1 `best@k` and `maj@k`, where
-        completions with the same text, spaces at its ends aside, vote together.
+        `{prefix}/reward` over all prompts, to select checkpoints by; `{prefix}/rewards/{name}/mean` of each reward
+        function; for each data source `{prefix}/{data_source}/mean@k`, and for k > 1 `best@k` and `maj@k`, where
+        completions with the same stripped text vote together.
     """
     scored = [trimmed for record in records if (trimmed := _with_reward(record))["rewards"]]
     metrics = {f"{prefix}/reward": mean_at_k([record["rewards"] for record in scored]) if scored else math.nan}
@@ -56,14 +56,14 @@ class Evaluator:
         self._records += summarize(self.groups)
 
     def metrics(self, prefix: str, device: torch.device) -> dict[str, float]:
-        """Compute the metrics of all ranks, and start over. All ranks call it."""
+        """Compute the metrics of all ranks, and start over. Collective."""
         records = [record for own in gather_plain(self._records, device) for record in own]
         self._records = []
         return evaluation_metrics(records, prefix)
 
 
 def _with_reward(record: Record) -> Record:
-    """Keep the rollouts that have a reward, and their texts without the spaces around them."""
+    """Keep only rollouts with a reward, and strip their texts."""
     kept = [i for i, reward in enumerate(record["rewards"]) if math.isfinite(reward)]
     return {
         "data_source": record["data_source"],

@@ -1,4 +1,4 @@
-"""Ends a run in the optimizer step that leaves NaN or infinity in its weights."""
+"""Stops a run in the optimizer step that puts NaN or infinity into its weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def check_weights(module: RLModule) -> None:
-    """Check every trained weight after an optimizer step. All ranks must call it; they fail together.
+    """Check every trained weight after an optimizer step. Collective; all ranks fail together.
 
-    Norms are cheap but may overflow, so each weight is inspected only if one of them is not finite.
+    Norms are cheap but may overflow, so individual weights are inspected only if a norm is not finite.
 
     Raises:
-        RuntimeError: Names the parameters, and the options that may have caused it.
+        RuntimeError: Names the parameters and the options that may be the cause.
     """
     weights = module.support.weights([parameter for parameter in module.parameters() if parameter.requires_grad])
     norms = torch._foreach_norm([weight for weight in weights if weight.numel()] or [torch.zeros(1)])
@@ -39,7 +39,7 @@ def check_weights(module: RLModule) -> None:
 
 def _cause(module: RLModule, broken: list[str]) -> str:
     if module.optimization.nonfinite_steps:
-        return "The step was skipped, so they were there before: check the model or checkpoint that the run began with."
+        return "The step was skipped, so they were there before: check the model or checkpoint the run started from."
     parts = module.optimized_parts()
     configs = {part: config for part, (_, config) in parts.items()}
     affected = {part: config for part, config in configs.items() if any(name.startswith(f"{part}.") for name in broken)}

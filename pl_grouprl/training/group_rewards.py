@@ -16,8 +16,6 @@ from torch import Tensor
 
 from pl_grouprl.functional.advantages import (
     AdvantageEstimator,
-    ReinforcePlusPlusBaselineAdvantage,
-    reinforce_plus_plus_baseline_advantages,
 )
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
@@ -155,17 +153,13 @@ def token_advantages(
     ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
     reduce = partial(reduce_over_ranks, device=device)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if isinstance(estimator, ReinforcePlusPlusBaselineAdvantage):
-        # The rewards of tokens do not tell a rollout without a trained token from one with a reward of 0.
+    if estimator.token_rewards:
+        rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
+    else:  # the rewards of tokens do not tell a rollout without a trained token from one with a reward of 0
         if any(gather_plain(has_token_rewards(groups), device)):
-            raise ValueError(
-                no_token_rewards("reinforce_plus_plus_baseline compares whole rollouts", "use reinforce_plus_plus")
-            )
-        rewards_B = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
-        advantages_BT = reinforce_plus_plus_baseline_advantages(rewards_B, ids_B, mask_BT, reduce=reduce)
-    else:
-        rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
-        advantages_BT = estimator(rewards_BT, mask_BT, ids_B, reduce=reduce)
+            raise ValueError(no_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus"))
+        rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
+    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, reduce=reduce)
     return from_rows(advantages_BT, lengths_B)
 
 

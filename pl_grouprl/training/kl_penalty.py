@@ -1,6 +1,6 @@
 """The KL penalty against the reference policy, in the loss or in the rewards, with a fixed or adaptive coefficient.
 
-Legend: B rollouts, N response tokens of all rollouts one after another.
+Legend: B rollouts, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class KLPenalty:
         beta: Coefficient; the initial one if it adapts. 0 is no penalty.
         kind: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
         place: `loss` or `reward`.
-        target: KL per rollout, in nats, that an adaptive coefficient aims at; None keeps it fixed.
-        horizon: Rollouts over which the adaptive coefficient moves; None is 10,000.
+        target: Target KL per rollout, in nats, for an adaptive coefficient; None keeps it fixed.
+        horizon: Time scale of the adaptive coefficient, in rollouts; None is 10,000.
 
     Attributes:
-        controller: Has the current coefficient, `coef`.
+        controller: Provides the current coefficient, `coef`.
 
     Raises:
-        ValueError: If an option is out of range, or has no effect together with another.
+        ValueError: If an option is out of range, or another option disables it.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class KLPenalty:
         if place == "reward" and beta == 0:
             raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or leave kl_in out.")
         if target is not None and beta == 0:
-            raise ValueError(f"kl_target is {target} and beta is 0, which no factor changes; set a starting beta.")
+            raise ValueError(f"kl_target is {target} and beta is 0, which scaling cannot change; set a starting beta.")
         if horizon is not None and target is None:
-            raise ValueError(f"kl_horizon is {horizon} and kl_target is None; a fixed beta has none. Set kl_target.")
+            raise ValueError(f"kl_horizon is {horizon} and kl_target is None; a fixed beta ignores it. Set kl_target.")
         check_kl_kind(kind, "kl_type")
         self.controller = make_kl_controller(beta, target=target, horizon=horizon)
         self.kind = kind
@@ -75,21 +75,21 @@ class KLPenalty:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the penalty is known before the updates, from old log-probabilities."""
+        """Whether the penalty is computed before the updates, from old log-probabilities."""
         return self.is_used and (self.place == "reward" or self.adapts)
 
     @property
     def in_loss(self) -> bool:
-        """Whether the loss has a penalty."""
+        """Whether the penalty is in the loss."""
         return self.is_used and self.place == "loss"
 
     @property
     def in_reward(self) -> bool:
-        """Whether the rewards have a penalty."""
+        """Whether the penalty is in the rewards."""
         return self.is_used and self.place == "reward"
 
     def check_horizon(self, batch_size: int | None, num_generations: int) -> None:
-        """Refuse a controller that one batch of rollouts could turn negative."""
+        """Refuse a horizon so short that one batch of rollouts could make the coefficient negative."""
         if isinstance(self.controller, AdaptiveKLController) and batch_size is not None:
             least = MAX_ERROR * batch_size * num_generations
             if self.controller.horizon <= least:
@@ -99,13 +99,13 @@ class KLPenalty:
                 )
 
     def of_rewards(self, buffer: RolloutBuffer, device: torch.device) -> Tensor:
-        """Compute what is subtracted from each token's reward, and adapt the coefficient.
+        """Compute the penalty to subtract from each token's reward, and adapt the coefficient.
 
-        The penalty uses the coefficient from before it is adapted; a penalty in the loss the one after.
+        This penalty uses the coefficient before it is adapted; one in the loss uses the adapted coefficient.
 
         Args:
-            buffer: With `old_logprobs` and `ref_logprobs`, if `needs_old_logprobs`; metrics are added.
-            device: Where ranks communicate.
+            buffer: With `old_logprobs` and `ref_logprobs` if `needs_old_logprobs`; metrics are added to it.
+            device: Device for communication.
 
         Returns:
             Penalties, shape [N], on the CPU.

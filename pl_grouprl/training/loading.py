@@ -14,16 +14,16 @@ def module_from_checkpoint(
 ) -> Any:
     """Build a module and load a checkpoint's weights into it; see `RLModule.load_from_checkpoint`."""
     if not weights_only:
-        raise ValueError("weights_only is False, which would run code in the checkpoint; leave it out.")
+        raise ValueError("weights_only is False, which would let the checkpoint run code; leave it out.")
     checkpoint = load_verified(path)
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # if a subclass calls `save_hyperparameters`
     arguments = {name: value for name, value in saved.items() if not name.startswith("_")} | arguments
     missing = [name for name in _required(cls) if name not in arguments]
     if missing:
         raise TypeError(
-            f"{cls.__name__}.load_from_checkpoint lacks {' and '.join(missing)}: a checkpoint holds weights and no "
-            f"arguments. Pass those of the constructor, {cls.__name__}.load_from_checkpoint(path, "
-            f"{', '.join(f'{name}=...' for name in missing)}, ...), as in the run that saved it."
+            f"{cls.__name__}.load_from_checkpoint lacks {' and '.join(missing)}: a checkpoint has weights but no "
+            f"constructor arguments. Call {cls.__name__}.load_from_checkpoint(path, "
+            f"{', '.join(f'{name}=...' for name in missing)}, ...) with the arguments of the run that saved it."
         )
     module = cls(**arguments)
     load_checkpoint(module, checkpoint, strict=strict)
@@ -31,7 +31,7 @@ def module_from_checkpoint(
 
 
 def load_checkpoint(module: Any, checkpoint: dict[str, Any], *, strict: bool | None = None) -> None:
-    """Build the models and restore a checkpoint held in memory, in Lightning's order but without a Trainer."""
+    """Build the models and restore an in-memory checkpoint, in Lightning's order but without a Trainer."""
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)

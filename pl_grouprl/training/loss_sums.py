@@ -1,6 +1,6 @@
-"""Losses and metrics of an optimizer step as sums, before anything is divided: passes and ranks add up.
+"""Losses and metrics of an optimizer step as undivided sums, which add up over micro-batches and ranks.
 
-Sums stay on the device that they were computed on until the step's end, so no pass waits for them.
+Sums stay on their device until the end of the step, so no micro-batch synchronizes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from torch import Tensor
 
 
 class LossSums(NamedTuple):
-    """A loss before it is divided, so that ranks and micro-batches add up to one loss of the step.
+    """A loss before division; those of all ranks and micro-batches add up to the loss of the step.
 
     Attributes:
-        losses: By the name of the optimized part that a loss trains, its sum over the micro-batch, with gradient, and
-            this micro-batch's share of what the sum of the whole step is divided by. A part whose denominators are all
-            0 in a step is not moved.
-        metrics: Detached sums and their counts, by the name that their ratio is logged under.
-        extremes: Detached values, by names that end in `/min` or `/max`, of which the ranks' extreme is logged.
+        losses: By optimized part, the sum of its loss over the micro-batch, with gradient, and this micro-batch's
+            share of the step's denominator. A part whose denominators are all 0 in a step is not updated.
+        metrics: Detached sums and counts, by the name their ratio is logged under.
+        extremes: Detached values, by names ending in `/min` or `/max`; the extreme over ranks is logged.
     """
 
     losses: dict[str, tuple[Tensor, Tensor]]
@@ -30,7 +29,7 @@ class LossSums(NamedTuple):
 
 
 class LossAccumulator:
-    """Adds up the terms of a step's passes on this rank."""
+    """Adds up the terms of a step's micro-batches on this rank."""
 
     def __init__(self) -> None:
         self._losses: dict[str, list[Tensor]] = {}
@@ -38,11 +37,11 @@ class LossAccumulator:
         self._extremes: dict[str, Tensor] = {}
 
     def add(self, terms: LossSums, weight: float = 1.0) -> None:
-        """Add the terms of a pass.
+        """Add the terms of a micro-batch.
 
         Args:
             terms: What `compute_loss` returned.
-            weight: This rank's share of a pass that several ranks compute together.
+            weight: This rank's share of a micro-batch that several ranks compute together.
         """
         for sums, pairs in ((self._losses, terms.losses), (self._metrics, terms.metrics)):
             for name, pair in pairs.items():
@@ -54,7 +53,7 @@ class LossAccumulator:
             self._extremes[name] = pick(before, value.detach())
 
     def denominators(self) -> dict[str, Tensor]:
-        """What each part's loss is divided by, this rank's share."""
+        """This rank's share of each part's denominator."""
         return {name: count for name, (_, count) in self._losses.items()}
 
     def reduced(
@@ -76,6 +75,6 @@ class LossAccumulator:
             own = torch.stack([value.to(values[0].device) for value in values]).cpu()
             signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in self._extremes])
             found = (signs * largest(signs * own)).tolist()
-            # Where nothing is trained on any rank there is no extreme.
+            # No extreme exists if nothing is trained on any rank.
             metrics |= {name: v for name, v in zip(self._extremes, found, strict=True) if not math.isinf(v)}
         return metrics

@@ -1,6 +1,6 @@
-"""What one pass of an update reads: rollouts laid out for the decoder, with their per-token quantities.
+"""One forward and backward of an update: rollouts laid out for the decoder, with their per-token quantities.
 
-Legend: B rollouts, N response tokens of all rollouts one after another.
+Legend: B rollouts, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class MicroBatch:
 
     Attributes:
         scoring: The decoder call.
-        tokens: What the buffer holds, by name, on the module's device.
-        groups: The groups themselves, with those of their rollouts that take part.
-        rollout_numbers: Place of each rollout in the buffer of the rank that holds it, shape [B]; empty for a filler.
-        weight: This rank's share of the pass: 1 / s where s ranks compute it together.
+        tokens: The buffer's per-token quantities, by name, on the module's device.
+        groups: The groups, with those of their rollouts that are in the micro-batch.
+        rollout_numbers: Index of each rollout in its rank's buffer, shape [B]; empty for a dummy.
+        weight: This rank's share: 1 / s if s ranks compute the micro-batch together.
     """
 
     scoring: ScoringBatch
@@ -43,11 +43,11 @@ class MicroBatch:
 
     @property
     def rollouts(self) -> dict[str, Any]:
-        """Which rollout each token belongs to, and their number: keyword arguments of the losses."""
+        """Each token's rollout and the number of rollouts: keyword arguments of the losses."""
         return {"rollout_index_N": self.scoring.rollout_index_N, "num_rollouts": self.scoring.num_rollouts}
 
     def repack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
-        """Lay out shortened groups for a decoder call of the same kind."""
+        """Lay out truncated groups the same way."""
         return lay_out(
             groups, self.scoring.sharing, self.mask_N.device, self.scoring.prefix, self.scoring.sequence_group
         )
@@ -60,14 +60,14 @@ def lay_out(
     prefix: PrefixPass | None = None,
     sequence_group: Any = None,
 ) -> ScoringBatch:
-    """Lay out groups, or, behind a prefix that has been run, the rollouts of the one group.
+    """Lay out groups, or the rollouts of one group whose prefix has already run.
 
     Args:
-        groups: What is to be scored.
+        groups: The groups to score.
         sharing: How a row is packed.
-        device: Where the tensors are put.
-        prefix: The pass of the group's prompt, for a slice of its rollouts.
-        sequence_group: The process group that shares the tokens of the row among its ranks.
+        device: Device of the tensors.
+        prefix: For a slice of a group's rollouts, the pass through its prompt.
+        sequence_group: Process group that splits the tokens of the row over its ranks.
     """
     if prefix is not None:
         (group,) = groups
@@ -76,15 +76,15 @@ def lay_out(
 
 
 def dummy_group(like: RolloutGroup) -> RolloutGroup:
-    """A group of a token or two that stands for nothing; with the images of a prompt where it has any."""
+    """A dummy group of a token or two for ranks with no work left; keeps the prompt's images, if any."""
     prompt = like.prompt_ids if like.media else like.prompt_ids[:1]
     return replace(like, prompt_ids=prompt, rollouts=[Rollout(like.prompt_ids[-1:], logprobs=[0.0])])
 
 
 def dummy_tokens(like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Quantities of its one token: nothing is trained, nothing is rewarded.
+    """Per-token quantities of the dummy group: nothing is trained or rewarded.
 
     Args:
-        like: Quantities of other tokens, whose names and dtypes are taken.
+        like: Quantities whose names and dtypes are copied.
     """
     return {name: torch.zeros(1, *values.shape[1:], dtype=values.dtype) for name, values in like.items()}

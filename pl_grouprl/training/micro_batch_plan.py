@@ -1,7 +1,7 @@
-"""Which passes an optimizer step consists of, the same kinds in the same order on every rank.
+"""Plan the micro-batches of an optimizer step: the same kinds in the same order on every rank.
 
-A *pass* is a forward and a backward: of a row of whole groups, or of a slice of one large group behind its prefix.
-Sharded strategies gather weights and reduce gradients in every pass, so ranks with fewer run fillers.
+A micro-batch is a row of whole groups, or a slice of one large group that continues its prefix. Sharded strategies
+gather weights and reduce gradients in each, so ranks with fewer micro-batches run dummies.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pl_grouprl.packing import Sharing, SplitGroup, plan_repeated_rows, plan_row
 from pl_grouprl.types import RolloutGroup
 
 Part = tuple[int, tuple[int, ...]]
-"""Index of a group, and the indices of those of its rollouts that take part."""
+"""Index of a group, and the indices of its selected rollouts."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """The passes of one step on this rank.
+    """The micro-batches of one step on this rank.
 
     Attributes:
-        rows: Of each row what is in it.
-        splits: Groups that are larger than the budget, with the slices of their rollouts.
+        rows: The contents of each row.
+        splits: Groups larger than the budget, with the slices of their rollouts.
     """
 
     rows: tuple[tuple[Part, ...], ...]
@@ -37,16 +37,16 @@ class MicroBatchPlan:
 def plan_micro_batches(
     groups: Sequence[RolloutGroup], indices: Sequence[int], sharing: Sharing, max_tokens: int | None
 ) -> MicroBatchPlan:
-    """Cut some groups into passes of at most `max_tokens` tokens.
+    """Cut some groups into micro-batches of at most `max_tokens` tokens.
 
     Args:
-        groups: All groups at hand.
-        indices: Which of them take part.
+        groups: All groups of this rank.
+        indices: Which of them to plan.
         sharing: How rows are packed.
-        max_tokens: Most tokens of a row, prompts included, or of a slice, prompt excluded; None puts all in one row.
+        max_tokens: Most tokens in a row, with prompts, or in a slice, without its prompt; None puts all in one row.
 
     Raises:
-        ValueError: If a rollout, or a prompt, is too long for that by itself.
+        ValueError: If a single rollout or prompt exceeds `max_tokens`.
     """
     if not indices:
         return MicroBatchPlan(())
@@ -66,7 +66,7 @@ def plan_micro_batches(
 
 
 def elementwise_max(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The shape that holds those of all ranks. There is a row at the end always: it reaches every parameter."""
+    """The smallest shape that fits all ranks. It always ends in a row, which reaches every parameter."""
     width = max(len(shape) for shape in shapes)
     filled = [[*shape, *[0] * (width - len(shape))] for shape in shapes]
     rows, *slices = (max(column) for column in zip(*filled, strict=True))

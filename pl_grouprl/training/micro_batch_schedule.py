@@ -1,4 +1,4 @@
-"""The micro-batches of an update, one at a time: the caller runs forward and backward before it asks for the next."""
+"""Yields the micro-batches of an update; the caller runs forward and backward before asking for the next."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RowOptions:
     Attributes:
         sharing: `shared` or `repeated`.
         max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
-        device: Where the tensors are put.
-        sequence_group: The ranks that share the tokens of each row; None if every rank runs its own.
-        sequence_ranks: Their number.
+        device: Device of the tensors.
+        sequence_group: The ranks that split the tokens of each row; None if every rank runs its own rows.
+        sequence_ranks: Number of those ranks.
     """
 
     sharing: Sharing
@@ -45,17 +45,17 @@ class RowOptions:
 
 
 class PackedRowCache:
-    """The row that was packed last: scoring and update of the same rollouts share it, with its attention plan."""
+    """Caches the last packed row, so scoring and updating the same rollouts share it and its attention plan."""
 
     def __init__(self) -> None:
         self._of: Any = None
         self._scoring: ScoringBatch | None = None
 
     def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
-        """The row of these groups; packed again if the last one was another, or if a token of it has changed."""
+        """Return the row of these groups, packed again unless the last one had the same tokens and options."""
         of = (options, [_contents(group) for group in groups])
         if self._scoring is None or self._of != of:
-            self.clear()  # before there are two
+            self.clear()  # frees the old row first
             self._of, self._scoring = of, lay_out()
         return self._scoring
 
@@ -65,22 +65,22 @@ class PackedRowCache:
 
 
 def _contents(group: RolloutGroup) -> tuple[Any, ...]:
-    """What a row of text is made of; copies, because lists may be changed in place."""
+    """The contents of a row of text; copied, because lists may be changed in place."""
     rollouts = [(tuple(own.token_ids), own.loss_mask and tuple(own.loss_mask)) for own in group.rollouts]
     return tuple(group.prompt_ids), group.group_id, rollouts
 
 
 class MicroBatchSchedule:
-    """The micro-batches of some groups of a buffer, as many and of the same kinds on every rank.
+    """The micro-batches of some groups of a buffer, with the same number and kinds on every rank.
 
     Args:
         buffer: This rank's rollouts.
-        indices: Which of its groups take part.
+        indices: Which of its groups to use.
         options: How they are laid out.
-        cache: Keeps the last row for further micro-batches.
+        cache: Keeps the last packed row.
 
     Raises:
-        ValueError: If a rollout, or a prompt, is too long for the budget.
+        ValueError: If a single rollout or prompt exceeds the token budget.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class MicroBatchSchedule:
 
     @property
     def number(self) -> int:
-        """Number of micro-batches, prefixes of split groups included."""
+        """Number of micro-batches, including the prefixes of split groups."""
         rows, *slices = self._shape
         return self._options.sequence_ranks * (rows + sum(count + 1 for count in slices))
 
     def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
-        """Slices of a large group come first, then the pass through its prefix, which runs backward only."""
+        """Yield the slices of each large group, then its prefix, which only runs backward; then the rows."""
         rows, *slices = self._shape
         for number, count in enumerate(slices):
             for chosen in self._of_peers(self._slices(number, count)):
@@ -124,7 +124,7 @@ class MicroBatchSchedule:
         return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
 
     def _of_peers(self, own: list[Chosen]) -> Iterator[list[Chosen]]:
-        """What this rank runs: its own, or in turn what each rank of its sequence group has."""
+        """What this rank runs: its own groups, or those of each rank of its sequence group in turn."""
         group = self._options.sequence_group
         if group is None:
             yield own
@@ -140,6 +140,6 @@ class MicroBatchSchedule:
         options = self._options
         lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)
         keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
-        keeps = keeps and not torch.is_inference_mode_enabled()  # such tensors cannot be trained on
+        keeps = keeps and not torch.is_inference_mode_enabled()  # inference tensors cannot be trained on
         scoring = self._cache.get(groups, options, lay) if keeps else lay()
         return MicroBatch(scoring, move_together(tokens, options.device), groups, numbers, 1 / options.sequence_ranks)

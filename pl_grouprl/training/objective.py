@@ -1,4 +1,9 @@
-"""What the policy minimizes: clipped policy loss, KL penalty, entropy bonus and the routers' loss, as sums.
+"""What the policy minimizes, as sums.
+
+    loss of a token = importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
+
+`loss_agg_mode` makes one number of them, and the routers' loss is added. The policy loss is chosen by name from
+`pl_grouprl.functional.policy_loss`; the default, `ppo`, is in `clipped.py` there.
 
 Legend: N response tokens of all rollouts one after another.
 """
@@ -6,8 +11,8 @@ Legend: N response tokens of all rollouts one after another.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +34,7 @@ class PolicyObjective:
     """Computes the policy's loss on a micro-batch.
 
     Args:
-        policy_loss: Name of the loss; see `pl_grouprl.functional.policy_loss`.
+        policy_loss: Name of the loss.
         options: Its options.
         loss_agg_mode: How tokens become one loss, by verl's names.
         kl: The KL penalty.
@@ -55,18 +60,11 @@ class PolicyObjective:
         router_aux_loss_coef: float = 0.0,
         importance_sampling: dict[str, Any] | None = None,
     ) -> None:
+        coefficients = {"entropy_coef": entropy_coef, "router_aux_loss_coef": router_aux_loss_coef}
         non_negative = "0 (off) or a larger finite number"
-        check_options(
-            {
-                "entropy_coef": (entropy_coef, 0 <= entropy_coef < math.inf, non_negative),
-                "router_aux_loss_coef": (router_aux_loss_coef, 0 <= router_aux_loss_coef < math.inf, non_negative),
-                "loss_agg_mode": (
-                    loss_agg_mode,
-                    loss_agg_mode in LOSS_AGG_MODES,
-                    f"one of {', '.join(LOSS_AGG_MODES)}",
-                ),
-            }
-        )
+        check_options({name: (value, 0 <= value < math.inf, non_negative) for name, value in coefficients.items()})
+        modes = f"one of {', '.join(LOSS_AGG_MODES)}"
+        check_options({"loss_agg_mode": (loss_agg_mode, loss_agg_mode in LOSS_AGG_MODES, modes)})
         self.policy_loss = make_policy_loss(policy_loss, **options)
         self.loss_agg_mode = loss_agg_mode
         self.kl = kl
@@ -81,6 +79,22 @@ class PolicyObjective:
     def corrects_sampling(self) -> bool:
         """Whether importance sampling is on."""
         return bool(self.importance_sampling["kind"] != "none")
+
+    def check_sampled(self, tokens: Mapping[str, Any], engine: str) -> None:
+        """Refuse a correction for the sampler's log-probabilities if there are none.
+
+        Args:
+            tokens: Per-token quantities by name.
+            engine: Class of the engine, for the error.
+
+        Raises:
+            ValueError: If `rollout_logprobs` is missing but needed.
+        """
+        if self.corrects_sampling and "rollout_logprobs" not in tokens:
+            raise ValueError(
+                f"importance_sampling is {self.importance_sampling['kind']!r}, but {engine} reports no "
+                "log-probabilities; leave it 'none' or use an engine that does."
+            )
 
     @property
     def score_options(self) -> dict[str, Any]:
@@ -107,12 +121,10 @@ class PolicyObjective:
             routers: Their logits in the same forward.
         """
         mask_N, rollouts = batch.mask_N, batch.rollouts
-        policy_logprobs_N = scores.logprobs_N
-        # Before the first optimizer step after the rollout they are equal, which saves a forward.
-        old_logprobs_N = batch.tokens.get("old_logprobs", policy_logprobs_N.detach())
-        loss = self.policy_loss(
-            policy_logprobs_N, old_logprobs_N, batch.tokens["advantages"], mask_N=mask_N, **rollouts
-        )
+        logprobs_N, advantages_N = scores.logprobs_N, batch.tokens["advantages"]
+        # Until the first optimizer step after the rollout they are equal, which saves a forward.
+        old_logprobs_N = batch.tokens.get("old_logprobs", logprobs_N.detach())
+        loss = self.policy_loss(logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts)
         loss_N = loss.per_token_N
         metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
         extremes: dict[str, Tensor] = {}
@@ -124,7 +136,7 @@ class PolicyObjective:
         assert scores.entropy_N is not None
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
         if self.kl.in_loss:
-            kl_N = kl_estimate(policy_logprobs_N, batch.tokens["ref_logprobs"], self.kl.kind)
+            kl_N = kl_estimate(logprobs_N, batch.tokens["ref_logprobs"], self.kl.kind)
             loss_N = loss_N + self.kl.coef * kl_N
             metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
         if self.entropy_coef > 0:
@@ -150,32 +162,3 @@ class PolicyObjective:
                 "above the largest group."
             )
         return router_balancing_loss(policy, batch.scoring, routers or [])
-
-
-def describe(part: Any) -> str:
-    """Name a loss or estimator with its options, the same in every process."""
-    return repr(part) if is_dataclass(part) else getattr(part, "__qualname__", type(part).__qualname__)
-
-
-def drop_none(**options: Any) -> dict[str, Any]:
-    """Leave out options that are None: one that a loss does not know is then an error only if it was set."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def join_options(options: dict[str, Any], more: dict[str, Any] | None, argument: str) -> dict[str, Any]:
-    """Join options that are constructor arguments with the mapping of all others.
-
-    Args:
-        options: The former.
-        more: The latter.
-        argument: The name of the mapping.
-
-    Raises:
-        ValueError: If an option is in both.
-    """
-    for name, value in (more or {}).items():
-        if name in options:
-            raise ValueError(
-                f"{name} is set twice, as {options[name]!r} and in {argument} as {value!r}; leave one of them out."
-            )
-    return options | (more or {})

@@ -1,4 +1,4 @@
-"""One AdamW for all parts of a module, with a learning rate and a schedule for each."""
+"""One AdamW for all parts of a module, each with its learning rate and schedule."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NO_DECAY = "_no_decay"
 @checked_arguments
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and the schedule of its learning rate, in optimizer steps.
+    """Options of AdamW and its learning rate schedule; steps are optimizer steps.
 
     Attributes:
-        learning_rate: Its peak value.
+        learning_rate: Peak learning rate.
         weight_decay: Decoupled weight decay of weight matrices; vectors (norms, biases) are never decayed.
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
         warmup_steps: Steps over which the learning rate rises from 0.
-        schedule: After the warm-up: `constant`, or down to `final_fraction` along a line or half a cosine.
-        final_fraction: Share of the learning rate that is left at the last step.
-        max_grad_norm: Clips the gradient norm of this part by itself; None leaves that to `trainer.gradient_clip_val`,
-            which takes all such parts together.
+        schedule: After the warm-up: `constant`, or `linear` or `cosine` decay to `final_fraction`.
+        final_fraction: Fraction of the peak learning rate at the last step.
+        max_grad_norm: Clips this part's gradient norm separately; None leaves it to `trainer.gradient_clip_val`, which
+            clips all such parts together.
     """
 
     learning_rate: float = 1e-6
@@ -64,7 +64,7 @@ class OptimizerConfig:
             )
 
     def learning_rate_factor(self, step: int, total_steps: float) -> float:
-        """Share of the peak learning rate at an optimizer step, counted from 0."""
+        """Fraction of the peak learning rate at an optimizer step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.schedule == "constant":
@@ -77,14 +77,14 @@ class OptimizerConfig:
 def build_optimizer(
     parts: Mapping[str, tuple[nn.Module, OptimizerConfig]], total_steps: Callable[[], float]
 ) -> dict[str, Any]:
-    """Build what `configure_optimizers` returns.
+    """Build the return value of `configure_optimizers`.
 
     Args:
-        parts: For each name of parameter groups the module and its options.
-        total_steps: Gives the optimizer steps of the whole run; asked only where a schedule needs it.
+        parts: Module and options by the name of its parameter groups.
+        total_steps: Returns the optimizer steps of the whole run; called only if a schedule needs them.
 
     Raises:
-        ValueError: If a schedule needs the length of the run and the Trainer has none.
+        ValueError: If a schedule needs the length of the run and the Trainer sets none.
     """
     needs_total = any(config.schedule != "constant" for _, config in parts.values())
     steps = total_steps() if needs_total else math.inf
@@ -111,7 +111,7 @@ def build_optimizer(
 
 
 def parameters_by_part(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, list[nn.Parameter]]:
-    """Collect the trained parameters of each part; an optimizer that shards them may no longer hold them itself."""
+    """Collect the trained parameters of each part; an optimizer that shards them may no longer have them itself."""
     return {name: [p for p in module.parameters() if p.requires_grad] for name, (module, _) in parts.items()}
 
 
@@ -130,7 +130,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def saved_options(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, Any]:
-    """Options that an optimizer's state brings along, by part."""
+    """Options that an optimizer's state includes, by part."""
     return {
         f"{part}.{name}": list(value) if isinstance(value := getattr(config, name), tuple) else value
         for part, (_, config) in parts.items()

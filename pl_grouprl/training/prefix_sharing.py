@@ -1,4 +1,4 @@
-"""Shares prefixes in the models of a run for the whole fit, once it is verified that this changes only time."""
+"""Shares prefixes in a run's models for the whole fit, after verifying that results do not change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pl_grouprl.utilities.memory import naming_memory
 
 
 class PrefixSharing:
-    """Patches models so that shared tokens are encoded once, until it is closed.
+    """Patches models to encode shared tokens once, until closed.
 
     Args:
         run: The run.
-        sharing: `shared` or `repeated`; the latter patches nothing.
-        backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
+        sharing: `shared` or `repeated`, which patches nothing.
+        backend: Attention backend for shared prefixes; see `pl_grouprl.attention.shared_prefix`.
         verify: Compare shared with repeated prefixes before the first step.
 
     Raises:
@@ -32,7 +32,7 @@ class PrefixSharing:
     def __init__(self, run: Run, sharing: Sharing = "shared", backend: str = "auto", verify: bool = True) -> None:
         if sharing not in ("shared", "repeated"):
             raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
-        get_backend(backend, "attention_backend")  # an unknown name is an error here
+        get_backend(backend, "attention_backend")  # fail early if unknown
         self._run = run
         self.sharing: Sharing = sharing
         self.backend = backend
@@ -43,26 +43,26 @@ class PrefixSharing:
         """Patch the models of a fit.
 
         Args:
-            models: Transformers models that read rollouts.
+            models: The transformers models to patch.
             reports: Compares shared with repeated prefixes.
         """
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
         if self.verify:
-            memory = naming_memory("the check of shared prefixes before training", "verify=False leaves it out")
+            memory = naming_memory("the check of shared prefixes before training", "verify=False skips it")
             with memory, self._run.support.forward_context():
                 found = reports()
             for report in found:
                 report.raise_if_failed()
                 rank_zero_info(str(report))
         for model in models:
-            # For the whole fit: activation checkpointing repeats the forward during the backward.
+            # Patched for the whole fit, because activation checkpointing repeats the forward during the backward.
             with self._run.support.whole_weights(model):  # entering runs a few tokens
                 patch = self._contexts.enter_context(shared_prefix(model, self.backend))
             rank_zero_info(
                 f"sharing='shared': {type(model).__name__} encodes each prompt once; attention backend "
-                f"{self.backend!r}: {patch.describe()}. prefix/token_ratio says what that saves."
+                f"{self.backend!r}: {patch.describe()}. The metric prefix/token_ratio shows the saving."
             )
 
     def close(self) -> None:

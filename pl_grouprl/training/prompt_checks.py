@@ -1,4 +1,4 @@
-"""Finds prompts that the model cannot take, in all rows, before anything is sampled."""
+"""Checks all prompts against the model's limits before anything is sampled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("tes
 
 
 def limits_of_source(source: PolicySource) -> dict[str, int]:
-    """The longest sequence a model takes, as far as its source knows before loading it; see `length_limits`."""
+    """The model's maximum sequence length, if its source knows it before loading; see `length_limits`."""
     load_config = getattr(source, "load_config", None)
     if load_config is not None:
         limit = getattr(load_config().get_text_config(decoder=True), "max_position_embeddings", None)
@@ -33,21 +33,21 @@ def check_prompts(
     limits: dict[str, int],
     vocab_size: int | None = None,
 ) -> None:
-    """Refuse prompts that leave no room for a completion, or hold tokens that the model does not know.
+    """Refuse prompts that leave no room for a completion, or contain tokens outside the vocabulary.
 
-    Images and videos that are not processed yet count as one token each; the sampler checks those prompts again.
+    Unprocessed images and videos count as one token each; the sampler checks those prompts again.
 
     Args:
         prompts: The prompts of a split.
-        split: Its name.
-        sampling: Says how long completions may be.
-        option: What sets `sampling`, for the error.
-        engine: Samples them. Unless it reserves room for all of `max_new_tokens`, room for one token is enough.
-        limits: Longest sequence, prompt and completion together, by the name of what sets the limit.
-        vocab_size: Number of tokens that the model knows; None if unknown.
+        split: Name of the split.
+        sampling: Its `max_new_tokens` is the longest completion.
+        option: Name of the option that sets `sampling`, for the error.
+        engine: The rollout engine. Unless it reserves room for all of `max_new_tokens`, room for one token is enough.
+        limits: Maximum length of prompt plus completion, by the name of what sets it.
+        vocab_size: Size of the vocabulary; None if unknown.
 
     Raises:
-        ValueError: If there is such a prompt. Names its row, its length, the limit, how many there are, and the remedy.
+        ValueError: Names the first such prompt's row and length, the limit, the number of such prompts and the remedy.
     """
     new_tokens = sampling.max_new_tokens if declares(engine, "reserves_max_new_tokens") else 1
     for name, limit in (limits | _engine_limit(engine)).items():
@@ -74,7 +74,7 @@ def _refuse_unknown_tokens(prompts: Sequence[Prompt], split: str, vocab_size: in
     for prompt in prompts:
         if max(prompt.token_ids) >= vocab_size:
             raise ValueError(
-                f"{prompt.where or split}: the prompt holds the token id {max(prompt.token_ids)}, but the model has "
+                f"{prompt.where or split}: the prompt has token id {max(prompt.token_ids)}, but the model has "
                 f"vocab_size={vocab_size}; use the tokenizer that belongs to the model."
             )
 
@@ -86,20 +86,20 @@ def _engine_limit(engine: Any) -> dict[str, int]:
 
 
 def prompts_of_stage(trainer: Any, stage: str) -> dict[str, Sequence[Prompt]]:
-    """The prompts that a stage uses, by split, if the data module has them."""
+    """The prompts of a stage, by split, if the data module has them."""
     prompts = getattr(getattr(trainer, "datamodule", None), "prompts", {})
     return {split: prompts[split] for split in _SPLITS_OF_STAGE.get(stage, ()) if split in prompts}
 
 
 def check_batch(batch: Any) -> None:
-    """Refuse batches of a loader that is not about rollouts.
+    """Refuse batches that are not prompts for rollouts.
 
     Raises:
-        TypeError: If it is no `PromptBatch`.
+        TypeError: If the batch is not a `PromptBatch`.
     """
     if not isinstance(batch, PromptBatch):
         raise TypeError(
             f"the loader yields {type(batch).__name__}, but rollouts need a pl_grouprl.data.PromptBatch: prompts, and "
             "which update of their rollouts it is. Put the prompts into a PromptDataModule and pass it as datamodule; "
-            "a loader of your own must yield PromptBatch objects, each module.updates_per_rollout times in a row."
+            "a custom loader must yield PromptBatch objects, each module.updates_per_rollout times in a row."
         )

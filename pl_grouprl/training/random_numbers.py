@@ -1,4 +1,4 @@
-"""The global random number generators of a run: saved, restored, and untouched by validation."""
+"""The global random number generators of a run: saved, restored, and unaffected by validation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RandomNumbers:
         return self._run.device
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return all ranks' states; during validation those from before it."""
+        """Return the states of all ranks; during validation, those from before it."""
         return gather_plain(self._before_validation or random_state(self._device), self._device)
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
@@ -36,13 +36,13 @@ class RandomNumbers:
         self._per_rank = state
 
     def restore(self) -> None:
-        """Restore the loaded state, on ranks that the saved run had; last, because setup draws numbers too."""
+        """Restore the loaded state, on ranks that the saved run had; called last, because setup draws numbers too."""
         states, self._per_rank = self._per_rank, []
         if self._run.global_rank < len(states):
             set_random_state(states[self._run.global_rank], self._device)
 
     def set_aside(self) -> None:
-        """Note the state before a validation, which a resumed run may leave out."""
+        """Remember the state before validation, which a resumed run may skip."""
         self._before_validation = random_state(self._device)
 
     def continue_training(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs that go on amid an epoch or amid the updates of their rollouts."""
+"""Resuming mid-epoch, or between the updates of a batch of rollouts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pl_grouprl.utilities.run_options import Changes, changed_options, refused_c
 
 
 def fix_loop_counters(checkpoint: dict[str, Any], num_batches: int | None = None) -> bool:
-    """Let the counters of a checkpoint say where the run stood, at whatever moment of its loops it was saved.
+    """Correct the loop counters of a checkpoint, so that they say where the run stood when it was saved.
 
-    Lightning counts an epoch as done before it saves the last checkpoint of a run, also where the run only stopped in
-    it, by `max_steps` for one; going on from there would skip the rest of the epoch. And where a run has stopped at the
-    end of an epoch, Lightning 2.6 takes the next one for finished as well if there is a `max_steps`.
+    Lightning gets two cases wrong. It counts an epoch as complete in the last checkpoint of a run that `max_steps`
+    ended mid-epoch, so a resumed run would skip the rest of that epoch. And if the run ended with an epoch, Lightning
+    2.6 skips the next epoch when `max_steps` is set.
 
     Args:
         checkpoint: What Lightning has loaded and is about to restore; changed in place.
-        num_batches: Batches per epoch now, if known. An epoch that has already had that many is complete, even if
-            epochs were longer when the checkpoint was saved.
+        num_batches: Batches per epoch now, if known. An epoch that has had that many is complete, even if epochs were
+            longer when the checkpoint was saved.
 
     Returns:
-        Whether an epoch was complete, so that the next one begins.
+        Whether the epoch was complete, so that the run resumes with the next one.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop")
     if loop is None:
@@ -52,15 +52,15 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
     """Rebuild this rank's rollouts from a checkpoint.
 
     Args:
-        per_rank: What each rank's buffer had to save; None from those that had no updates to come.
+        per_rank: The saved state of each rank's buffer, or None if its updates were finished.
         rank: This rank.
-        num_mini_batches: Into how many parts a pass over the rollouts is cut now.
+        num_mini_batches: Mini-batches per pass over the rollouts in this run.
 
     Returns:
-        The rollouts; None where no updates were to come.
+        The rollouts, or None if their updates were finished.
 
     Raises:
-        ValueError: If the rollouts were cut into another number of mini-batches.
+        ValueError: If the saved run divided the rollouts into a different number of mini-batches.
     """
     if per_rank[0] is None:
         return None
@@ -75,24 +75,25 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
 
 
 def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Deal the rollouts of all ranks to another number of ranks; each group stays in its mini-batch.
+    """Distribute the rollouts of all saved ranks over a different number of ranks; groups keep their mini-batch.
 
-    Nothing is sampled or estimated again, so what moves once per batch of rollouts (the KL coefficient, the threshold
-    of token groups) does not move twice.
+    Nothing is sampled or estimated again, so controllers that move once per batch of rollouts (the KL coefficient, the
+    threshold of token groups) do not move twice.
 
     Args:
-        per_rank: The state of each rank's buffer.
-        rank: Whose share is wanted.
-        num_ranks: How many ranks there are now.
+        per_rank: The saved state of each rank's buffer.
+        rank: This rank.
+        num_ranks: Number of ranks now.
 
     Returns:
-        The state of a buffer. A rank for which no group is left holds one without a trained token.
+        The state of this rank's buffer. If there are fewer groups than ranks, some ranks get a dummy group, with no
+        trained token.
     """
     places = [
         (state["mini_batches"][index], group["group_id"], owner, index)
         for owner, state in enumerate(per_rank)
         for index, group in enumerate(state["groups"])
-        if state["mini_batches"][index] >= 0  # not one that only fills a rank
+        if state["mini_batches"][index] >= 0  # not a dummy
     ]
     places.sort(key=lambda place: place[:2])
     own = places[rank::num_ranks]
@@ -109,11 +110,11 @@ def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) 
 
 
 def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
-    """Refuse adapters that act otherwise than the checkpoint's, though their weights may have the same shapes.
+    """Refuse adapters whose options differ from the checkpoint's, even if the weights have the same shapes.
 
     Args:
-        then: In the checkpoint, by the part that has them (`policy`, `critic`), as `adapter_options` gives them.
-        now: The same of this run. Parts that are in one of both alone are left out.
+        then: Options in the checkpoint, by part (`policy`, `critic`), from `adapter_options`.
+        now: The same for this run. Only parts in both are compared.
 
     Raises:
         ValueError: If an option differs.
@@ -127,13 +128,13 @@ def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, A
         ]
         if differing:
             raise ValueError(
-                f"the {part} has another adapter than in the checkpoint: {', '.join(differing)}; restore its options, "
-                "or start a new run."
+                f"the {part} has a different adapter from the one in the checkpoint: {', '.join(differing)}; restore "
+                "its options, or start a new run."
             )
 
 
 def compare_options(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse options that differ from those the checkpoint's unfinished rollouts were made with.
+    """Refuse options that differ from those with which the checkpoint's unfinished rollouts were made.
 
     Raises:
         ValueError: If one differs.
@@ -153,7 +154,7 @@ def check_changed_options(changes: Changes, allowed: Sequence[str]) -> None:
         allowed: Options that may differ, by name or dotted prefix.
 
     Raises:
-        ValueError: If an option differs that may not.
+        ValueError: If any other option differs.
     """
     refused = refused_changes(changes, allowed)
     if refused:
@@ -166,7 +167,7 @@ def check_changed_options(changes: Changes, allowed: Sequence[str]) -> None:
 
 
 def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse options of the optimizer that the state in the checkpoint would overrule.
+    """Refuse changed optimizer options, because the optimizer state in the checkpoint would override them.
 
     Args:
         then: In the checkpoint, by name, such as `policy.learning_rate`.
@@ -178,18 +179,18 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
     differences = refused_changes(changed_options(then, now), ())
     if differences:
         raise ValueError(
-            f"the optimizer has other options than in the checkpoint, whose state brings its own: "
+            f"the optimizer's options differ from those in the checkpoint, whose state would override them: "
             f"{'; '.join(differences)}. Restore them, or start a new run from the exported policy."
         )
 
 
 def compare_reference(then: float | None, now: float | None, source: Any) -> None:
-    """Refuse another base model than the checkpoint's.
+    """Refuse a different base model.
 
     Args:
         then: Fingerprint in the checkpoint.
-        now: Fingerprint of this run's.
-        source: Where it came from, for the error.
+        now: Fingerprint in this run.
+        source: Where the model comes from, for the error.
 
     Raises:
         ValueError: If they differ.
@@ -202,7 +203,7 @@ def compare_reference(then: float | None, now: float | None, source: Any) -> Non
 
 
 class UnfinishedRollouts:
-    """The rollouts of every rank, as part of a checkpoint, if some of their updates are still to come.
+    """The rollouts of every rank, as part of a checkpoint, while some of their updates are still to come.
 
     Args:
         module: Has `last_rollouts` and `updates_per_rollout`.
@@ -231,10 +232,10 @@ class UnfinishedRollouts:
 
 
 def restore_loaders(trainer: Any, *, begins_epoch: bool) -> None:
-    """Restore the position in the data, which Lightning loses in two cases; call before the first batch is read.
+    """Restore the position in the data where Lightning loses it; call this before the first batch is read.
 
-    They are: the epoch was complete, or a schedule asked for the number of steps, which sets up the loader before its
-    state is known.
+    That is the case if the epoch was complete, or if a learning-rate schedule asked for the number of steps, which sets
+    up the loader before its state is restored.
 
     Args:
         trainer: The Trainer.

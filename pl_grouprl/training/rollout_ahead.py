@@ -1,11 +1,10 @@
-"""The next rollout, sampled in a thread while the present one is trained on."""
+"""Sample the next rollout in a thread while the current one is trained on."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,23 +16,23 @@ from pl_grouprl.models.reference import frozen_copy
 from pl_grouprl.rollout.engine import RolloutEngine, declares
 from pl_grouprl.strategies.support import StrategySupport
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import field_values
 
 Sample = Callable[[Sequence[Prompt], int, RolloutEngine], list[RolloutGroup]]
-"""Samples the rollouts of prompts, for the rollout of that number, with an engine that is bound; runs in a thread."""
+"""(prompts, rollout number, bound engine) -> their rollouts; runs in the thread."""
 
 Regroup = Callable[[list[list[Rollout]]], list[RolloutGroup]]
-"""Puts rollouts back to their prompts."""
+"""Attaches rollouts to their prompts again."""
 
 
 class RolloutAhead:
-    """Samples one rollout that will be needed next, from a copy of the policy.
+    """Samples the next rollout from a copy of the policy.
 
-    The copy gets the policy's weights when a rollout is started and keeps them until it is done, whatever the updates
-    do to the policy meanwhile. Nothing is random but what the seed of the rollout says, so the result does not depend
-    on which of the two is faster.
+    The copy takes the policy's weights when a rollout starts and keeps them until it is done, while updates change the
+    policy. The rollout's seed alone determines the result, not which of the two is faster.
 
     Attributes:
-        policy_step: Optimizer steps that the policy had made when the pending rollout was started.
+        policy_step: The policy's optimizer steps when the pending rollout started.
     """
 
     def __init__(self) -> None:
@@ -48,12 +47,12 @@ class RolloutAhead:
         self._sample: Any = None
 
     def attach(self, policy: nn.Module, engine: RolloutEngine, tokenizer: Any, sample: Sample) -> None:
-        """Get ready for a run.
+        """Prepare for a run.
 
         Args:
-            policy: The policy; no context shares its prefixes yet, since the copy would be in the context too.
-            engine: Its engine. Another one with the same options is bound to the copy.
-            tokenizer: Its tokenizer, which is copied: those of two threads must not be one.
+            policy: The policy, before it enters `shared_prefix`, which would apply to the copy too.
+            engine: Its engine. A copy with the same options is bound to the policy's copy.
+            tokenizer: Its tokenizer, copied because threads must not share one.
             sample: What the thread runs.
         """
         self._policy, self._copy = policy, frozen_copy(policy).eval()
@@ -63,7 +62,7 @@ class RolloutAhead:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-ahead")
 
     def start(self, prompts: Sequence[Prompt], rollout_number: int, policy_step: int) -> None:
-        """Copy the policy as it is now, and begin to sample. What was pending has been taken."""
+        """Copy the policy's weights and start sampling. Nothing may be pending."""
         assert self._executor is not None
         assert self._pending is None
         self._copy_weights()
@@ -71,13 +70,13 @@ class RolloutAhead:
         self._pending = self._executor.submit(self._run, list(prompts), rollout_number, _event(self._copy))
 
     def take(self, rollout_number: int, regroup: Regroup) -> list[RolloutGroup] | None:
-        """Wait for the groups of that rollout, if it was started; raises what the thread raised.
+        """Wait for this rollout, if it was started, and return its groups; raises what the thread raised.
 
-        What was started for another number is dropped: an epoch may end before all of its prompts are used.
+        A pending rollout with another number is dropped: an epoch may end before all of its prompts are used.
 
         Args:
             rollout_number: The rollout that is due.
-            regroup: Called where the rollouts are those of a checkpoint.
+            regroup: Called if the rollouts come from a checkpoint.
         """
         number, pending, restored = self._number, self._pending, self._restored
         self._number = self._pending = self._restored = None
@@ -87,25 +86,25 @@ class RolloutAhead:
         return groups if restored is None else regroup(restored)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Wait for what is pending, and return it as plain containers, without prompts; None where nothing is."""
+        """Wait for the pending rollout and return it as plain containers, without prompts; None if there is none."""
         if self._number is None:
             return None
         rollouts = self._restored
         if rollouts is None:
             assert self._pending is not None
             rollouts = [group.rollouts for group in self._pending.result()]
-        plain = [[_shallow(rollout) for rollout in own] for own in rollouts]
+        plain = [[field_values(rollout) for rollout in own] for own in rollouts]
         return {"rollout_number": self._number, "policy_step": self.policy_step, "rollouts": plain}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on with what was pending."""
+        """Restore the pending rollout."""
         self._number = self._pending = self._restored = None
         if state is not None:
             self._number, self.policy_step = state["rollout_number"], state["policy_step"]
             self._restored = [[Rollout(**rollout) for rollout in own] for own in state["rollouts"]]
 
     def close(self) -> None:
-        """Wait for the thread, and let go of the copy. What was sampled stays, for a checkpoint or another fit."""
+        """Wait for the thread and free the copy. The sampled rollout stays, for a checkpoint or another fit."""
         if self._executor is not None:
             self._executor.shutdown()
         self._executor = self._policy = self._copy = self._engine = self._sample = None
@@ -130,32 +129,32 @@ class RolloutAhead:
 
 
 def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: StrategySupport, corrected: bool) -> None:
-    """Refuse at setup what does not go together with sampling ahead.
+    """Refuse, at setup, options that cannot be combined with sampling ahead.
 
     Args:
-        module: With its Trainer.
-        engine: What samples its rollouts.
-        support: Of its strategy.
+        module: The module, attached to its Trainer.
+        engine: Its rollout engine.
+        support: Support for its strategy.
         corrected: Whether the loss corrects for the sampler's log-probabilities.
 
     Raises:
-        ValueError: With the reason and the remedy.
+        ValueError: Says why, and what to change.
     """
     precision = module.trainer.precision_plugin
     for unfit, reason in (
         (
             not corrected,
-            "its rollouts come from older weights, which nothing corrects; set importance_sampling, 'token_truncate' "
-            "for one",
+            "its rollouts come from older weights and nothing corrects for that; set importance_sampling, for "
+            "example to 'token_truncate'",
         ),
         (
             not declares(engine, "samples_from_copies"),
-            f"only HFRolloutEngine samples from a copy of the policy beside its updates, and engine is "
+            f"only HFRolloutEngine can sample from a copy of the policy during updates, and engine is "
             f"{type(engine).__name__}",
         ),
         (
-            type(support) is not StrategySupport,
-            f"only single devices and DDP hold whole weights to copy, and trainer.strategy is "
+            not support.keeps_plain_weights,
+            f"only single devices and DDP have whole weights to copy, and trainer.strategy is "
             f"{type(module.trainer.strategy).__name__}",
         ),
         (
@@ -164,7 +163,7 @@ def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: Strate
         ),
         (
             not hasattr(getattr(module.trainer, "datamodule", None), "peek"),
-            "it has to know the next prompts; pass a PromptDataModule as datamodule",
+            "it needs to know the next prompts; pass a PromptDataModule as datamodule",
         ),
     ):
         if unfit:
@@ -172,11 +171,7 @@ def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: Strate
 
 
 def _event(model: nn.Module) -> Any:
-    """What another thread's stream has to wait for until the weights are copied; None without a GPU."""
+    """CUDA event that another stream waits on until the weights are copied; None on CPU."""
     if next(model.parameters()).device.type != "cuda":
         return None
     return torch.cuda.current_stream().record_event()
-
-
-def _shallow(rollout: Rollout) -> dict[str, Any]:
-    return {part.name: getattr(rollout, part.name) for part in fields(rollout)}

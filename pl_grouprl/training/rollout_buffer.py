@@ -1,12 +1,12 @@
 """The rollouts of one prompt batch, and the per-token quantities that several updates reuse.
 
-Legend: B rollouts, N response tokens of all rollouts one after another.
+Legend: B rollouts, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.training.distribution import cut_into_mini_batches, from_state, to_state
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.copying import field_values
 from pl_grouprl.utilities.distributed import derive_seed
 
 
@@ -24,18 +25,17 @@ class RolloutBuffer:
     """Groups of rollouts and named tensors on their token axis N, on the CPU.
 
     Attributes:
-        groups: In the order of the prompts.
-        rollout_number: Counts the prompt batches of the run.
-        num_mini_batches: Optimizer steps of one pass over the groups of all ranks.
+        groups: In prompt order.
+        rollout_number: Index of the prompt batch in the run.
+        num_mini_batches: Optimizer steps per pass over the groups of all ranks.
         seed: Decides, with `rollout_number`, the order of the mini-batches in each pass.
-        tokens: For each name one tensor per group, over the response tokens of the group. `loss_mask` is always there:
-            True where the token is trained, which it never is in a rollout without a reward. `rollout_logprobs`, what
-            the sampler reported, is there if it did so for every rollout, and in a run for every rollout of all ranks.
-        metrics: What is known since the rollout, by the name it is logged under.
-        num_tokens: Tokens of all sequences of all ranks, each with its prompt.
-        updates_done: How many updates have used the buffer.
-        mini_batches: The number of the mini-batch that each group belongs to; by default as `distribution.deal` deals
-            groups on one rank.
+        tokens: By name, one tensor per group over its response tokens. Always has `loss_mask`: True where a token is
+            trained, so False throughout a rollout without a reward. Has `rollout_logprobs`, as reported by the
+            sampler, if every rollout (in a run, of all ranks) has them.
+        metrics: Metrics of the rollout, by the name they are logged under.
+        num_tokens: Tokens of all sequences of all ranks, prompts included.
+        updates_done: Number of updates that have used the buffer.
+        mini_batches: Mini-batch index of each group; by default from `cut_into_mini_batches`, as on one rank.
     """
 
     groups: list[RolloutGroup]
@@ -66,7 +66,7 @@ class RolloutBuffer:
         return torch.tensor(lengths, dtype=torch.long)
 
     def put(self, name: str, values_N: Tensor) -> None:
-        """Keep a per-token quantity of all groups under a name.
+        """Store a per-token quantity of all groups under a name.
 
         Raises:
             ValueError: If there is not one value per response token.
@@ -77,12 +77,12 @@ class RolloutBuffer:
         self.tokens[name] = list(values_N.detach().cpu().split(sizes))
 
     def mask_unrewarded(self) -> None:
-        """Make the loss mask from the rollouts as they are now; done anew when rewards arrive."""
+        """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
         trained = [bit for group in self.groups for rollout in group.rollouts for bit in _trained_tokens(rollout)]
         self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
 
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
-        """Keep a quantity of each rollout, repeated for each of its tokens."""
+        """Store a per-rollout quantity, repeated for each token."""
         self.put(name, values_B.cpu().repeat_interleave(self.rollout_lengths))
 
     def joined(self, name: str) -> Tensor:
@@ -93,19 +93,11 @@ class RolloutBuffer:
         """Which rollouts have a trained token, bool, shape [B]."""
         return to_rows(self.joined("loss_mask"), self.rollout_lengths).any(dim=1)
 
-    def per_rollout_means(self, name: str) -> list[list[float]]:
-        """Mean over the tokens of each rollout, by group: what a table of completions shows. 0 for an empty one."""
-        means = []
-        for group, values in zip(self.groups, self.tokens[name], strict=True):
-            parts = values.split([len(rollout.token_ids) for rollout in group.rollouts])
-            means.append([float(part.float().mean()) if len(part) else 0.0 for part in parts])
-        return means
-
     def members(self, update_index: int) -> list[int]:
-        """Which groups of this rank are trained in an update, whole; a rank may have none.
+        """Indices of this rank's groups that are trained in an update; may be empty.
 
-        Mini-batches are the same in each pass over the rollouts and come in another order, which the seed, the rollout
-        number and the pass decide, on all ranks alike.
+        Every pass uses the same mini-batches; their order depends on seed, rollout number and pass, and is the same on
+        all ranks.
         """
         epoch, place = divmod(update_index, self.num_mini_batches)
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.rollout_number, epoch))
@@ -120,14 +112,14 @@ class RolloutBuffer:
     def select(
         self, parts: Sequence[tuple[int, Sequence[int]]]
     ) -> tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]:
-        """Take some rollouts of some groups.
+        """Select some rollouts of some groups.
 
         Args:
-            parts: Indices of groups, each with the indices of the rollouts that are taken.
+            parts: Group indices, each with the indices of the selected rollouts.
 
         Returns:
-            The groups with these rollouts (those of the buffer where all are taken), their per-token quantities, and
-            the place of each rollout in the buffer.
+            The groups with these rollouts (the buffer's objects where all are selected), their per-token quantities,
+            and each rollout's index in the buffer.
         """
         first_rollouts = list(accumulate((len(group.rollouts) for group in self.groups), initial=0))
         groups, numbers = [], []
@@ -147,12 +139,12 @@ class RolloutBuffer:
         return groups, {name: torch.cat(values) for name, values in tokens.items()}, tuple(numbers)
 
     def in_order(self, values: Sequence[Tensor], numbers: Sequence[int], *, per_token: bool) -> Tensor:
-        """Put what was computed of some rollouts after another back into the order of the buffer.
+        """Reorder values that were computed part by part into the order of the buffer.
 
         Args:
-            values: Of parts of the buffer, shape [N, ...] of the part, or [B, ...].
-            numbers: The place of each rollout in the buffer, through all parts; each rollout once.
-            per_token: Whether there is a value per token, not per rollout.
+            values: One tensor per part, shape [N, ...] or [B, ...] of the part.
+            numbers: Buffer index of each rollout, over all parts; each rollout once.
+            per_token: Whether values are per token rather than per rollout.
         """
         joined = torch.cat(list(values))
         if list(numbers) == sorted(numbers):
@@ -163,9 +155,8 @@ class RolloutBuffer:
         return torch.cat([pieces[place] for place in places])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain containers and tensors; the groups without columns of the data set."""
-        state = {part.name: getattr(self, part.name) for part in fields(self)}
-        return state | {"groups": [to_state(group) for group in self.groups]}
+        """Return plain containers and tensors, without dataset columns."""
+        return field_values(self) | {"groups": [to_state(group) for group in self.groups]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RolloutBuffer:

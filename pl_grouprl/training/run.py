@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,6 +13,15 @@ from pl_grouprl.strategies import StrategySupport
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 
 T = TypeVar("T")
+
+
+def by_name(owner: Any, method: str) -> Callable[..., Any]:
+    """A method that is looked up when it is called: one set on the instance counts, and so does a deep copy's."""
+    return partial(_call, owner, method)
+
+
+def _call(owner: Any, method: str, *args: Any) -> Any:
+    return getattr(owner, method)(*args)
 
 
 class Run(Protocol):

@@ -42,6 +42,26 @@ FREE_OPTIONS = frozenset(
 )
 """Constructor options that may differ when a run is resumed; every other one is compared."""
 
+PASSED_ON = frozenset(
+    {
+        "rewards",
+        "sampling",
+        "engine",
+        "seed",
+        "num_generations",
+        "num_mini_batches",
+        "sharing",
+        "attention_backend",
+        "verify",
+        "max_tokens_per_micro_batch",
+        "sequence_parallel_size",
+        "mask_truncated_completions",
+        "dynamic_sampling",
+        "rollout_ahead",
+    }
+)
+"""Constructor options that the parts of a run have received: setting the attribute later would change nothing."""
+
 _OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps)")
 """Options that the optimizer's state brings along: `compare_optimizers` refuses any change of them."""
 

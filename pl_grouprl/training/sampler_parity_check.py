@@ -1,4 +1,4 @@
-"""Verify once in a run that a sampler of its own computes what the policy computes."""
+"""Verify, once per run, that a separate sampler computes the policy's log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 class SamplerParityCheck:
-    """Compares a sampler's log-probabilities with the policy's, once in a run.
+    """Compares a sampler's log-probabilities with the policy's, once per run, on rank 0's longest first rollouts.
 
-    Compares the longest of the first rollouts of rank 0. Under top-k and min-p single tokens say nothing; it waits for
-    rollouts sampled without.
+    With top-k or min-p, single tokens are uninformative, so it waits for rollouts sampled without them.
     """
 
     def __init__(self) -> None:
@@ -42,17 +41,17 @@ class SamplerParityCheck:
         groups: Sequence[RolloutGroup],
         sampling: SamplingConfig,
     ) -> None:
-        """Compare, unless that has been done. All ranks call it.
+        """Compare, unless already done. Collective.
 
         Args:
-            module: Has the policy.
-            engine: Has sampled.
-            groups: What was just sampled from its present weights on this rank.
-            sampling: How.
+            module: The run, with the policy.
+            engine: The engine that sampled.
+            groups: The groups that this rank just sampled from the current weights.
+            sampling: The sampling options.
 
         Raises:
-            WeightsMismatchError: On rank 0, if the log-probabilities are not those of the policy.
-            RuntimeError: On the others then.
+            WeightsMismatchError: On rank 0, if the log-probabilities differ from the policy's.
+            RuntimeError: On the other ranks, if rank 0 raises.
         """
         if self._done or not can_compare(sampling):
             return
@@ -77,7 +76,7 @@ def _compare(
     if not difference <= allowed:
         raise WeightsMismatchError(
             f"{name} has the weights of {type(module.policy).__name__}, but its log-probabilities differ from the "
-            f"policy's by {difference:.3g} nats on average (at most {allowed} is rounding): it computes another "
-            "model with them, or in too narrow a dtype. Sample with HFRolloutEngine, or set the engine's dtype."
+            f"policy's by {difference:.3g} nats on average (rounding explains at most {allowed}): it runs a "
+            "different model, or too narrow a dtype. Sample with HFRolloutEngine, or set the engine's dtype."
         )
     rank_zero_info(f"{name} and the policy agree: log-probabilities differ by {difference:.1e} nats on average.")

@@ -1,6 +1,6 @@
-"""Scores rollouts without gradient: log-probabilities before the update, those of the reference, values.
+"""Scores rollouts without gradient: old and reference log-probabilities, values.
 
-Legend: B rollouts, N response tokens of all rollouts one after another.
+Legend: B rollouts, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pl_grouprl.training.run import Run
 from pl_grouprl.utilities.modes import evaluating
 
 ScoringFunction = Callable[[ScoringBatch], Sequence[Tensor | None]]
-"""Takes rollouts laid out for one decoder call; returns tensors of shape [N, ...] or [B, ...], or None."""
+"""Takes the rollouts of one decoder call; returns tensors of shape [N, ...] or [B, ...], or None."""
 
 
 class Scorer:
@@ -37,16 +37,16 @@ class Scorer:
     def map(
         self, model: nn.Module, buffer: RolloutBuffer, function: ScoringFunction, *, per_rollout: Sequence[int] = ()
     ) -> list[Any]:
-        """Call a function on all rollouts. All ranks call it together.
+        """Call a function on all rollouts. Collective.
 
         Args:
-            model: What the function runs; in evaluation mode meanwhile.
+            model: The model that the function runs; in evaluation mode during the call.
             buffer: The rollouts.
-            function: Called once for each micro-batch.
-            per_rollout: Indices of the returned tensors that have a value per rollout instead of per token.
+            function: Called once per micro-batch.
+            per_rollout: Indices of the returned tensors that are per rollout rather than per token.
 
         Returns:
-            Each tensor for all rollouts, in the order of the buffer, on the CPU; None if the function returned None.
+            Each tensor for all rollouts, in buffer order, on the CPU; None if the function returned None.
         """
         with self._micro_batcher.naming_memory("scoring, "), evaluating(model), self._run.support.forward_context():
             parts = self._run.call_wrapped(partial(self._map, buffer, function))

@@ -1,4 +1,4 @@
-"""Trainer options that a fit here could not honour, or that would end it before it begins."""
+"""Refuses Trainer options that a fit cannot honour, or that would end it before it begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pl_grouprl.utilities.options import check_options
 
 
 def check_trainer(trainer: Any, stage: str) -> None:
-    """Refuse such options by name.
+    """Refuse such options.
 
     Raises:
         ValueError: Names the option, its value and what it must be.
@@ -22,7 +22,7 @@ def check_trainer(trainer: Any, stage: str) -> None:
         return
     if num_ranks() not in (1, trainer.world_size):
         raise ValueError(
-            f"a process group of {num_ranks()} ranks is there, but the Trainer has {trainer.world_size}; gradients "
+            f"a process group of {num_ranks()} ranks exists, but the Trainer has {trainer.world_size}; gradients "
             "would not be averaged over it. Pass devices and strategy for all ranks, or destroy the group."
         )
     every_epoch, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
@@ -71,10 +71,10 @@ def refuse_compiled(modules: Mapping[str, Any]) -> None:
     """Refuse compiled modules.
 
     Args:
-        modules: By the name that the error calls them.
+        modules: Modules by name, for the error.
 
     Raises:
-        ValueError: With what to compile instead.
+        ValueError: Says what to compile instead.
     """
     for name, part in modules.items():
         compiled = isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
@@ -86,10 +86,10 @@ def refuse_compiled(modules: Mapping[str, Any]) -> None:
 
 
 def check_updates(trainer: Any, num_iterations: int, num_mini_batches: int) -> None:
-    """Refuse more mini-batches than prompts, and optimizer steps that add up several passes over the same rollouts.
+    """Refuse more mini-batches than prompts, and accumulation over several passes over the same rollouts.
 
     Raises:
-        ValueError: With the options.
+        ValueError: Names the options.
     """
     batch_size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
     if batch_size is not None and num_mini_batches > batch_size:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
+
+
+def field_values(instance: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, as they are: nothing is copied."""
+    return {field.name: getattr(instance, field.name) for field in fields(instance)}
 
 
 def private_copy(value: T) -> T:

@@ -1,4 +1,4 @@
-"""What the ranks of a run exchange besides gradients."""
+"""What the ranks of a run exchange besides gradients, and what each holds of a tensor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ def num_ranks() -> int:
     """Number of processes that train together; 1 without a process group."""
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if initialized else 1
+
+
+def own_rank() -> int:
+    """This process's number among them; 0 without a process group."""
+    return torch.distributed.get_rank() if num_ranks() > 1 else 0
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard under ZeRO-3 and FSDP2, detached; the whole tensor where it is not sharded."""
+    shard: torch.Tensor = getattr(tensor, "ds_tensor", tensor)  # of ZeRO-3
+    local: torch.Tensor = shard.to_local() if hasattr(shard, "to_local") else shard  # a DTensor, of FSDP2
+    return local.detach()
 
 
 def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = None) -> list[Any]:

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.shards import local_shard
+from pl_grouprl.utilities.distributed import gather_plain, local_shard
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Checks of options."""
+"""Options: checked, left out, joined."""
 
 from __future__ import annotations
 
@@ -38,3 +38,27 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def drop_none(**options: Any) -> dict[str, Any]:
+    """Leave out options that are None: one that a loss does not know is then an error only if it was set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def join_options(options: dict[str, Any], more: dict[str, Any] | None, argument: str) -> dict[str, Any]:
+    """Join options that are constructor arguments with the mapping of all others.
+
+    Args:
+        options: The former.
+        more: The latter.
+        argument: The name of the mapping.
+
+    Raises:
+        ValueError: If an option is in both.
+    """
+    for name, value in (more or {}).items():
+        if name in options:
+            raise ValueError(
+                f"{name} is set twice, as {options[name]!r} and in {argument} as {value!r}; leave one of them out."
+            )
+    return options | (more or {})

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.utilities.describe import plain
+from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES, POLICY_LOSS_CLASSES
 
 _MOVED = {
     "pl_grouprl.algorithms.optimizer.": "pl_grouprl.training.optimizer.",
     "pl_grouprl.data.tasks.": "pl_grouprl.demo.digits.",
     "pl_grouprl.models.warm_start.": "pl_grouprl.demo.warm_start.",
+    **{f"{old}(": f"{new}(" for old, new in (POLICY_LOSS_CLASSES | ESTIMATOR_CLASSES).items()},
 }
-"""Where classes in the options of older checkpoints are now."""
+"""What the options of older checkpoints begin with, and what those of this version do."""
 
 Changes = dict[str, tuple[Any, Any]]
 """By option name, its value then and now."""
@@ -105,10 +107,13 @@ def remedy(changes: Changes, allowed: Sequence[str]) -> str:
     return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
 
 
-def recorded(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Make a constructor pass its arguments, defaults included, to `self.note_options` before it runs.
+def recorded(initialize: Callable[..., None], note: Callable[[Any, Mapping[str, Any]], None]) -> Callable[..., None]:
+    """Make a constructor pass its arguments, defaults included, to a function before it runs.
 
-    If one constructor calls another, the inner one's value of an option counts.
+    Args:
+        initialize: The constructor.
+        note: Takes the object and some of its arguments by name. If one constructor calls another, the inner one's
+            value of an option comes last.
     """
     signature = inspect.signature(initialize)
 
@@ -123,9 +128,9 @@ def recorded(initialize: Callable[..., None]) -> Callable[..., None]:
         for parameter in list(signature.parameters.values())[1:]:
             value = bound.arguments[parameter.name]
             if parameter.kind is parameter.VAR_KEYWORD:
-                self.note_options(value)
+                note(self, value)
             elif parameter.kind is not parameter.VAR_POSITIONAL:
-                self.note_options({parameter.name: value})
+                note(self, {parameter.name: value})
         initialize(self, *args, **kwargs)
 
     return initialize_recorded

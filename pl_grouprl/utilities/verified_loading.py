@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pl_grouprl.utilities.checkpoint_files import ABSENT, corruption_reason, finish_interrupted, read_manifest
-from pl_grouprl.utilities.distributed import gather_plain, num_ranks
+from pl_grouprl.utilities.distributed import gather_plain, own_rank
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,8 +37,7 @@ def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str =
         rank_zero_warn(f"checkpoint {path} is not a local file or folder, so it is loaded without being verified.")
         return
     checkpoint = Path(path)
-    first = num_ranks() == 1 or torch.distributed.get_rank() == 0
-    found = _corruption_reason(checkpoint) if first else None if checkpoint.exists() else ABSENT
+    found = _corruption_reason(checkpoint) if own_rank() == 0 else None if checkpoint.exists() else ABSENT
     for rank, reason in enumerate(gather_plain(found or "", device)):
         if reason == ABSENT:
             raise FileNotFoundError(f"checkpoint {path}: {ABSENT}{f' (rank {rank})' if rank else ''}.")
@@ -58,7 +57,7 @@ def verify_loads(trainer: Trainer) -> None:
 
     def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         verify_checkpoint(checkpoint_path, strategy.root_device)
-        compare = getattr(trainer.lightning_module, "compare_origin", None)
+        compare = getattr(getattr(trainer.lightning_module, "run_checkpoint", None), "compare_origin", None)
         if compare is not None and "://" not in str(checkpoint_path):
             compare(read_manifest(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
         if not reads_files:

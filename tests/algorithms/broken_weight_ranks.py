@@ -35,5 +35,5 @@ def train(strategy: str, rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     strategy, folder = sys.argv[1], Path(sys.argv[2])
     codes = wait_for(fork_ranks(strategy, lambda rank: train(strategy, rank, folder), folder / "log.txt"))
-    print((folder / "log.txt").read_text()[-2000:])
+    print((folder / "log.txt").read_text()[-2000:], file=sys.stderr)
     sys.exit(any(codes))

@@ -316,7 +316,7 @@ def test_an_older_checkpoint_still_loads(saved, fit):
     del checkpoint["pl_grouprl"]["run_options"]
     torch.save(checkpoint, path)
     fit(checkpoint=path, beta=0.0, entropy_coef=0.1)
-    with pytest.raises(ValueError, match=r"policy_loss is 'ClippedPolicyLoss.*epsilon=0.3.* pass allow_changed="):
+    with pytest.raises(ValueError, match=r"policy_loss is 'ppo\(epsilon=0.3.* pass allow_changed="):
         fit(checkpoint=path, epsilon=0.3)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.rollouts import per_rollout_means
 from helpers.scripts import run_script
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -287,7 +288,7 @@ def test_truncated_completions_count_in_their_group_and_are_not_trained(fit):
     for mask in buffer.tokens["loss_mask"]:
         assert mask.tolist() == [True] * (1 + 2 + 3) + [False] * 4
     expected = group_relative_advantages(torch.tensor([1.0, 2.0, 3.0, 4.0]), [0] * 4)
-    for own in buffer.per_rollout_means("advantages"):
+    for own in per_rollout_means(buffer, "advantages"):
         assert own == pytest.approx(expected.tolist(), abs=1e-6)
     assert steps.metrics[0]["completions/clipped_ratio"] == 0.25
     assert steps.metrics[0]["reward"] == 2.5
@@ -310,7 +311,7 @@ def test_truncated_completions_have_no_gradient(fit):
 def test_truncated_completions_count_for_other_estimators_too(fit, estimator):
     options = {"dynamic_sampling": False, "advantage_estimator": estimator}
     _, masked, _ = fit([True] * 4, mask_truncated_completions=True, **options)
-    means = torch.tensor(masked.last_rollouts.per_rollout_means("advantages"))[:, :3]
+    means = torch.tensor(per_rollout_means(masked.last_rollouts, "advantages"))[:, :3]
     # Baselines of the rewards 1 to 4: 2.5, or 30 / 10 where rollouts weigh by their length.
     centred = torch.tensor([1.0, 2.0, 3.0]) - (2.5 if estimator != "opo" else 3.0)
     if estimator != "opo":  # whitened over the tokens: 1, 2 and 3 of them in each of four groups

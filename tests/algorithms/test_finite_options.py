@@ -11,9 +11,9 @@ import pytest
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
-from pl_grouprl.functional.advantages.registry import ADVANTAGE_ESTIMATORS
+from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS
 from pl_grouprl.functional.kl_control import AdaptiveKLController, FixedKLController
-from pl_grouprl.functional.policy_loss.registry import POLICY_LOSSES
+from pl_grouprl.functional.policy_loss import POLICY_LOSSES
 from pl_grouprl.functional.token_groups import ThresholdController
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
@@ -41,7 +41,6 @@ MAKERS = {
     SamplingConfig: {},
     OptimizerConfig: {},
     Weighted: {"function": reward},
-    **{cls: {} for cls in (*POLICY_LOSSES.values(), *ADVANTAGE_ESTIMATORS.values())},
     FixedKLController: {"coef": 0.1},
     AdaptiveKLController: {"coef": 0.1, "target": 0.1},
     ThresholdController: {},
@@ -72,6 +71,13 @@ def numeric_options(cls):
     return [name for name, parameter in found.items() if re.search(r"\b(float|int)\b", str(parameter.annotation))]
 
 
+FUNCTIONS = [*POLICY_LOSSES.values(), *ADVANTAGE_ESTIMATORS.values()]
+OPTIONS = [
+    (function, name)
+    for function in FUNCTIONS
+    for name, parameter in function.known_options().items()
+    if re.search(r"\b(float|int)\b", str(parameter.annotation))
+]
 CASES = [(cls, name) for cls in MAKERS for name in numeric_options(cls) if name not in ("seed", "stop_token_ids")]
 
 
@@ -84,11 +90,21 @@ def test_a_number_that_is_not_finite_is_refused_by_name(cls, name):
             cls(**{**options, name: given})
 
 
+@pytest.mark.parametrize(("function", "name"), OPTIONS, ids=lambda value: getattr(value, "name", value))
+def test_an_option_of_a_function_that_is_not_finite_is_refused_by_name(function, name):
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=rf"{name}\b.* is -?(nan|inf)"):
+            function.with_options({name: value})
+
+
 def test_the_sweep_is_no_empty_one(record_property):
     floats = [name for cls, name in CASES if cls in (GroupPPO, OptimizerConfig)]
     assert {"beta", "gamma", "lam", "group_epsilon", "threshold_lr", "eps", "betas", "max_grad_norm"} <= set(floats)
-    assert len(CASES) > 150
-    record_property("figure", f"{len(CASES)} options of {len(MAKERS)} classes, 3 values each")
+    assert len(CASES) + len(OPTIONS) > 150
+    figure = (
+        f"{len(CASES)} options of {len(MAKERS)} classes, {len(OPTIONS)} of {len(FUNCTIONS)} functions, 3 values each"
+    )
+    record_property("figure", figure)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.rollouts import per_rollout_means
 from helpers.scripts import run_script
 
 from pl_grouprl.functional import advantages as functions
@@ -238,7 +239,7 @@ def test_several_rewards_normalized_first_with_other_estimators(step, name):
     buffer = step(rewards=[Weighted(some_rewards, 3.0)], **options).last_rollouts
     single_B = pure_rollout_advantages(name, rewards_of(buffer) / 3, buffer)
     trained_B = ~rewards_of(buffer).isnan()
-    advantages = buffer.per_rollout_means("advantages")
+    advantages = per_rollout_means(buffer, "advantages")
     flat = torch.tensor([value for own in advantages for value in own])
     shown_B = trained_B & (buffer.rollout_lengths > 0)
     expected_B = (3 * single_B - 3 * single_B[trained_B].mean()) / (3 * single_B[trained_B].std() + 1e-6)

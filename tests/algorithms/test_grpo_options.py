@@ -41,12 +41,12 @@ def test_refused(make_module, options, message):
 
 def test_presets_and_single_options(make_module):
     module = make_module(loss_type="dr_grpo")
-    assert module.advantage_estimator.scale == "none"
+    assert module.advantage_estimator.options["scale"] == "none"
     assert module.objective.loss_agg_mode == "seq-mean-token-sum-norm"
     module = make_module(loss_type="dr_grpo", loss_agg_mode="token-mean", scale_rewards="batch", policy_loss="cispo")
-    assert module.advantage_estimator.scale == "batch"
+    assert module.advantage_estimator.options["scale"] == "batch"
     assert module.objective.loss_agg_mode == "token-mean"
-    assert type(module.objective.policy_loss).__name__ == "CISPOPolicyLoss"
+    assert module.objective.policy_loss.name == "cispo"
     assert make_module(num_iterations=3, num_mini_batches=2).updates_per_rollout == 6
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.rollouts import per_rollout_means
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -273,7 +274,7 @@ def test_subclass_changes_one_thing(make_module, make_data, make_trainer, script
     module = make_module(LongestIsBest, engine=scripted_engine)
     make_trainer(max_steps=1).fit(module, make_data())
     buffer = module.last_rollouts
-    means = buffer.per_rollout_means("advantages")
+    means = per_rollout_means(buffer, "advantages")
     assert means == [[float(len(r.token_ids)) for r in group.rollouts] for group in buffer.groups]
 
 

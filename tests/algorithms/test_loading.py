@@ -230,9 +230,9 @@ def test_load_from_checkpoint_says_what_to_pass(saved, tiny_policy):
         TypeError, match=r"GRPO\.load_from_checkpoint lacks policy and rewards: .*policy=\.\.\., rewards"
     ):
         GRPO.load_from_checkpoint(path)
-    with pytest.raises(TypeError, match=r"lacks rewards: a checkpoint holds weights and no arguments"):
+    with pytest.raises(TypeError, match=r"lacks rewards: a checkpoint has weights but no constructor arguments"):
         GRPO.load_from_checkpoint(path, policy=tiny_policy())
-    with pytest.raises(ValueError, match="weights_only is False, which would run code"):
+    with pytest.raises(ValueError, match="weights_only is False, which would let the checkpoint run code"):
         GRPO.load_from_checkpoint(path, policy=tiny_policy(), rewards=refuses, weights_only=False)
     with pytest.raises(ValueError, match="the checkpoint is of GRPO, and the module is PPO"):
         PPO.load_from_checkpoint(path, policy=tiny_policy(), rewards=refuses)

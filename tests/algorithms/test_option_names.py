@@ -36,7 +36,7 @@ NO_OPTIONS = {  # built by the package, or by a user who passes models and rollo
     *("Estimate", "CriticRows", "LossSums", "MicroBatch", "RolloutBuffer", "PolicyLoss"),
     *("Critic", "ValueHead", "PrefixPass", "PendingRewards", "RewardWorkers", "RewardConfigurationError"),
     *("EvalPromptLoader", "TrainPromptLoader", "PromptBatch", "StoppedBySignal"),
-    *("CompressionRatio", "TokenGroupStatistics", "ConfiguredLoss"),
+    *("CompressionRatio", "TokenGroupStatistics", "PolicyLossFunction", "AdvantageEstimator"),
 }
 
 

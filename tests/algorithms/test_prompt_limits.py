@@ -87,7 +87,7 @@ def test_a_token_that_the_model_does_not_know_is_found_at_setup(make_module, mak
             return {"input_ids": [[3, 900] if text == "1111" else [3] for text in texts]}
 
     data = PromptDataModule(file("x.jsonl", 1, 4), batch_size=2, tokenizer=Other())
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: the prompt holds the token id 900, .* vocab_size=\d+"):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: the prompt has token id 900, .* vocab_size=\d+"):
         make_trainer(max_steps=1).fit(make_module(engine=NothingSampled()), data)
 
 

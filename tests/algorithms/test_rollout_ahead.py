@@ -188,8 +188,8 @@ def no_processes_left():
 @pytest.mark.parametrize(
     ("options", "trainer_options", "message"),
     [
-        ({"rollout_ahead": 1}, {}, "older weights, which nothing corrects; set importance_sampling"),
-        ({**AHEAD, "engine": True}, {}, "only HFRolloutEngine samples from a copy .*engine is ScriptedEngine"),
+        ({"rollout_ahead": 1}, {}, "older weights and nothing corrects for that; set importance_sampling"),
+        ({**AHEAD, "engine": True}, {}, "only HFRolloutEngine can sample from a copy .*engine is ScriptedEngine"),
         (AHEAD, {"precision": "bf16-true"}, "precision=bf16-true sets a default dtype for all threads"),
         (AHEAD, {"strategy": "fsdp2"}, "only single devices and DDP .*ModelParallelStrategy"),
     ],

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from helpers.rollouts import per_rollout_means
 
 from pl_grouprl.algorithms import RolloutBuffer
 from pl_grouprl.types import Rollout, RolloutGroup
@@ -28,7 +29,7 @@ def test_quantities_per_rollout_and_per_token():
     buffer = make_buffer()
     buffer.put_per_rollout("advantages", torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert [values.tolist() for values in buffer.tokens["advantages"]] == [[1, 1, 2], [4, 4, 4], [5]]
-    assert buffer.per_rollout_means("advantages") == [[1, 2], [0, 4], [5]]  # the empty rollout shows 0
+    assert per_rollout_means(buffer, "advantages") == [[1, 2], [0, 4], [5]]  # the empty rollout shows 0
     with pytest.raises(ValueError, match=r"values has shape \(6,\); pass one value per token, \(7,\)"):
         buffer.put("values", torch.zeros(6))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.scripts import run_script
 from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
@@ -64,10 +63,7 @@ def test_weights_that_were_broken_before_are_told_apart(make_module, make_data, 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_all_ranks_end_where_one_ranks_part_is_broken(tmp_path, strategy):
-    script = Path(__file__).with_name("broken_weight_ranks.py")
-    command = [sys.executable, str(script), strategy, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(Path(__file__).with_name("broken_weight_ranks.py"), strategy, tmp_path, timeout=300)
     told = [(tmp_path / f"error-{rank}.txt").read_text() for rank in range(2)]
     for text in told:
         assert "NaN or infinity in 1 parameters after optimizer step 1: policy.model.norm.weight" in text

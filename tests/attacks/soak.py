@@ -53,8 +53,8 @@ def train(folder: Path, steps: int) -> Memory:
     """Train a tiny policy with everything enabled."""
     memory = Memory()
     callbacks = [
-        SafeCheckpoint(every_n_train_steps=25, save_last=True),
-        CompletionsTable(every_n_steps=10),
+        SafeCheckpoint(every_n_train_steps=5, save_last=True),
+        CompletionsTable(every_n_steps=5),
         ExportPolicy(),
         RunSummary(),
         memory,
@@ -62,7 +62,7 @@ def train(folder: Path, steps: int) -> Memory:
     loggers = [CSVLogger(folder, name="soak"), TensorBoardLogger(folder, name="soak")]
     module = make_module("grpo", length, reward_workers=1, reward_timeout=60.0)
     trainer = make_trainer(
-        folder, "single", callbacks, logger=loggers, max_epochs=-1, max_steps=steps, val_check_interval=50
+        folder, "single", callbacks, logger=loggers, max_epochs=-1, max_steps=steps, val_check_interval=5
     )
     trainer.fit(module, make_data())
     return memory
@@ -105,7 +105,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, tempfile.TemporaryDirectory(prefix="soak-") as own:
         tempfile.tempdir = os.environ["TMPDIR"] = own
-        train(Path(folder) / "first", 20)  # so that what is loaded once does not count
+        train(Path(folder) / "first", min(20, options.steps))  # so that what is loaded once does not count
         before = resources()
         memory = train(Path(folder) / "second", options.steps)
         remains = {kind: sorted(now - before[kind]) for kind, now in resources().items()}

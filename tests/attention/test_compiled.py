@@ -31,7 +31,9 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    yield
+    # Otherwise each graph is compiled twice: at first with the scale of the scores as a symbol.
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield
     torch._dynamo.reset()
 
 
@@ -86,22 +88,17 @@ def test_twenty_layouts_take_few_compilations(family):
                 torch.testing.assert_close(logprobs, expected[number][0], atol=2e-5, rtol=0)
                 assert (grads - expected[number][1]).norm() < 1e-4 * expected[number][1].norm()
     kinds = len({getattr(layer, "attention_type", None) for layer in find_decoder(model).modules()} - {None}) or 1
-    assert 1 <= counter.frame_count <= max(3, kinds)
-
-
-def test_scoring_without_gradient_compiles_once_more():
-    model = noisy_model("qwen3")
-    counter = compile_layers(model)
-    with shared_prefix(model):
-        for groups in random_layouts(10):
-            step(model, groups)
-            with torch.no_grad():
+    assert 1 <= counter.frame_count <= max(2, kinds)
+    if family == "qwen3":  # scoring without gradient is compiled once more
+        with torch.no_grad(), shared_prefix(model):
+            for groups in layouts[:10]:
                 rollout_logprobs(model, groups)
-    assert 1 <= counter.frame_count <= 3
+        assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("backend", ["cascade", "reference", "prefix_grouper"])
+@pytest.mark.parametrize("backend", [pytest.param("cascade", marks=pytest.mark.slow), "reference", "prefix_grouper"])
 def test_backends(backend):
+    """The other tests run `cascade`, which is the choice of `auto`."""
     model, groups = noisy_model("qwen3"), next(random_layouts(1))
     logprobs, grads = step(model, groups, "repeated")
     compile_layers(model, fullgraph=True)

@@ -70,7 +70,7 @@ def test_a_context_can_be_entered_again_but_not_twice():
         with context:
             model(ROWS)
         assert not model.model._forward_hooks
-    with context, pytest.raises(RuntimeError, match="already in force; make a new one to nest it"), context:
+    with context, pytest.raises(RuntimeError, match="already active; make a new one to nest it"), context:
         pass
 
 

@@ -127,7 +127,7 @@ def test_other_tokens_than_the_only_root_cannot_be_given(lengths, parents):
 def test_images_behind_the_prompt_are_refused_and_those_inside_are_forgotten():
     layout = SharedPrefixLayout([4, 2, 1], [None, 0, 0], given=4)
     assert AttentionRule(SCALE, blocks=(-1, -1, -1)).narrowed(layout).blocks is None
-    with pytest.raises(NotImplementedError, match="see both ways"):
+    with pytest.raises(NotImplementedError, match="bidirectional attention"):
         AttentionRule(SCALE, blocks=(-1, 0, 0)).narrowed(layout)
 
 
@@ -158,13 +158,13 @@ def test_the_decoder_is_told_what_the_prompt_left():
         ).last_hidden_state
         rest = decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=states).last_hidden_state
         torch.testing.assert_close(torch.cat([prompt, rest], dim=1), expected)
-        with pytest.raises(ValueError, match="gives 4 tokens; pass what they left"):
+        with pytest.raises(ValueError, match="gives 4 tokens; pass their states"):
             decoder(input_ids=tokens[:, 4:], prefix_layout=given)
         with pytest.raises(ValueError, match="input of shape"):
             decoder(input_ids=tokens, prefix_layout=given, prefix_states=states)
         with pytest.raises(ValueError, match="one prompt alone"):
             decoder(input_ids=tokens, prefix_layout=whole, prefix_states=PrefixStates())
-        with pytest.raises(RuntimeError, match="holds nothing of a LlamaAttention"):
+        with pytest.raises(RuntimeError, match="has nothing for a LlamaAttention"):
             decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=PrefixStates())
 
 

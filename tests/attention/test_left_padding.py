@@ -134,7 +134,7 @@ def test_both_checks_see_columns(monkeypatch):
     """With the scale of the position, as it was: the first look leaves such rows alone, parity fails without it."""
     monkeypatch.setattr("pl_grouprl.attention.registration.rescale_by_column", by_position)
     with shared_prefix(llama4()) as context:
-        assert context._differing_padding == "padding on the left"
+        assert context._row_sharing.differing_padding == "padding on the left"
     monkeypatch.setattr(patch, "differing_padding", lambda *_: None)
     report = check_parity(llama4())
     assert report.max_logprob_difference < 1e-4  # packed rows do not show it
@@ -150,7 +150,7 @@ def test_a_model_that_gives_nan_is_named_as_their_source():
     """float64: the mask's lowest number is infinite in the float32 in which this family takes its softmax."""
     message = (
         r"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in torch.float64; "
-        r"with a shared prefix it does not. Look at its weights, or load it in another dtype"
+        r"with a shared prefix it does not. Check its weights, or load it in another dtype"
     )
     with (
         pytest.raises(UnsupportedModelError, match=message) as caught,

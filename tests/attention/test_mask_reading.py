@@ -127,7 +127,9 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_understood_is_refused(name):
     function, part = UNKNOWN[name]
-    message = rf"composes its attention mask with .*({part}).*, which shared-prefix attention does not know; train this"
+    message = (
+        rf"composes its attention mask with .*({part}).*, which shared-prefix attention does not support; train this"
+    )
     with pytest.raises(NotImplementedError, match=message):
         read_mask_function(function)
 

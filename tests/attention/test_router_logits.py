@@ -5,7 +5,8 @@ import torch
 from helpers.tiny_models import gradients, repeated_rows, tiny_model, worst_gradient_error
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention.rows import hand_back_router_logits, share_rows, unsharable
+from pl_grouprl.attention.row_sharing import unsharable
+from pl_grouprl.attention.rows import hand_back_router_logits, share_rows
 
 ROWS = repeated_rows(0, [24, 24], 4, 9)
 
@@ -74,9 +75,9 @@ def reason(model, **arguments):
 def test_who_may_ask():
     model = tiny_model("qwen3_moe")
     assert reason(model) is None
-    assert reason(model, return_dict=False) == "router logits are asked for"
-    assert unsharable({"input_ids": ROWS, "output_router_logits": True}, model.config) == "router logits are asked for"
-    assert reason(tiny_model("llama")) == "router logits are asked for"
+    assert reason(model, return_dict=False) == "router logits are requested"
+    assert unsharable({"input_ids": ROWS, "output_router_logits": True}, model.config) == "router logits are requested"
+    assert reason(tiny_model("llama")) == "router logits are requested"
 
 
 def test_a_family_without_a_loss_that_leaves_padding_out_is_not_shared(monkeypatch):
@@ -84,9 +85,9 @@ def test_a_family_without_a_loss_that_leaves_padding_out_is_not_shared(monkeypat
 
     model = tiny_model("qwen3_moe")
     monkeypatch.setattr(modeling_qwen3_moe, "load_balancing_loss_func", lambda gate_logits, num_experts, top_k: 0)
-    assert reason(model) == "router logits are asked for"
+    assert reason(model) == "router logits are requested"
     monkeypatch.delattr(modeling_qwen3_moe, "load_balancing_loss_func")
-    assert reason(model) == "router logits are asked for"
+    assert reason(model) == "router logits are requested"
 
 
 def test_logits_of_another_shape_are_refused():

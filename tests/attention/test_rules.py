@@ -1,4 +1,4 @@
-"""Windows, chunks, soft caps, sinks, blocks that see both ways: every backend against each sequence on its own.
+"""Windows, chunks, soft caps, sinks, bidirectional blocks: every backend against each sequence alone.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
@@ -267,16 +267,16 @@ def test_flex_refuses_to_train_sinks_on_cpu():
     [
         (
             Rule(window=2, blocks=(0, 0, 0, -1, -1), window_bounds_blocks=False),
-            "no call for an image that reaches beyond the window",
+            "cannot run an image that reaches beyond the window",
         ),
-        (Rule(chunk=2, blocks=(-1,) * 5), "no call for chunks together with windows or images"),
-        (Rule(chunk=2, window=2), "no call for chunks together with windows or images"),
+        (Rule(chunk=2, blocks=(-1,) * 5), "cannot run chunks together with windows or images"),
+        (Rule(chunk=2, window=2), "cannot run chunks together with windows or images"),
     ],
     ids=["window and blocks", "chunk and blocks", "chunk and window"],
 )
 def test_cascade_refuses(rule, reason):
     forest = Forest([3, 2], [None, 0])
-    message = f"'cascade' refuses: it has {reason}; use backend 'flex' or 'reference'"
+    message = f"'cascade' refuses: it {reason}; use backend 'flex' or 'reference'"
     with pytest.raises(RuntimeError, match=message):
         get_backend("cascade")(*inputs(forest)[:3], SharedPrefixLayout(*forest), to_package(rule))
 
@@ -287,7 +287,7 @@ def test_cascade_refuses(rule, reason):
         (Rule(window=2), "window 2"),
         (Rule(chunk=4), "chunks of 4"),
         (Rule(softcap=1.5), r"soft cap 1\.5"),
-        (Rule(blocks=(-1,) * 5), "blocks that see both ways"),
+        (Rule(blocks=(-1,) * 5), "bidirectional blocks"),
         (Rule(window=2, softcap=2.0), "window 2, soft cap 2"),
     ],
     ids=["window", "chunk", "soft cap", "blocks", "two"],
@@ -296,7 +296,7 @@ def test_prefix_grouper_refuses_every_feature(rule, what):
     forest = Forest([3, 2], [None, 0])
     *states, sinks_H = inputs(forest)
     layout, backend = SharedPrefixLayout(*forest), get_backend("prefix_grouper")
-    message = "'prefix_grouper' refuses: the package knows nothing of {}; use backend 'auto'"
+    message = "'prefix_grouper' refuses: the package does not support {}; use backend 'auto'"
     with pytest.raises(RuntimeError, match=message.format(what)):
         backend(*states, layout, to_package(rule))
     with pytest.raises(RuntimeError, match=message.format(".*sinks.*")):
@@ -310,14 +310,14 @@ def test_a_block_over_the_border_of_a_segment_is_refused():
     # An image that follows another without a token between them is one with it where the prefix is repeated.
     beyond = [((-1, 4, 4, 4, 5, -1, -1), 3), ((-1, 4, 4, -1, -1, 4, -1), 5), ((-1, 4, 4, 5, -1, -1, -1), 3)]
     for blocks, token in beyond:
-        message = rf"token {token} of the packed row sees both ways with the last token of its prefix .*end the prefix"
+        message = rf"token {token} of the packed row is in the same block as the last token of its prefix .*end the"
         with pytest.raises(NotImplementedError, match=message):
             dataclasses.replace(within, blocks=blocks).narrowed(layout)
 
 
 def test_a_block_in_two_places_is_refused():
     rule = AttentionRule(SCALE, blocks=(0, -1, 0, -1))
-    with pytest.raises(NotImplementedError, match="stand apart with others between them"):
+    with pytest.raises(NotImplementedError, match="have others between them"):
         rule.narrowed(SharedPrefixLayout([4], [None]))
 
 
@@ -333,7 +333,7 @@ def test_what_has_no_effect_is_left_out():
 def test_kinds_in_words():
     assert AttentionRule(SCALE).kind == "full"
     rule = AttentionRule(SCALE, 512, 64, 50.0, torch.zeros(4), (-1,))
-    assert rule.kind == "window 512, chunks of 64, soft cap 50, sinks, blocks that see both ways"
+    assert rule.kind == "window 512, chunks of 64, soft cap 50, sinks, bidirectional blocks"
 
 
 BLOCKS = (-1, -1, 0, 0, -1)

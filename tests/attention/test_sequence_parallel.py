@@ -32,7 +32,7 @@ CASES = [
 ]
 REFUSALS = [
     ({"family": "llama", "other_rows": True}, "the 2 ranks of a sequence group were given different rows"),
-    ({"family": "llama", "sharing": "repeated"}, "sharing='repeated' is not run by several ranks together"),
+    ({"family": "llama", "sharing": "repeated"}, "several ranks cannot run a batch with sharing='repeated' together"),
     ({"family": "llama", "compile": True}, "sequence_parallel_size=2 for LlamaModel: its layers are compiled"),
     (
         {"family": "llama", "options": {"num_attention_heads": 1, "num_key_value_heads": 1}},

@@ -170,12 +170,12 @@ def refuses_at_entry_and_later(message, **arguments):
 
 @pytest.mark.parametrize("mask", [torch.zeros(1, 4, 9, 9), torch.zeros(1, 4, 9, 9, dtype=torch.long), None], ids=str)
 def test_masks_and_biases_of_a_layer_s_own_are_refused(mask):
-    refuses_at_entry_and_later("LlamaAttention has a mask or bias of its own", attention_mask=mask)
+    refuses_at_entry_and_later("LlamaAttention has its own mask or bias", attention_mask=mask)
 
 
 def test_arguments_that_are_not_known_are_refused():
     refuses_at_entry_and_later(
-        "LlamaAttention passes attention_bias, score_scale, which shared-prefix attention does not apply",
+        "LlamaAttention passes attention_bias, score_scale, which shared-prefix attention does not support",
         score_scale=2.0,
         attention_bias=torch.ones(4),
     )
@@ -183,7 +183,7 @@ def test_arguments_that_are_not_known_are_refused():
 
 def test_a_window_beside_a_mask_without_it_is_refused_where_it_would_matter():
     """Some attention implementations go by the keyword, some by the mask."""
-    message = "passes sliding_window=5 with a mask whose window is None, so that its attention implementations differ"
+    message = "passes sliding_window=5 with a mask whose window is None, so its attention implementations disagree"
     refuses_at_entry_and_later(message, sliding_window=5)  # of sequences of 6 tokens and more
     enter(give_to_attention(tiny_model("llama"), sliding_window=4096))
 
@@ -193,7 +193,7 @@ def test_layers_that_see_the_future_are_refused():
         model = tiny_model("llama")
         if causal is None:
             model.model.layers[1].self_attn.is_causal = False
-        with pytest.raises(UnsupportedModelError, match="LlamaAttention is not causal, so what a prefix becomes"):
+        with pytest.raises(UnsupportedModelError, match="LlamaAttention is not causal, so a prefix depends"):
             enter(model if causal is None else give_to_attention(model, **causal))
 
 

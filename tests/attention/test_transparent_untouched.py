@@ -50,7 +50,7 @@ def test_other_calls_that_go_through():
     untouched(tiny_model(), "it has one row", input_ids=ROWS[:1])
     untouched(tiny_model(), "no rows of the batch share a prefix", input_ids=ROWS.flip(1))
     model = tiny_model(attn_implementation="eager")
-    out = untouched(model, "attention weights are asked for", input_ids=ROWS, output_attentions=True)
+    out = untouched(model, "attention weights are requested", input_ids=ROWS, output_attentions=True)
     assert out.attentions[0].shape == (8, 4, 33, 33)
     arguments = {"output_router_logits": True, "return_dict": False}
     with torch.no_grad(), shared_prefix(tiny_model("qwen3_moe")) as context:
@@ -98,7 +98,7 @@ def test_embeddings_and_configured_attentions_are_reported():
     untouched(model, "embeddings cannot be compared", inputs_embeds=model.get_input_embeddings()(ROWS))
     model.config._attn_implementation = "eager"
     model.config.output_attentions = True
-    assert len(untouched(model, "attention weights are asked for", input_ids=ROWS).attentions) == 2
+    assert len(untouched(model, "attention weights are requested", input_ids=ROWS).attentions) == 2
 
 
 def test_a_mask_of_another_width_goes_through():

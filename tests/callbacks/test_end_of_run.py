@@ -137,7 +137,7 @@ class Export(Callback):
 @pytest.mark.parametrize("options", [{"save_last": True}, {"save_last": "link"}, {"monitor": "score"}], ids=str)
 def test_broken_weights_are_never_saved_and_an_older_checkpoint_stays(tmp_path, value, at, options):
     export = Export()
-    with pytest.raises(RuntimeError, match=r"NaN or inf in the weights at step [68]: weight\. .*former ones are unto"):
+    with pytest.raises(RuntimeError, match=r"NaN or inf in the weights at step [68]: weight\. .*earlier ones are unto"):
         fit(tmp_path, Counter(value, at), [export], 8, every_n_train_steps=3, **options)
     kept = steps_of(tmp_path)
     assert set(kept.values()) == {6 if at == 8 else 3}

@@ -70,5 +70,5 @@ def test_an_unknown_strategy_is_refused_before_training(counter):
 
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer._accelerator_connector.strategy = Sharded()
-    with pytest.raises(ValueError, match="strategy is Sharded, which is not known to work here"):
+    with pytest.raises(ValueError, match="strategy is Sharded, which is not supported here"):
         ExportPolicy().setup(trainer, counter, "fit")

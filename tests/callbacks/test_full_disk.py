@@ -71,7 +71,7 @@ def test_a_failed_export_names_the_folder_and_leaves_the_former_one(fit, counter
     export = ExportPolicy(tokenizer_attribute=None, folder=str(target))
     fit(counter, export, max_steps=1, logger=False)
     former = {path.name: path.read_bytes() for path in target.iterdir()}
-    message = rf"could not be exported to {target}, a former export is untouched: .*File too large.* be writable and"
+    message = rf"could not be exported to {target}, an earlier export is untouched: .*File too large.* be writable and"
     with full_disk(10_000), pytest.raises(OSError, match=message):
         fit(counter, export, max_steps=2, logger=False)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == former

@@ -173,7 +173,7 @@ def test_folders_that_are_not_local_are_refused(fit, counter):
 
 def test_a_folder_that_cannot_be_made_is_an_error_before_training(fit, counter, tmp_path):
     (tmp_path / "project").write_text("a file")
-    with pytest.raises(OSError, match=r"No run folder can be made in .*project/a: .* must be writable and have space"):
+    with pytest.raises(OSError, match=r"No run folder can be created in .*project/a: .* must be writable and have"):
         fit(counter, RunSummary(), logger=Offline(tmp_path, "a"))
     assert counter.trainer.global_step == 0
 

@@ -255,7 +255,7 @@ def test_a_full_disk_is_an_error_and_the_former_checkpoint_loads(tmp_path):
     module = Counter()
     undo = small_files(1000)
     try:
-        with pytest.raises(OSError, match=r"last\.ckpt could not be saved, the former ones .*File too large.* space"):
+        with pytest.raises(OSError, match=r"last\.ckpt could not be saved, the earlier ones .*File too large.* space"):
             fit(tmp_path, checkpoint=tmp_path / "last.ckpt", module=module, save_top_k=0, save_last=True)
     finally:
         undo()

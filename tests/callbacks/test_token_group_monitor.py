@@ -10,8 +10,7 @@ import torch
 from helpers.scripts import run_script
 from lightning.pytorch import LightningModule
 
-from pl_grouprl.callbacks.token_group_metrics import CompressionRatio, TokenGroupStatistics
-from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
+from pl_grouprl.callbacks.token_groups import CompressionRatio, TokenGroupMonitor, TokenGroupStatistics
 from pl_grouprl.functional.token_groups import find_token_groups
 
 TWO_RANKS = Path(__file__).with_name("token_group_ranks.py")

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from pl_grouprl.callbacks.token_group_metrics import CompressionRatio
-from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
+from pl_grouprl.callbacks.token_groups import CompressionRatio, TokenGroupMonitor
 from pl_grouprl.functional.token_groups import find_token_groups
 
 

@@ -179,7 +179,7 @@ def test_architecture_without_model_type_is_refused():
 
 
 def test_unknown_option_of_the_architecture_is_refused():
-    with pytest.raises(ValueError, match=r"\['hiden_size'\].*'qwen3' does not know"):
+    with pytest.raises(ValueError, match=r"\['hiden_size'\].*'qwen3' does not have"):
         build_model({**ARCHITECTURE, "hiden_size": 8}, LastDigit().tokenizer())
 
 

@@ -23,7 +23,10 @@ def test_names_and_kinds():
     kinds = {name: make_advantage_estimator(name) for name in ADVANTAGE_ESTIMATORS}
     assert set(kinds) == {"grpo", "rloo", "opo", "grpo_passk", "remax"} | PER_TOKEN
     assert {name for name, estimator in kinds.items() if estimator.per_token} == PER_TOKEN
+    assert {name for name, estimator in kinds.items() if estimator.token_rewards} == {"reinforce_plus_plus"}
     assert {name for name, estimator in kinds.items() if estimator.needs_greedy} == {"remax"}
+    alone = {name for name, estimator in kinds.items() if not estimator.compares_rollouts}
+    assert alone == {"remax", "reinforce_plus_plus"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - PER_TOKEN))
@@ -40,13 +43,13 @@ def test_rollout_level_estimators_take_the_same_arguments(name):
 
 
 def test_token_level_estimators_take_the_same_arguments():
-    rewards = torch.diag(REWARDS)
     mask = torch.ones(4, 4, dtype=torch.bool)
     plain = make_advantage_estimator("reinforce_plus_plus", gamma=0.5)
-    assert torch.equal(plain(rewards, mask, GROUP_IDS), reinforce_plus_plus_advantages(rewards, mask, gamma=0.5))
+    rewards = torch.diag(REWARDS)  # of tokens; the other one takes those of rollouts
+    assert torch.equal(plain(rewards, GROUP_IDS, mask=mask), reinforce_plus_plus_advantages(rewards, mask, gamma=0.5))
     baseline = make_advantage_estimator("reinforce_plus_plus_baseline")
     expected = reinforce_plus_plus_baseline_advantages(REWARDS, GROUP_IDS, mask, reduce=lambda sums: 3 * sums)
-    assert torch.equal(baseline(rewards, mask, GROUP_IDS, reduce=lambda sums: 3 * sums), expected)
+    assert torch.equal(baseline(REWARDS, GROUP_IDS, mask=mask, reduce=lambda sums: 3 * sums), expected)
 
 
 def test_options():
@@ -65,7 +68,7 @@ def test_options():
 
 
 def test_what_an_estimator_needs_and_does_not_get_is_an_error():
-    with pytest.raises(ValueError, match=r"lengths is None; opo weighs by it: pass the response tokens"):
+    with pytest.raises(ValueError, match=r"lengths is None, but the estimator 'opo' needs it; pass it by name"):
         make_advantage_estimator("opo")(REWARDS, GROUP_IDS)
-    with pytest.raises(ValueError, match=r"greedy_rewards is None; remax subtracts them: pass the reward of each"):
+    with pytest.raises(ValueError, match=r"greedy_rewards is None, but the estimator 'remax' needs it"):
         make_advantage_estimator("remax")(REWARDS, GROUP_IDS)

@@ -9,7 +9,6 @@ from pl_grouprl.functional.advantages import (
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
-from pl_grouprl.functional.advantages.reinforce import ReinforcePlusPlusBaselineAdvantage
 
 NAN = math.nan
 
@@ -61,13 +60,6 @@ def test_baseline_by_hand():
     torch.testing.assert_close(
         reinforce_plus_plus_baseline_advantages(rewards, torch.tensor([8, 3, 8, 3]), mask), expected
     )
-
-
-def test_class_adds_up_the_rewards_of_valid_tokens():
-    token_rewards = torch.tensor([[0.5, NAN, 0.5], [2.0, 3.0, 9.0], [1.0, 0.0, NAN]])
-    mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 1, 1]])
-    expected = reinforce_plus_plus_baseline_advantages(torch.tensor([1.0, 5.0, NAN]), [0, 0, 0], mask)
-    assert torch.equal(ReinforcePlusPlusBaselineAdvantage()(token_rewards, mask, [0, 0, 0]), expected)
 
 
 @pytest.mark.parametrize("baseline", [True, False])

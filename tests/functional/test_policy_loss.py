@@ -7,9 +7,6 @@ from pl_grouprl.functional import policy_loss
 from pl_grouprl.functional.aggregation import aggregate
 from pl_grouprl.functional.policy_loss import (
     POLICY_LOSSES,
-    CISPOPolicyLoss,
-    ClippedPolicyLoss,
-    GSPOPolicyLoss,
     cispo_policy_loss,
     clipped_policy_loss,
     gspo_policy_loss,
@@ -137,7 +134,7 @@ def test_cispo_with_one_upper_bound():
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_masked_tokens_change_nothing(name, junk):
-    clipping = {"epsilon": 0.1} if hasattr(POLICY_LOSSES[name], "epsilon") else {}
+    clipping = {"epsilon": 0.1} if "epsilon" in POLICY_LOSSES[name].known_options() else {}
     loss = make_policy_loss(name, **clipping)
     mask = torch.tensor([True, False, True])
     rollouts = torch.tensor([0, 0, 0])
@@ -179,21 +176,21 @@ def test_extreme_ratios_stay_finite_and_no_token_is_fine(name):
     result.per_token_N.sum().backward()
 
 
-def test_class_pairs_equal_the_functions():
+def test_losses_by_name_equal_the_functions():
     policy, old = _logprobs([0.5, 4.0, 1.5, 0.9])
     advantages, mask = _tensor([1.0, -1.0, 1.0, -1.0]), _ones(4)
     rollouts = {"rollout_index_N": torch.tensor([0, 0, 1, 1]), "num_rollouts": 2}
     arguments = (policy, old, advantages)
     pairs = [
         (
-            ClippedPolicyLoss(0.1, 0.3, 2.0),
+            make_policy_loss("ppo", epsilon=0.1, epsilon_high=0.3, delta=2.0),
             clipped_policy_loss(*arguments, mask_N=mask, epsilon=0.1, epsilon_high=0.3, delta=2.0),
         ),
         (
-            GSPOPolicyLoss(0.1, 0.3),
+            make_policy_loss("gspo", epsilon=0.1, epsilon_high=0.3),
             gspo_policy_loss(*arguments, mask_N=mask, **rollouts, epsilon=0.1, epsilon_high=0.3),
         ),
-        (CISPOPolicyLoss(epsilon_max=2.0), cispo_policy_loss(*arguments, mask_N=mask, epsilon_max=2.0)),
+        (make_policy_loss("cispo", epsilon_max=2.0), cispo_policy_loss(*arguments, mask_N=mask, epsilon_max=2.0)),
     ]
     for loss, expected in pairs:
         result = loss(*arguments, mask_N=mask, **rollouts)
@@ -213,13 +210,13 @@ def test_errors_name_argument_value_and_remedy():
     with pytest.raises(ValueError, match=r"rollout_index_N has 2 entries and policy_logprobs_N has 3"):
         gspo_policy_loss(x, x, x, mask_N=_ones(3), rollout_index_N=torch.zeros(2, dtype=torch.int64), num_rollouts=1)
     with pytest.raises(ValueError, match=r"delta is 1.1; it must be at least 1 \+ epsilon_high = 1.3, or None"):
-        ClippedPolicyLoss(epsilon=0.2, epsilon_high=0.3, delta=1.1)
+        make_policy_loss("ppo", epsilon=0.2, epsilon_high=0.3, delta=1.1)
     with pytest.raises(ValueError, match=r"epsilon is -0.2; it must be 0 or larger"):
-        GSPOPolicyLoss(epsilon=-0.2)
+        make_policy_loss("gspo", epsilon=-0.2)
     with pytest.raises(ValueError, match=r"epsilon_high is 0.3 and epsilon_max is 5.0; .*set only one"):
-        CISPOPolicyLoss(epsilon_high=0.3, epsilon_max=5.0)
+        make_policy_loss("cispo", epsilon_high=0.3, epsilon_max=5.0)
     with pytest.raises(ValueError, match=r"epsilon_max is 0; it must be larger than 0"):
-        CISPOPolicyLoss(epsilon_max=0)
+        make_policy_loss("cispo", epsilon_max=0)
     with pytest.raises(ValueError, match=r"policy_loss is 'trpo'; it must be one of cispo, .*gspo, .*ppo"):
         make_policy_loss("trpo")
     with pytest.raises(ValueError, match=r"policy_loss='gspo' does not use delta; it takes epsilon, epsilon_high"):

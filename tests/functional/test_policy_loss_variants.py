@@ -7,13 +7,6 @@ import torch
 
 from pl_grouprl.functional.policy_loss import (
     POLICY_LOSSES,
-    ClipCovPolicyLoss,
-    DPPOKLPolicyLoss,
-    DPPOTVPolicyLoss,
-    GMPOPolicyLoss,
-    GSPOTokenPolicyLoss,
-    KLCovPolicyLoss,
-    SAPOPolicyLoss,
     clip_cov_policy_loss,
     dppo_kl_policy_loss,
     dppo_tv_policy_loss,
@@ -245,16 +238,28 @@ def test_class_pairs_equal_the_functions(name):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: SAPOPolicyLoss(sapo_temperature_pos=0), "sapo_temperature_pos is 0; it must be larger than 0"),
-        (lambda: SAPOPolicyLoss(sapo_temperature_neg=-1), "sapo_temperature_neg is -1; it must be larger than 0"),
-        (lambda: GMPOPolicyLoss(epsilon_high=-0.1), "epsilon_high is -0.1; it must be 0 or larger"),
-        (lambda: GSPOTokenPolicyLoss(epsilon=math.nan), "epsilon is nan; it must be 0 or larger"),
-        (lambda: DPPOTVPolicyLoss(epsilon=-1), "epsilon is -1; it must be 0 or larger"),
-        (lambda: DPPOKLPolicyLoss(clip_ratio_c=0), "clip_ratio_c is 0; it must be larger than 0"),
-        (lambda: ClipCovPolicyLoss(clip_cov_ratio=0), "clip_cov_ratio is 0; it must be larger than 0"),
-        (lambda: ClipCovPolicyLoss(clip_cov_lb=5), "clip_cov_lb is 5 and clip_cov_ub is 5.0; no token lies between"),
-        (lambda: KLCovPolicyLoss(kl_cov_ratio=2), "kl_cov_ratio is 2; it is a share of the tokens, so at most 1"),
-        (lambda: KLCovPolicyLoss(ppo_kl_coef=-1), "ppo_kl_coef is -1; it must be 0 or larger"),
+        (
+            lambda: make_policy_loss("sapo", sapo_temperature_pos=0),
+            "sapo_temperature_pos is 0; it must be larger than 0",
+        ),
+        (
+            lambda: make_policy_loss("sapo", sapo_temperature_neg=-1),
+            "sapo_temperature_neg is -1; it must be larger than 0",
+        ),
+        (lambda: make_policy_loss("gmpo", epsilon_high=-0.1), "epsilon_high is -0.1; it must be 0 or larger"),
+        (lambda: make_policy_loss("gspo_token", epsilon=math.nan), "epsilon is nan; it must be 0 or larger"),
+        (lambda: make_policy_loss("dppo_tv", epsilon=-1), "epsilon is -1; it must be 0 or larger"),
+        (lambda: make_policy_loss("dppo_kl", clip_ratio_c=0), "clip_ratio_c is 0; it must be larger than 0"),
+        (lambda: make_policy_loss("clip_cov", clip_cov_ratio=0), "clip_cov_ratio is 0; it must be larger than 0"),
+        (
+            lambda: make_policy_loss("clip_cov", clip_cov_lb=5),
+            "clip_cov_lb is 5 and clip_cov_ub is 5.0; no token lies between",
+        ),
+        (
+            lambda: make_policy_loss("kl_cov", kl_cov_ratio=2),
+            "kl_cov_ratio is 2; it is a share of the tokens, so at most 1",
+        ),
+        (lambda: make_policy_loss("kl_cov", ppo_kl_coef=-1), "ppo_kl_coef is -1; it must be 0 or larger"),
         (lambda: make_policy_loss("gpg", epsilon=0.2), "policy_loss='gpg' does not use epsilon; it takes no options"),
         (lambda: make_policy_loss("gpg", **{"name": "x"}), "policy_loss='gpg' does not use name; it takes no options"),
     ],

@@ -188,6 +188,7 @@ def open_subject(name: str, folder: Path) -> Iterator[Subject]:
             options = {"urls": server.wait().url}
         engine = new_engine(engine_name, **options)
         stack.callback(getattr(engine, "close", lambda: None))
+        gc.unfreeze()  # the number of frozen objects can be compared only if there are none
         before = surroundings()
         engine.bind(model, tokenizer)
         sync(engine, model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.types import Rollout, SamplingConfig
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3], [20, 1, 5, 9, 2, 2, 7, 8]]
@@ -35,6 +36,15 @@ def greedily(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
         inputs, attention_mask=attention, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
     )
     return output[0, len(prompt) :].tolist()
+
+
+def per_rollout_means(buffer: RolloutBuffer, name: str) -> list[list[float]]:
+    """Mean of a per-token quantity of each rollout, by group; 0 for an empty rollout."""
+    means = []
+    for group, values in zip(buffer.groups, buffer.tokens[name], strict=True):
+        parts = values.split([len(rollout.token_ids) for rollout in group.rollouts])
+        means.append([float(part.float().mean()) if len(part) else 0.0 for part in parts])
+    return means
 
 
 @torch.no_grad()

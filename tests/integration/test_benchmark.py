@@ -38,7 +38,7 @@ def load(monkeypatch):
 @pytest.mark.parametrize("measured", ["scoring", "update"])
 def test_table_and_results_of_a_tiny_case(load, measured, tmp_path, capsys):
     output = tmp_path / "result"
-    (comparison,) = load(measured).main(
+    (comparison,) = getattr(load("passes"), measured)(
         [*shape(), "--rounds", "2", "--no-memory", "--methods", *METHODS, "flex", "--output", str(output)]
     )
     # Weights 64 + 32 + 32 + 64 + 3 * 128 = 576, so 1152 operations per token; 4 * 4 * 2 = 32 per pair;
@@ -104,7 +104,7 @@ def test_gpu_profile_lists_both_models(load):
 
 
 def test_peak_of_a_device(load, monkeypatch):
-    peak_flops = load("peaks").peak_flops
+    peak_flops = load("measure").peak_flops
     assert peak_flops("float32") is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -286,7 +286,7 @@ def alive(pid):
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_every_part_of_a_profile_has_a_command_line_that_is_understood(load, profile, tmp_path):
-    unattended, entry = load("unattended"), load("__main__")
+    unattended = load("unattended")
     options = unattended.parse(["--profile", profile, "--threads", "1", "--output", str(tmp_path)])
     for part in unattended.PROFILES[profile]:
         _, _, _, name, *rest = unattended.part_command(part, options, 60.0)
@@ -295,7 +295,7 @@ def test_every_part_of_a_profile_has_a_command_line_that_is_understood(load, pro
         if name in ("scoring", "update"):
             load("passes").parse(None, rest)
         elif name != "packing":
-            load(entry.MODULES.get(name, name.replace("-", "_"))).parse(rest)
+            load(name.replace("-", "_")).parse(rest)
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def bare(monkeypatch):
 def test_without_optional_packages_the_rest_is_measured(load, bare, tmp_path, capsys):
     names = ["repeated, packed", "prefix_grouper", "cascade"]
     options = ["--rounds", "1", "--no-memory", "--methods", *names, "--output", str(tmp_path / "result")]
-    (comparison,) = load("scoring").main([*shape(), *options])
+    (comparison,) = load("passes").scoring([*shape(), *options])
     assert [row.method for row in comparison.rows if row.timing] == ["repeated, packed", "cascade"]
     printed = capsys.readouterr().out
     assert "not run: prefix_grouper is not installed: pip install prefix_grouper" in printed

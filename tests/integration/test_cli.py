@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_refused_by_every_command(damaged, small, comman
 
 
 def test_code_in_a_checkpoint_is_never_run(run, small):
-    with pytest.raises(ValueError, match="weights_only is False, which would run code"):
+    with pytest.raises(ValueError, match="weights_only is False, which would let the checkpoint run code"):
         main(["fit", *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--weights_only", "false"])
 
 

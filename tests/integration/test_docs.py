@@ -14,6 +14,7 @@ from pl_grouprl import GRPO, PromptDataModule, SamplingConfig, SharedPrefixCallb
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.cli import main
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
+from pl_grouprl.functional import advantages, policy_loss
 from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
 from pl_grouprl.rewards import LeadingCorrectCharacters
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
@@ -69,6 +70,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "page",
     [
+        "options.md",
         "shared_prefix.md",
         "rewards_and_data.md",
         "algorithms.md",
@@ -79,6 +81,8 @@ OPTIONS = {
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for module, registry in ((policy_loss.registry, "POLICY_LOSSES"), (advantages.registry, "ADVANTAGE_ESTIMATORS")):
+        monkeypatch.setattr(module, registry, dict(getattr(module, registry)))
     names = {"__name__": f"docs_{page.removesuffix('.md')}"}
     for line, code in blocks(page, "python"):
         # Line numbers of a traceback are those of the page.
@@ -89,7 +93,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     ("page", "line", "fragment"),
     [
         (page, *block)
-        for page in ("rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md", "../README.md")
+        for page in ("options.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md", "../README.md")
         for block in blocks(page, "yaml")
     ],
 )

@@ -90,7 +90,7 @@ def test_weights_trained_beside_the_adapter_are_no_base(bias):
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
     model = peft.get_peft_model(tiny_model("qwen2"), config)
     trained = flags(model)
-    with pytest.raises(ValueError, match=r"trains \d+ weights beside its adapters, .*bias'"), adapters_off(model):
+    with pytest.raises(ValueError, match=r"trains \d+ weights besides its adapters, .*bias'"), adapters_off(model):
         pass
     assert flags(model) == trained
 

@@ -314,7 +314,7 @@ def test_the_cache_of_a_warm_start(tmp_path):
     )
     source.load()
     change(source.folder, without(UP))
-    message = rf"the cached policy '{source.folder}' \(remove the folder and it is made again\) does not fit .*{UP}"
+    message = rf"the cached policy '{source.folder}' \(remove the folder to create it again\) does not fit .*{UP}"
     with pytest.raises(ValueError, match=message):
         source.load()
     shutil.rmtree(source.folder)

@@ -122,7 +122,7 @@ def test_a_shared_batch_outside_of_any_context_is_refused(model):
     batch = pack(random_groups(6, SHAPES))
     for call in (score, hidden_states):
         with pytest.raises(
-            RuntimeError, match=r"no shared_prefix context is in force for Qwen3ForCausalLM.*`with shared"
+            RuntimeError, match=r"no shared_prefix context is active for Qwen3ForCausalLM.*`with shared"
         ):
             call(model, batch)
     score(model, pack(random_groups(6, SHAPES), "repeated"))

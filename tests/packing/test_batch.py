@@ -60,7 +60,7 @@ def test_rollouts_that_are_all_empty_give_nothing_to_score(sharing):
 
 @pytest.mark.parametrize("groups", [[], [RolloutGroup([1], [])]])
 def test_no_rollout_at_all_is_refused(groups):
-    with pytest.raises(ValueError, match="groups holds no rollout; pass at least one RolloutGroup"):
+    with pytest.raises(ValueError, match="groups has no rollouts; pass at least one RolloutGroup"):
         pack(groups)
 
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
 VOCAB = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_frozen():
-    """Engines must leave the number of frozen objects as it was, which is exact only for none."""
-    gc.unfreeze()
 
 
 def build_model(family: str, **overrides):

@@ -177,9 +177,7 @@ def test_models_with_a_state_outside_of_the_cache_are_refused():
         num_key_value_heads=1, lru_width=16, attention_window_size=8,
     )  # fmt: skip
     model = tf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(
-        ValueError, match="layer 0 of the model leaves its LinearAttentionLayer empty, so that it keeps"
-    ):
+    with pytest.raises(ValueError, match="layer 0 of the model leaves its LinearAttentionLayer empty, so it keeps"):
         HFRolloutEngine(model).generate([[1, 2]], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0)
 
 
@@ -211,5 +209,5 @@ def test_models_that_count_positions_themselves_are_refused():
     heads = {"num_attention_heads": 2, "intermediate_size": 16, "is_decoder": True}
     roberta = tf.RobertaForCausalLM(tf.RobertaConfig(**small, **heads))
     for model, reason in ((mamba, "MambaModel takes no position_ids"), (roberta, "RobertaModel counts positions")):
-        with pytest.raises(ValueError, match=f"needs to say where they begin, but {reason}"):
+        with pytest.raises(ValueError, match=f"needs to set their positions, but {reason}"):
             HFRolloutEngine(model)

@@ -79,7 +79,7 @@ def test_keys_that_are_read_without_the_prompt_are_noticed():
     (layer,) = gather_cache([(parts[0][0].cache, torch.tensor([0, 0]))], 3, 9, prompts).layers
     new = torch.zeros(2, 2, 1, 8, dtype=torch.float64)
     layer.update(new, new)
-    with pytest.raises(RuntimeError, match="in another way than when it encoded the prompts"):
+    with pytest.raises(RuntimeError, match="differently than when it encoded the prompts"):
         layer.update(new, new)
 
 
@@ -163,5 +163,5 @@ def test_several_tokens_at_a_time_are_refused():
     prefix = encoded([3], generator)
     prompts = find_shared_prompts([([3], [0, 0])], CPU, 0)
     (layer,) = gather_cache([(prefix.cache, torch.tensor([0, 0]))], width=3, limit=9, prompts=prompts).layers
-    with pytest.raises(ValueError, match="by one token at a time, but the model gave its attention 2"):
+    with pytest.raises(ValueError, match="one token at a time, but the model passed 2 to attention"):
         attend(torch.zeros(2, 4, 2, 8, dtype=torch.float64), layer, 1.0)

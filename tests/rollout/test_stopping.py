@@ -34,7 +34,7 @@ def test_window_counts_bytes(letters):
 def test_refusals(letters):
     with pytest.raises(ValueError, match=r"SamplingConfig.stop is \('x',\) but the engine has no tokenizer"):
         StopStrings(None, ("x",))
-    with pytest.raises(ValueError, match="holds an empty string"):
+    with pytest.raises(ValueError, match="has an empty string"):
         StopStrings(letters(), ("a", ""))
 
 

@@ -65,7 +65,7 @@ def test_an_unknown_strategy_is_refused():
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     assert type(support_of(trainer)) is StrategySupport
     trainer._accelerator_connector.strategy = SimpleNamespace()
-    with pytest.raises(ValueError, match=r"trainer.strategy is SimpleNamespace, which is not known to work here"):
+    with pytest.raises(ValueError, match=r"trainer.strategy is SimpleNamespace, which is not supported here"):
         support_of(trainer)
 
 
@@ -84,7 +84,7 @@ def test_sizes_that_shard_nothing_are_refused():
 
 
 def test_parameters_without_groups_are_refused():
-    with pytest.raises(ValueError, match="use_orig_params=False, which knows no parameter groups"):
+    with pytest.raises(ValueError, match="use_orig_params=False, which rules out parameter groups"):
         of_fsdp1(use_orig_params=False).check(GRPO("gpt2", reward))
 
 

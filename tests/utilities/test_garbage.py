@@ -6,7 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from pl_grouprl.utilities.garbage import FreezeLoadedObjects
+from pl_grouprl.utilities import garbage
+from pl_grouprl.utilities.garbage import FreezeLoadedObjects, anything_frozen
 
 
 class Counting(LightningModule):
@@ -36,7 +37,8 @@ def fit(module):
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen():
+def nothing_frozen(monkeypatch):
+    monkeypatch.setattr(garbage, "anything_frozen", anything_frozen)
     gc.unfreeze()
     yield
     gc.unfreeze()

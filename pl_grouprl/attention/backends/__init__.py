@@ -1,1 +1,1 @@
-"""How attention over a packed row is computed: a rule, and four ways to apply it."""
+"""Attention over a packed row: a rule, and four ways to apply it."""

@@ -1,7 +1,7 @@
-"""What an attention backend is.
+"""The interface of attention backends.
 
-Legend: T packed tokens, S of them that are run (all but those that the layout gives), H query heads, K key/value heads
-(H is a multiple of K), D head size.
+Legend: T packed tokens, S of them that run (all but the layout's given tokens), H query heads, K key/value heads (H is
+a multiple of K), D head size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Refusal = Callable[[Tensor, Tensor, Tensor, AttentionRule], str | None]
 
 
 Preference = Callable[[Tensor, Tensor, Tensor, AttentionRule], "int | None"]
-"""How much `auto` prefers a backend for these tensors: of those that do not refuse the highest wins; None is never."""
+"""Priority of a backend under `auto` for these tensors; the highest that does not refuse wins, None never does."""
 
 Choice = Callable[[Tensor, Tensor, Tensor, AttentionRule, bool], "Backend"]
-"""(query, key, value, rule, inside a compiled layer) -> the backend that runs them."""
+"""(query, key, value, rule, inside a compiled layer) -> the backend to run."""
 
 
 class ExplicitGradient(NamedTuple):
-    """A forward pass that returns what its backward pass needs, for graphs in which autograd does not look.
+    """Forward and backward as plain functions, for graphs that autograd does not trace.
 
     Attributes:
         forward: As `Attend`, with the log-sum-exp of all scores, shape [H, S].
@@ -45,17 +45,17 @@ class ExplicitGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention over a packed row, and what it can do. Others read these attributes, not the name.
+    """One way to compute attention over a packed row, and its capabilities. Callers read these, never the name.
 
     Attributes:
         name: As passed to `shared_prefix(model, backend=...)`.
         attend: The computation.
-        refusal: What it cannot serve.
+        refusal: Says why it cannot serve given tensors.
         max_depth: Deepest forest that it can run: 1 is prompts with rollouts; None is any.
         takes_given: Whether it runs rows whose first tokens are given (`SharedPrefixLayout.given`).
-        in_compiled_layers: Whether it runs inside layers that torch.compile has compiled.
-        preference: When `auto` takes it; by default never.
-        explicit: Its gradient as functions; compiled layers run `attend` again for their backward pass without it.
+        in_compiled_layers: Whether it runs inside layers compiled by torch.compile.
+        preference: Its priority under `auto`; by default never chosen.
+        explicit: Its gradient as functions; without it, the backward pass of compiled layers runs `attend` again.
         choice: For a backend that only picks another one.
     """
 
@@ -72,13 +72,13 @@ class Backend:
     def resolve(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, *, compiled: bool = False
     ) -> Backend:
-        """The backend that runs these tensors: this one, or the one that it picks."""
+        """The backend that runs these tensors: this one, or its choice."""
         return self if self.choice is None else self.choice(query, key, value, rule, compiled)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
     ) -> Tensor:
-        """Attend, or say why not.
+        """Compute attention, or raise.
 
         Raises:
             ValueError: If the row and the layout differ in tokens, or the forest is deeper than the backend can run.
@@ -87,13 +87,13 @@ class Backend:
         if query.shape[0] != 1 or query.shape[2] != layout.num_queries or key.shape[2] != layout.num_tokens:
             raise ValueError(
                 f"prefix_layout has {layout.num_tokens} tokens, of which {layout.num_queries} are run, but attention "
-                f"was given queries of shape [{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one "
+                f"got queries of shape [{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one "
                 f"packed row, of shape [1, {layout.num_queries}]."
             )
         if layout.given and not self.takes_given:
             raise RuntimeError(
-                f"attention backend {self.name!r} refuses: it does not run rollouts behind a prompt that was run "
-                "before (a group split into slices); use backend 'auto', or a larger token budget."
+                f"attention backend {self.name!r} refuses: it cannot run rollouts whose prompt ran in an earlier call "
+                "(a group split into slices); use backend 'auto', or a larger token budget."
             )
         if self.max_depth is not None and max(layout.depths, default=0) > self.max_depth:
             raise ValueError(
@@ -107,5 +107,5 @@ class Backend:
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
-    """Whether a backward pass through a call with these tensors is to be expected."""
+    """Whether a backward pass through a call with these tensors will follow."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,11 +1,11 @@
-"""Shared-prefix attention from two primitives and a merge: each prefix's keys and values are read once, never copied.
+"""Shared-prefix attention from two primitives and a merge; reads each prefix's keys and values once, copies none.
 
-Every piece of the row attends to itself; what lies below a piece attends to it whole, as one long run of queries; the
-partial outputs are merged by their log-sum-exp. In the backward pass each partial kernel is given the final output and
-the final log-sum-exp, so that the partial gradients simply add up. The idea of splitting attention over the keys and
-merging by log-sum-exp is that of FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
+Every piece of the row attends to itself; all descendants of a piece attend to the whole of it as one long run of
+queries; the partial outputs are merged by their log-sum-exp. In the backward pass each partial kernel gets the final
+output and log-sum-exp, so the partial gradients simply add up. Splitting attention over keys and merging by log-sum-exp
+comes from FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
 
-Legend: T packed tokens, S of them that are run, H query heads, K key/value heads, D head size of keys, V of values.
+Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cascade_attention(
         key: Shape [T, K, D].
         value: Shape [T, K, V].
         plan: The calls of the row's layout.
-        scale: Factor of the scores.
+        scale: Multiplies the scores.
         kernel: The two primitives.
         sinks_H: See `AttentionRule`.
 
@@ -94,14 +94,14 @@ def cascade_forward(
     """The output, shape [S, H, V], and the log-sum-exp of all scores, sinks included, shape [H, S]."""
     own = plan.own
     out, lse = kernel.forward(query, take(key, own.keys), take(value, own.keys), own.call, scale)
-    if plan.parts_of_query > 2:  # what is merged more than once is rounded once, at the end
+    if plan.parts_of_query > 2:  # merged more than once: round only at the end
         out = out.to(lse.dtype)
     for step in plan.others:
         part, part_lse = kernel.forward(
             take(query, step.queries), take(key, step.keys), take(value, step.keys), step.call, scale
         )
         merge(out, lse, part, part_lse, step.queries)
-    if sinks_H is not None:  # one more key for everybody, with a value of zero
+    if sinks_H is not None:  # one more key for every query, with a value of zero
         sinks_H1 = sinks_H.to(lse.dtype)[:, None]
         torch.mul(out, share_beside_sinks(lse, sinks_H1).t()[..., None], out=out)
         lse = torch.logaddexp(lse, sinks_H1)
@@ -120,7 +120,7 @@ def cascade_backward(
     scale: float,
     kernel: VarlenKernel,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and sinks, given that of the output and what the forward pass returned."""
+    """Gradients of query, key, value and sinks, from the output's gradient and the results of the forward pass."""
     grad = grad.contiguous()
     sums = [_Sum(query, plan.parts_of_query), _Sum(key, plan.parts_of_key), _Sum(value, plan.parts_of_key)]
     for step in (plan.own, *plan.others):
@@ -143,9 +143,9 @@ def cascade_backward(
 
 
 class _Sum:
-    """Adds up partial gradients of a packed tensor, in float32 where a token has so many that rounding would add up.
+    """Adds up partial gradients of a packed tensor, in float32 if a token has more than two.
 
-    Two numbers added in place are rounded once, as they would be at the end of a sum in float32.
+    Adding two numbers in place rounds once, just as a float32 sum would.
     """
 
     def __init__(self, tensor: Tensor, most_parts: int) -> None:
@@ -170,16 +170,16 @@ class _Sum:
 
 
 def has_fast_kernel(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> bool:
-    """Whether PyTorch's fused kernels serve a layer; otherwise the cascade runs on plain matrix products."""
+    """Whether PyTorch's fused kernels support a layer; otherwise the cascade uses plain matrix products."""
     return rule.softcap is None and has_fused_kernel(query, key, value)
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
     blocks_beyond = rule.blocks is not None and rule.window is not None and not rule.window_bounds_blocks
     if blocks_beyond and longest_block(rule.blocks or ()) > (rule.window or 0):
-        return "it has no call for an image that reaches beyond the window; use backend 'flex' or 'reference'."
+        return "it cannot run an image that reaches beyond the window; use backend 'flex' or 'reference'."
     if rule.chunk is not None and (rule.blocks is not None or rule.window is not None):
-        return "it has no call for chunks together with windows or images; use backend 'flex' or 'reference'."
+        return "it cannot run chunks together with windows or images; use backend 'flex' or 'reference'."
     return None
 
 
@@ -191,13 +191,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
 def prepare(
     query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
 ) -> tuple[tuple[Tensor, Tensor, Tensor], CascadePlan, VarlenKernel]:
-    """What `cascade_attention` takes, for tensors of shape [1, H or K, T, D or V]; heads may be padded with zeros."""
+    """Arguments of `cascade_attention`, from tensors of shape [1, H or K, T, D or V]; may pad heads with zeros."""
     plan = layout.memo(("cascade", query.device, rule.visibility), lambda: plan_cascade(layout, rule, query.device))
     kernel: VarlenKernel = EagerKernel(rule.softcap)
     if has_fast_kernel(query, key, value, rule):
         query, key, value = _same_head_size(query, key, value, multiple_of=head_multiple(query))
         kernel = CUDAKernel() if query.is_cuda else CPUKernel()
-    # The fused kernel for CPU takes it for granted that the numbers of a head lie side by side.
+    # The fused CPU kernel assumes that heads are contiguous along D.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     # Squeezed, not indexed: the gradient of an index is a copy into a tensor of zeros.
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
@@ -244,7 +244,7 @@ def _backward(
 
 
 def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int:
-    """First with fused kernels; on matrix products only ahead of the dense mask."""
+    """First choice with fused kernels; with matrix products only preferred to the dense mask."""
     return 3 if has_fast_kernel(query, key, value, rule) else 1
 
 

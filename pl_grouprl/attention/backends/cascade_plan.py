@@ -1,9 +1,9 @@
-"""From a forest and a layer's rule to the calls that its attention takes.
+"""Plans the attention calls for a forest under a layer's rule.
 
-Segments are cut into *pieces* at the borders of chunks, where a piece forgets what came before. Every piece attends to
-itself, causally; all that lies below a piece attends to it whole, as one long run of queries. Under a window, each
-segment attends to itself and to the short tail of its path that the window reaches, in one call. What the tokens of a
-block (an image) see ahead is a causal call too, of the block read backwards.
+Segments are cut into *pieces* at chunk borders, where attention forgets what came before. Every piece attends to
+itself causally; all descendants of a piece attend to the whole of it, as one long run of queries. Under a window, each
+segment attends to itself and to the tail of its path within the window, in one call. Tokens of a block (an image)
+attend to later ones by a causal call on the block read backwards.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 Index = slice | Tensor
-"""Tokens of a packed row, one after another."""
+"""Consecutive tokens of a packed row."""
 
 LONG_RUN = {"cpu": 128, "cuda": 4096}
-"""From this many queries below one piece on, they are a call of their own, on slices. Shorter runs share one call per
-depth, for which their tokens are copied together.
+"""A piece with at least this many descendant queries gets a separate call, on slices. Shorter runs share one call per
+depth, for which their tokens are gathered.
 
-On CPU both take the same time at about 100 queries (measured: 16 prefixes of 64 tokens, 8 heads of 64). For CUDA it is
-reckoned, not measured: a call forward and backward is about 50 microseconds of launches, and copying query, output and
-gradients of a token with 32 heads of 128 takes about 20 nanoseconds at 3 TB/s, so both cost the same at 2,500 tokens;
-calls of not much more than that do not fill a GPU.
+On CPU both take the same time at about 100 queries (measured: 16 prefixes of 64 tokens, 8 heads of 64). The CUDA value
+is an estimate: a call forward and backward is about 50 microseconds of launches, and copying query, output and
+gradients of a token with 32 heads of 128 takes about 20 nanoseconds at 3 TB/s, so they break even at 2,500 tokens;
+calls not much longer do not fill a GPU.
 """
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call: which of the tokens that are run ask, which of the row are asked."""
+    """One call: which tokens query, and which keys of the row they attend to."""
 
     queries: Index
     keys: Index
     call: VarlenCall
 
     def to(self, device: torch.device) -> Step:
-        """The same with its indices on a device."""
+        """Move the indices to a device."""
         queries, keys = (i if isinstance(i, slice) else i.to(device) for i in (self.queries, self.keys))
         return Step(queries, keys, self.call)
 
 
 @dataclass(frozen=True)
 class CascadePlan:
-    """The calls that a layout takes under a rule.
+    """The calls for a layout under a rule.
 
     Attributes:
-        own: The call in which every token asks once, of what is in its own piece or window.
-        others: Calls whose results are merged into that one: what is above a piece, by depth, and ahead in a block.
-        parts_of_query: Most calls in which one token asks.
-        parts_of_key: Most times that one token is asked.
+        own: The call in which every token queries its own piece or window.
+        others: Calls merged into that one: the ancestors of a piece, by depth, and later tokens of a block.
+        parts_of_query: Most calls that any token queries in.
+        parts_of_key: Most calls that any token is a key in.
     """
 
     own: Step
@@ -69,8 +69,8 @@ class Piece:
 
     Attributes:
         start: Index of its first token in the row.
-        stop: Index after its last.
-        parent: The piece that it continues, or None if it sees nothing before itself.
+        stop: Index after its last token.
+        parent: The piece that it continues, or None if it sees no earlier tokens.
     """
 
     start: int
@@ -79,7 +79,7 @@ class Piece:
 
 
 def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> CascadePlan:
-    """Turn a layout into calls; done once per layout, rule and device. Tokens that are given ask nothing."""
+    """Turn a layout into calls, once per layout, rule and device. Given tokens do not query."""
     if rule.window is None:
         pieces = cut(layout, rule.chunk)
         lengths = tuple(piece.stop - piece.start for piece in pieces if piece.start >= layout.given)
@@ -99,7 +99,7 @@ def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.
 
 
 def _most(indices: list[Index], tokens: int) -> int:
-    """How often the token that is met most often is met."""
+    """How often the most frequent token occurs."""
     counts = torch.zeros(tokens, dtype=torch.long)
     for index in indices:
         if isinstance(index, slice):
@@ -110,7 +110,7 @@ def _most(indices: list[Index], tokens: int) -> int:
 
 
 def cut(layout: SharedPrefixLayout, chunk: int | None) -> list[Piece]:
-    """Cut segments into pieces, in the order of the row."""
+    """Cut segments into pieces, in row order."""
     pieces: list[Piece] = []
     last_of_segment: list[int | None] = []
     for segment in layout.segments:
@@ -130,7 +130,7 @@ def cut(layout: SharedPrefixLayout, chunk: int | None) -> list[Piece]:
 
 
 def longest_block(blocks: tuple[int, ...]) -> int:
-    """Tokens of the longest run that sees both ways."""
+    """Length of the longest block."""
     return max((stop - start for start, stop in _blocks(blocks)), default=0)
 
 
@@ -145,7 +145,7 @@ def _blocks(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _ahead_in_blocks(blocks: tuple[int, ...]) -> list[Step]:
-    """Each token of a block asks those behind it: read backwards, those before it, itself left out."""
+    """Each token of a block queries the later ones: read backwards, the earlier ones, excluding itself."""
     runs = [(start, stop) for start, stop in _blocks(blocks) if stop - start > 1]
     if not runs:
         return []
@@ -180,7 +180,7 @@ def _ancestor_steps(pieces: list[Piece], given: int, long_run: int) -> list[Step
 
 
 def _unmasked(pieces: list[Piece], below: dict[int, list[slice]], asked: list[int]) -> Step:
-    """What is below some pieces asks them, whole."""
+    """The descendants of some pieces query them, without a mask."""
     keys = [slice(pieces[number].start, pieces[number].stop) for number in asked]
     call = VarlenCall(
         tuple(_length(below[number]) for number in asked), tuple(_length([run]) for run in keys), causal=False
@@ -207,7 +207,7 @@ def _windowed(layout: SharedPrefixLayout, window: int) -> Step:
 
 
 def _tail(layout: SharedPrefixLayout, index: int | None, wanted: int) -> list[slice]:
-    """The last tokens of the path that ends with a segment, in order."""
+    """The last tokens of the path ending with a segment, in order."""
     runs: list[slice] = []
     while index is not None and wanted > 0:
         segment = layout.segments[index]

@@ -1,6 +1,6 @@
-"""The backends by name, and which of them `auto` runs.
+"""The backends by name, and how `auto` chooses.
 
-Legend: T packed tokens, S of them that are run, H query heads, K key/value heads, D head size of keys, V of values.
+Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def get_backend(name: str, argument: str = "backend") -> Backend:
     """Find a backend by name.
 
     Raises:
-        ValueError: If there is none of that name, with the name of the caller's argument.
+        ValueError: If the name is unknown; names the caller's argument.
     """
     if name not in BACKENDS:
         raise ValueError(f"{argument} is {name!r}; choose one of {', '.join(sorted(BACKENDS))}.")
@@ -28,13 +28,13 @@ def get_backend(name: str, argument: str = "backend") -> Backend:
 
 
 def register_backend(backend: Backend) -> None:
-    """Make a backend known by its name, wherever one is chosen.
+    """Register a backend under its name.
 
     Args:
-        backend: With a name of its own. `auto` takes it where its `preference` is highest.
+        backend: Must have a new name. `auto` chooses it where its `preference` is highest.
 
     Raises:
-        ValueError: If there is a backend of that name.
+        ValueError: If the name is taken.
     """
     if backend.name in BACKENDS:
         raise ValueError(f"there is an attention backend named {backend.name!r} already; choose another name.")
@@ -42,7 +42,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, compiled: bool = False) -> Backend:
-    """What `auto` runs for one layer: of the backends that are exact there, the one with the highest preference.
+    """Choose the backend that `auto` runs for a layer: of those that serve it, the one with the highest preference.
 
     Args:
         query: Shape [1, H, S, D].
@@ -67,6 +67,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
 
 AUTO = Backend("auto", _attend, choice=choose)
 ORACLE = REFERENCE
-"""What the others are compared with."""
+"""The oracle for the others."""
 
 BACKENDS = {backend.name: backend for backend in (AUTO, CASCADE, FLEX, PREFIX_GROUPER, REFERENCE)}

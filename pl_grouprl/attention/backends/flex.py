@@ -1,9 +1,9 @@
-"""FlexAttention with the layout's mask. On CPU PyTorch gives it no backward, so there it serves scoring only.
+"""FlexAttention with the layout's mask. On CPU PyTorch has no backward for it, so it only serves scoring there.
 
-What is compiled on CUDA takes shapes as they come: rows of other lengths and other layouts run the same program. (One
-block alone is a program of its own, as may be the first one, if it has as many blocks as heads.)
+On CUDA it is compiled with dynamic shapes: rows of other lengths and layouts run the same program. (A single block
+compiles separately, as may the first row if it has as many blocks as heads.)
 
-Legend: T packed tokens, S of them that are run, H query heads.
+Legend: T packed tokens, S of them that run, H query heads.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pl_grouprl.attention.backends.rule import AttentionRule, visibility_functio
 from pl_grouprl.packing import SharedPrefixLayout
 
 BLOCK = 128
-"""Queries and keys of a block of the mask."""
+"""Size of a mask block, in queries and keys."""
 
 _PAIRS = 2**26
-"""Query-key pairs whose visibility is looked at together."""
+"""Query-key pairs whose visibility is computed at a time."""
 
 
 @cache
 def _flex_attention(device_type: str) -> Any:
-    """Compiled on CUDA. On CPU the compiled one lacks most rules, and the plain one is right."""
+    """Compiled on CUDA. On CPU, the compiled version lacks most rules, and the plain one is correct."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
 
 
 def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Any:
-    """As `create_block_mask` would make it, which needs a dense mask of all pairs in memory for that."""
+    """The same mask as `create_block_mask`, without a dense mask of all pairs in memory."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sees = visibility_function(layout, rule, device)
@@ -64,7 +64,7 @@ def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.de
 
 
 def _counted(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries sees, and which, those first; int32, [1, 1, ...]."""
+    """Per block of queries, the number of key blocks it sees and their indices first; int32, [1, 1, ...]."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -81,7 +81,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
 
     key_of_mask = ("block_mask", query.device, rule.visibility)
     mask = layout.memo(key_of_mask, lambda: block_mask(layout, rule, query.device))
-    if not needs_gradient(query, key, value):  # the CPU kernel looks at requires_grad even where no graph is recorded
+    if not needs_gradient(query, key, value):  # the CPU kernel checks requires_grad even if no graph is recorded
         query, key, value = query.detach(), key.detach(), value.detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
@@ -108,9 +108,9 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
 
 
 def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int | None:
-    """On CUDA, for what fused kernels lack: float32, soft caps, images seen both ways under a window."""
+    """On CUDA, for what fused kernels lack: float32, soft caps, bidirectional images under a window."""
     return 2 if query.is_cuda else None
 
 
-# Compiled layers call attention as an opaque operator, outside the compiler, where FlexAttention is dense.
+# Compiled layers call attention as an opaque operator, outside the compiler, where FlexAttention would be dense.
 FLEX = Backend("flex", _attend, _refusal, in_compiled_layers=False, preference=_preference)

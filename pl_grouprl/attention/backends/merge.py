@@ -1,6 +1,6 @@
-"""Partial attention outputs become one by their log-sum-exp, in place and in one pass over what is merged.
+"""Merges partial attention outputs by their log-sum-exp, in place and in one pass.
 
-Legend: S packed tokens that are run, N of them that are merged, H query heads, E head size of values.
+Legend: S packed tokens that run, N of them that are merged, H query heads, E head size of values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
         lse: Log-sum-exp of the scores so far, shape [H, S], float32 or wider.
         part: Output over the further keys, shape [N, H, E].
         part_lse: Log-sum-exp of their scores, shape [H, N].
-        where: The tokens that are merged, each once.
+        where: The N tokens to merge, without repetitions.
     """
     fused = _fused() if out.is_cuda and lse.dtype == torch.float32 else None
     if fused is not None:
@@ -32,17 +32,17 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
     lse_SH, part_lse_NH = lse.t(), part_lse.t()
     old, old_lse_NH = take(out, where), take(lse_SH, where)
     merge_in_place(old, old_lse_NH, part, part_lse_NH)
-    if not isinstance(where, slice):  # those were copies
+    if not isinstance(where, slice):  # `take` copied them
         out.index_copy_(0, where, old)
         lse_SH.index_copy_(0, where, old_lse_NH)
 
 
 @cache
 def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor, Index], None] | None:
-    """The Triton kernel, where Triton is installed, as it is beside PyTorch for CUDA; else four passes of PyTorch do.
+    """The Triton kernel, if Triton is installed (PyTorch for CUDA brings it); else PyTorch takes four passes.
 
-    The backward pass has none: it would prepare the product of gradient and output, which FlashAttention's operator
-    computes by itself in each call and takes from nobody.
+    No kernel for the backward pass: it could only prepare the product of gradient and output, which FlashAttention's
+    operator recomputes in each call anyway.
     """
     if find_spec("triton") is None:
         return None
@@ -56,19 +56,19 @@ def merge_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> 
     share = torch.sigmoid(part_lse - lse)[..., None]
     if out.dtype == part.dtype == share.dtype:
         out.lerp_(part, share)
-    else:  # what is merged is rounded once
+    else:  # round once
         out.copy_(torch.lerp(out.to(share.dtype), part.to(share.dtype), share))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
 def share_beside_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What sinks leave to the keys: the factor of an output, for log-sum-exps and sinks of shapes that broadcast.
+    """The keys' share of the softmax next to sinks, a factor of the output; log-sum-exps and sinks broadcast.
 
-    A sink takes its share of the softmax and adds nothing to the output (gpt-oss).
+    A sink takes a share of the softmax and adds nothing to the output (gpt-oss).
     """
     return torch.sigmoid(lse - sinks.to(lse.dtype))
 
 
 def take(packed: Tensor, index: Index) -> Tensor:
-    """Tokens of a packed tensor: a view for a slice, else a copy."""
+    """Index a packed tensor: a view for a slice, else a copy."""
     return packed[index] if isinstance(index, slice) else packed.index_select(0, index)

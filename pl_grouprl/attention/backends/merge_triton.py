@@ -1,6 +1,6 @@
-"""The merge of partial attention outputs as one Triton kernel: reads and writes each number once, computes in float32.
+"""Merges partial attention outputs in one Triton kernel: reads and writes each number once, computes in float32.
 
-Legend: S packed tokens that are run, N of them that are merged, H query heads, E head size of values.
+Legend: S packed tokens that run, N of them that are merged, H query heads, E head size of values.
 """
 # ruff: noqa: ANN001, ANN202, N803 - Triton reads annotations of a kernel as its own types
 
@@ -20,11 +20,11 @@ except ModuleNotFoundError:
 from pl_grouprl.attention.backends.cascade_plan import Index
 
 _ROWS = 16
-"""Heads of tokens that one program merges: with 128 numbers each, 16 numbers for each of its 128 threads."""
+"""Token heads per program: with 128 numbers each, 16 numbers for each of its 128 threads."""
 
 
 def merge_triton(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
-    """See `pl_grouprl.attention.backends.merge.merge`; the numbers of a head lie side by side in `out` and `part`."""
+    """See `pl_grouprl.attention.backends.merge.merge`; `out` and `part` must be contiguous along E."""
     if isinstance(where, slice):
         out, lse, index = out[where], lse[:, where], None
     else:

@@ -1,6 +1,6 @@
-"""The public package of the Prefix Grouper paper (arXiv:2506.05433) as a backend: what verl's users have.
+"""The public package of the Prefix Grouper paper (arXiv:2506.05433), which verl uses, as a backend.
 
-It pads groups to one length, copies the prefix's keys and values for each rollout, and knows only prompts with
+It pads groups to one length, copies the prefix's keys and values for each rollout, and only supports prompts with
 rollouts.
 
 Legend: T packed tokens, P groups, L tokens of the longest group, H query heads, K key/value heads, D head size.
@@ -19,7 +19,7 @@ from pl_grouprl.packing import SharedPrefixLayout
 
 
 def _groups(layout: SharedPrefixLayout) -> list[list[int]]:
-    """Lengths of each root and its children. The package wants a child: a root alone gets an empty one."""
+    """Lengths of each root and its children. The package needs a child, so a root alone gets an empty one."""
     groups: list[list[int]] = []
     for segment in layout.segments:
         if segment.parent is None:
@@ -37,11 +37,11 @@ def _plan(layout: SharedPrefixLayout, device: torch.device) -> tuple[Any, Tensor
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Causal attention, lower right aligned, under a padding mask of the keys; returns [batch, length, H, D]."""
+    """Causal attention, aligned lower right, with a padding mask of the keys; returns [batch, length, H, D]."""
     queries, keys = query.shape[2], key.shape[2]
     causal = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     allowed = causal & mask.bool()[:, None, None, :]
-    # A row of padding sees nothing; letting it see itself keeps its (unused) result and gradient finite.
+    # Let padding rows see themselves, so their unused results and gradients stay finite.
     allowed = allowed | torch.eye(queries, keys, dtype=torch.bool, device=query.device).roll(keys - queries, 1)
     heads_per_key = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(heads_per_key, dim=1) for tensor in (key, value))
@@ -62,7 +62,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
     if rule.features:
-        return f"the package knows nothing of {', '.join(rule.features)}; use backend 'auto'."
+        return f"the package does not support {', '.join(rule.features)}; use backend 'auto'."
     if key.shape[-1] != value.shape[-1]:
         return f"keys have head size {key.shape[-1]} and values {value.shape[-1]}; use backend 'auto'."
     return None

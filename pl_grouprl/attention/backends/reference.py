@@ -1,6 +1,6 @@
-"""The oracle: attention over a packed row with a dense mask. Simple and slow; every other backend is compared with it.
+"""The oracle: attention over a packed row with a dense mask. Simple and slow; all backends are tested against it.
 
-Legend: T packed tokens, S of them that are run, H query heads, K key/value heads, D head size.
+Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Layers that carry a state from token to token, run segment by segment."""
+"""Stateful layers, run segment by segment."""

@@ -1,9 +1,9 @@
-"""In which batches the segments of a packed row are run by a layer that carries a state from token to token.
+"""Plans the batches in which a stateful layer runs the segments of a packed row.
 
-Each segment starts from the final state of its parent, so parents come first. Within that order, segments are batched:
-those whose state nobody needs may be padded behind, which no real token sees; those whose state is needed may not.
+Each segment starts from its parent's final state, so parents come first. Within that order, segments are batched.
+Those whose final state is needed cannot be padded on the right; the others can, as no real token sees that padding.
 
-Legend: T packed tokens that are run, R runs of a batch, L length of its rows.
+Legend: T packed tokens that run, R runs of a batch, L length of its rows.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from pl_grouprl.packing import SharedPrefixLayout
 
 _MIN_FILLED = 0.75
-"""Least share of a batch's places that hold tokens, not padding."""
+"""Minimum fraction of a batch that is tokens, not padding."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs that start at the same time: rows of L places.
+    """Runs that start together: R rows of length L.
 
     Attributes:
-        size: Number of rows R and of places L.
-        places: Place in the flattened batch, R * L places, of each token, int64.
-        tokens: Place among the tokens that are run of each of these tokens, int64.
-        starts: Index of the final state that each row starts from, shape [R], int64; None where all start from nothing.
-        keeps_state: Whether other runs start from the final states. They are counted in the order of the batches; where
-            tokens are given, their final state comes before all others.
+        size: R and L.
+        places: Index of each token in the flattened batch [R * L], int64.
+        tokens: Index of each of these tokens among the tokens that run, int64.
+        starts: Index of the final state that each row starts from, shape [R], int64; None if all start from zero.
+        keeps_state: Whether other runs start from the final states. These are numbered in batch order; the final state
+            of given tokens, if any, comes first.
     """
 
     size: tuple[int, int]
@@ -43,11 +43,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How a packed row is run.
+    """How a packed row runs.
 
     Attributes:
         batches: In this order.
-        outputs: For each token that is run its place among the tokens of all batches, shape [T], int64.
+        outputs: Index of each token that runs among the tokens of all batches, shape [T], int64.
     """
 
     batches: tuple[Batch, ...]
@@ -56,26 +56,26 @@ class RunPlan:
 
 @dataclass
 class _Run:
-    """Tokens run one after another, from the final state of the run `start`, or from nothing if that is None."""
+    """Consecutive tokens that start from the final state of the run `start`, or from zero if None."""
 
     tokens: list[int]
     start: _Run | None
     level: int
     keeps_state: bool = False
-    own: int = 0  # of the tokens, how many at the end are its segment's: the others are run again
+    own: int = 0  # tokens at the end that belong to its segment; earlier ones are recomputed
     state: int = field(default=-1)  # index of its final state
 
 
 def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.device) -> RunPlan:
     """Batch the segments of a layout.
 
-    A single token on top of a state is not run for its final state: kernels for decoding, which have no gradient,
-    take over there. Its children run it again, in front of their own tokens, and it is run for its output with padding.
+    A single token after a state is not run for its final state, because decoding kernels, which have no gradient, would
+    take over. Its children recompute it before their own tokens, and its own output is computed with padding.
 
     Args:
         layout: The forest.
-        pad_roots: Whether zeros in front of a root leave its output and its final state as they are.
-        device: Where the indices are to live.
+        pad_roots: Whether left-padding a root with zeros leaves its output and final state unchanged.
+        device: Device of the indices.
     """
     runs = _runs(layout)
     batches: list[Batch] = []
@@ -104,10 +104,10 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
 
 
 def _runs(layout: SharedPrefixLayout) -> list[_Run]:
-    """What is to be run: parents before children."""
+    """The runs, parents before children."""
     leaves = set(layout.leaves)
     runs: list[_Run] = []
-    handed_on: list[_Run] = []  # for each segment a run whose start and tokens its children begin with
+    handed_on: list[_Run] = []  # per segment, the run whose start and tokens its children begin with
     for index, segment in enumerate(layout.segments):
         above = _Run([], None, 0) if segment.parent is None else handed_on[segment.parent]
         if segment.start < layout.given:
@@ -125,7 +125,7 @@ def _runs(layout: SharedPrefixLayout) -> list[_Run]:
 
 
 def _groups(runs: list[_Run], pad_roots: bool) -> Iterator[list[_Run]]:
-    """Runs that make a batch: those with a final state that is needed, level by level, then all others."""
+    """Group runs that may share a batch: those whose final state is needed, by level, then all others."""
     kept = [run for run in runs if run.keeps_state]
     for level, same_level in groupby(sorted(kept, key=lambda run: run.level), key=lambda run: run.level):
         yield from _by_length(same_level, 1.0 if level or not pad_roots else _MIN_FILLED)
@@ -135,7 +135,7 @@ def _groups(runs: list[_Run], pad_roots: bool) -> Iterator[list[_Run]]:
 
 
 def _by_length(runs: Iterable[_Run], min_filled: float) -> Iterator[list[_Run]]:
-    """Runs of similar length, so that of a batch's places at least the share `min_filled` holds tokens."""
+    """Group runs of similar length, so at least `min_filled` of each batch is tokens."""
     batch: list[_Run] = []
     filled = 0
     for run in sorted(runs, key=lambda run: len(run.tokens), reverse=True):

@@ -1,8 +1,8 @@
-"""Layers that carry a state from token to token (gated delta nets, short convolutions, Mamba2) share a prefix exactly.
+"""Exact prefix sharing for stateful layers (gated delta nets, short convolutions, Mamba2).
 
-Attention lets each token of a packed row choose what it sees; a state cannot be told to forget a sibling. So such a
-mixer is called on segments: each starts from the final state of its parent. The mixer's own forward is run, and handed
-the states the way it takes them from transformers' cache when a prompt comes in pieces; gradients flow through them.
+A mask can hide siblings from each other in a packed row, but a state cannot forget one. So such a mixer runs segment by
+segment, each starting from its parent's final state. The mixer's own forward gets the states through transformers'
+cache interface, as when a prompt comes in pieces; gradients flow through them.
 
 Legend: T packed tokens, D hidden size, R runs of a batch, L length of its rows, C channels, K convolution kernel size.
 """
@@ -26,20 +26,20 @@ _NAMES = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|DeltaRule|ShortConv|Recurrent|Rwkv|RWKV|LinearAttention|LightningAttention|RgLru|"
     "RetNet|Retention|LSTM|Hyena"
 )
-"""Class names of layers that carry a state, for those that show it in no other way."""
+"""Class names of stateful layers that cannot be detected otherwise."""
 
 _NOT_IN_SEQUENCE = re.compile("Norm$|Audio|Vision")
-"""Class names of modules that see one token, or what is no text, whatever else their name says."""
+"""Class names of modules that see a single token or no text, despite their names."""
 
 STATEFUL = "segment by segment"
-"""What runs such a layer, beside the names of attention backends."""
+"""Reported for such layers in place of a backend's name."""
 
 _CACHE_METHODS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _FORWARD_BEFORE = "_forward_before_sharing"
 
 _INSTALLED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many handles each mixer is patched by. A copy of a mixer has none, and keeps its patch to no effect."""
+"""Number of handles that patch each mixer. A copied mixer has none, so its patch has no effect."""
 
 
 class StatefulHandle:
@@ -50,12 +50,12 @@ class StatefulHandle:
         for mixer in mixers:
             _INSTALLED[mixer] = _INSTALLED.get(mixer, 0) + 1
             if not _is_patched(mixer):
-                if "forward" in mixer.__dict__:  # patched by someone else, as for offloading
+                if "forward" in mixer.__dict__:  # patched by another library, for offloading for example
                     setattr(mixer, _FORWARD_BEFORE, mixer.__dict__["forward"])
                 mixer.forward = MethodType(forward, mixer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Undo this installation. To do it twice does nothing."""
+        """Undo this installation. Idempotent."""
         mixers, self._mixers = self._mixers, []
         for mixer in mixers:
             _INSTALLED[mixer] -= 1
@@ -72,22 +72,22 @@ class StatefulHandle:
 
 
 def install(decoder: nn.Module) -> StatefulHandle:
-    """Let the decoder's stateful mixers take `prefix_layout`; calls without it stay what they were."""
+    """Make the decoder's stateful mixers accept `prefix_layout`; calls without it are unchanged."""
     return StatefulHandle(stateful_mixers(decoder))
 
 
 def stateful_mixers(decoder: nn.Module) -> list[nn.Module]:
-    """The modules of a decoder that carry a state and can be run segment by segment."""
+    """The stateful modules of a decoder that can run segment by segment."""
     return [module for module in decoder.modules() if _continues_from_cache(module)]
 
 
 def has_bias(mixer: nn.Module) -> bool:
-    """Whether padding on the left reaches a mixer's state; without a bias zeros stay zeros on their way into it."""
+    """Whether left padding changes a mixer's state: without a bias, zeros stay zeros."""
     return any(isinstance(getattr(part, "bias", None), Tensor) for part in mixer.modules())
 
 
 def unsupported_mixers(decoder: nn.Module) -> list[str]:
-    """Class names of the modules that carry a state, or seem to, and cannot be run segment by segment; sorted."""
+    """Sorted class names of modules that are, or seem, stateful and cannot run segment by segment."""
     return sorted({type(module).__name__ for module in _outside_mixers(decoder) if _seems_stateful(module)})
 
 
@@ -99,9 +99,9 @@ def _outside_mixers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _continues_from_cache(module: nn.Module) -> bool:
-    """Whether a module's forward takes hidden states alone, and goes on from both kinds of state that it keeps.
+    """Whether a module's forward needs only hidden states, and continues from both kinds of cached state.
 
-    Several mixers (Mamba, for one) keep a recurrent state for single tokens only, and begin anew where more come.
+    Several mixers (such as Mamba) use the recurrent state for single tokens only, and restart if given more.
     """
     code = _forward_code(module)
     arguments = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
@@ -138,10 +138,10 @@ def _is_patched(mixer: nn.Module) -> bool:
     return getattr(mixer.__dict__.get("forward"), "__func__", None) is forward
 
 
-def forward(  # of a patched mixer: by this name a pickled mixer finds the forward of its class
+def forward(  # a pickled mixer looks up its class's forward by this name
     self: nn.Module, hidden_states: Tensor, *args: Any, prefix_layout: LayoutCall | None = None, **kwargs: Any
 ) -> Tensor:
-    """What a patched mixer does: what it did before, or with a layout, run it segment by segment."""
+    """Forward of a patched mixer: runs segment by segment if given a layout, otherwise as before."""
     own_forward = getattr(self, _FORWARD_BEFORE, None) or MethodType(type(self).forward, self)
     if prefix_layout is None:
         return own_forward(hidden_states, *args, **kwargs)
@@ -154,7 +154,7 @@ def _run_packed(
 ) -> Tensor:
     """Run a mixer over a packed row, hidden states [1, T, D] to [1, T, D]."""
     if args:
-        raise TypeError(f"{type(mixer).__name__} was given positional arguments beside prefix_layout; pass keywords.")
+        raise TypeError(f"{type(mixer).__name__} was given positional arguments with prefix_layout; pass keywords.")
     cache_argument = next(name for name in _CACHE_ARGUMENTS if name in _forward_code(mixer).co_varnames)
     _refuse_what_is_not_applied(mixer, kwargs, cache_argument)
     call.reached.add(id(mixer))
@@ -178,7 +178,7 @@ def _run_packed(
 
 def _refuse_what_is_not_applied(mixer: nn.Module, kwargs: dict[str, Any], cache_argument: str) -> None:
     if kwargs.get(cache_argument) is not None:
-        raise ValueError(f"{type(mixer).__name__} was given a cache beside prefix_layout; pass use_cache=False.")
+        raise ValueError(f"{type(mixer).__name__} was given a cache with prefix_layout; pass use_cache=False.")
     present = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name != "attention_mask"]
     if present:
         raise NotImplementedError(
@@ -195,7 +195,7 @@ def _plan(call: LayoutCall, mixer: nn.Module, device: torch.device) -> RunPlan:
 
 
 class _States:
-    """Final states of runs, each kind concatenated in the order of the runs; that of given tokens first."""
+    """Final states of runs, each kind concatenated in run order, after that of given tokens."""
 
     def __init__(self, call: LayoutCall, mixer: nn.Module) -> None:
         self._kept: dict[tuple[str | int, ...], Tensor] = {}
@@ -203,7 +203,7 @@ class _States:
             self._kept = call.states.of(mixer)
 
     def hand_on(self, call: LayoutCall, mixer: nn.Module) -> None:
-        """Record the final state of a prompt that runs by itself."""
+        """Record the final state of a prompt that runs alone."""
         if call.states is not None and not call.layout.given:
             for kind, states in self._kept.items():
                 call.states.keep(mixer, kind, states)
@@ -219,10 +219,10 @@ class _States:
 
 
 class _StateCache:
-    """Stands for transformers' cache in one call of a mixer; it writes nothing in place, so that gradients flow.
+    """Replaces transformers' cache in one call of a mixer; writes nothing in place, so gradients flow.
 
     Attributes:
-        final: States after the call by kind and number: convolution [R, C, K], recurrent as the mixer keeps it.
+        final: States after the call, by kind and index: convolution [R, C, K], recurrent in the mixer's shape.
     """
 
     def __init__(self, initial: dict[tuple[str | int, ...], Tensor]) -> None:
@@ -230,12 +230,12 @@ class _StateCache:
         self.final: dict[tuple[str | int, ...], Tensor] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: the state is for single tokens, to be changed in place. Others get it from `update_conv_state`."""
+        """None: only single-token calls read this, and change it in place. Others use `update_conv_state`."""
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
     ) -> Tensor:
-        """Take the inputs of a convolution, [R, C, L]; hand them back behind the last K inputs before them, if any."""
+        """Take a convolution's inputs [R, C, L]; return them with the last K earlier inputs in front, if any."""
         before = self._initial.get(("conv", state_idx))
         inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         missing = max(conv_kernel_size - inputs.shape[-1], 0)
@@ -250,5 +250,5 @@ class _StateCache:
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Yes: a single token goes the way of many, which changes no state in place."""
+        """True: a single token takes the path for many, which changes no state in place."""
         return True

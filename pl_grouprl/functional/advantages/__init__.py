@@ -1,11 +1,6 @@
 """Advantages of rollouts and of tokens, one idea per file."""
 
-from pl_grouprl.functional.advantages.baselines import (
-    OPOAdvantage,
-    ReMaxAdvantage,
-    opo_advantages,
-    remax_advantages,
-)
+from pl_grouprl.functional.advantages.baselines import opo_advantages, remax_advantages
 from pl_grouprl.functional.advantages.gae import (
     discounted_returns,
     generalized_advantages,
@@ -14,9 +9,6 @@ from pl_grouprl.functional.advantages.gae import (
 )
 from pl_grouprl.functional.advantages.group_relative import (
     REWARD_SCALES,
-    GroupRelativeAdvantage,
-    PassKAdvantage,
-    RLOOAdvantage,
     group_relative_advantages,
     grpo_passk_advantages,
     rloo_advantages,
@@ -31,10 +23,13 @@ from pl_grouprl.functional.advantages.registry import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
     make_advantage_estimator,
+    register_advantage_estimator,
 )
 from pl_grouprl.functional.advantages.reinforce import (
-    ReinforcePlusPlusAdvantage,
-    ReinforcePlusPlusBaselineAdvantage,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
+from pl_grouprl.functional.registry import former_classes
+from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES
+
+__getattr__ = former_classes(__name__, ESTIMATOR_CLASSES, make_advantage_estimator)

@@ -6,15 +6,15 @@ Legend: B rollouts, P prompts (groups). What holds for groups (NaN, equal reward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pl_grouprl.functional.advantages.groups import check_rewards, gather_groups
+from pl_grouprl.functional.advantages.registry import register_advantage_estimator
 
 
+@register_advantage_estimator("opo", needs=("group_ids", "lengths"))
 @torch.no_grad()
 def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: Tensor) -> Tensor:
     """Subtract from each reward the mean of its group weighted by length (OPO, arXiv:2505.23585).
@@ -40,6 +40,7 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: 
     return groups.finish(groups.rewards_B - baseline_P[groups.index_B])
 
 
+@register_advantage_estimator("remax", needs=("greedy_rewards",))
 @torch.no_grad()
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """Subtract from each reward that of the greedy rollout of the same prompt (ReMax, arXiv:2310.10505).
@@ -67,59 +68,6 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
         )
     difference_B = rewards.to(torch.float64) - greedy_rewards.to(rewards.device, torch.float64)
     return difference_B.nan_to_num(nan=0.0).to(torch.promote_types(rewards.dtype, torch.float32))
-
-
-@dataclass(frozen=True)
-class OPOAdvantage:
-    """`opo_advantages`, as a configuration names it."""
-
-    needs_greedy: ClassVar[bool] = False
-    per_token: ClassVar[bool] = False
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor | Sequence[int],
-        *,
-        lengths: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Tensor:
-        """Return `opo_advantages` of rewards, group ids and lengths, all [B]; greedy rewards are not used.
-
-        Raises:
-            ValueError: If there are no lengths.
-        """
-        if lengths is None:
-            raise ValueError("lengths is None; opo weighs by it: pass the response tokens of each rollout, shape [B].")
-        return opo_advantages(rewards, group_ids, lengths)
-
-
-@dataclass(frozen=True)
-class ReMaxAdvantage:
-    """`remax_advantages`, as a configuration names it."""
-
-    needs_greedy: ClassVar[bool] = True
-    per_token: ClassVar[bool] = False
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor | Sequence[int],
-        *,
-        lengths: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Tensor:
-        """Return `remax_advantages` of rewards and greedy rewards, both [B]; group ids and lengths are not used.
-
-        Raises:
-            ValueError: If there are no greedy rewards.
-        """
-        if greedy_rewards is None:
-            raise ValueError(
-                "greedy_rewards is None; remax subtracts them: pass the reward of each prompt's rollout without "
-                "sampling, once per rollout, shape [B]."
-            )
-        return remax_advantages(rewards, greedy_rewards)
 
 
 def _check_lengths(lengths: Tensor, num_rollouts: int) -> None:

@@ -5,21 +5,20 @@ Legend: B rollouts, P prompts (groups). What holds for all of them (NaN, equal r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pl_grouprl.functional.advantages.groups import gather_groups
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.functional.advantages.registry import register_advantage_estimator
 from pl_grouprl.utilities.options import check_options
 
 REWARD_SCALES = ("group", "batch", "none")
 PASSK_SCALES = ("group", "none")
 
 
+@register_advantage_estimator("grpo", takes_steps=True)
 @torch.no_grad()
 def group_relative_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], *, scale: str = "group", eps: float = 1e-6
@@ -39,9 +38,10 @@ def group_relative_advantages(
         Advantages, shape [B]. Exactly zero where all rewards of a group are equal, or where there is none.
 
     Raises:
-        ValueError: If the shapes differ, a reward is infinite, or the scale is unknown.
+        ValueError: If the shapes differ, a reward is infinite, the scale is unknown, or eps is negative.
     """
     _check_scale(scale)
+    _check_eps(eps)
     groups = gather_groups(rewards, group_ids)
     centred_B = groups.centred()
     if scale == "group":
@@ -53,6 +53,7 @@ def group_relative_advantages(
     return groups.finish(centred_B)
 
 
+@register_advantage_estimator("rloo")
 @torch.no_grad()
 def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tensor:
     """Subtract from each reward the mean of the others of its group (RLOO, arXiv:2402.14740).
@@ -75,6 +76,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tenso
     return groups.finish(groups.centred() * factor_P[groups.index_B])
 
 
+@register_advantage_estimator("grpo_passk")
 @torch.no_grad()
 def grpo_passk_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], *, scale: str = "group", eps: float = 1e-6
@@ -95,9 +97,10 @@ def grpo_passk_advantages(
         Advantages, shape [B], 0 or more.
 
     Raises:
-        ValueError: If the shapes differ, a reward is infinite, or the scale is neither of the two.
+        ValueError: If the shapes differ, a reward is infinite, the scale is neither of the two, or eps is negative.
     """
     _check_scale(scale, PASSK_SCALES)
+    _check_eps(eps)
     groups = gather_groups(rewards, group_ids)
     rewards_B = groups.rewards_B.masked_fill(~groups.valid_B, -torch.inf)
     best_B = groups.valid_B & (rewards_B == groups.largest(rewards_B)[groups.index_B])
@@ -107,79 +110,6 @@ def grpo_passk_advantages(
     if scale == "group":
         lead_B = lead_B / (groups.std()[groups.index_B] + eps)
     return groups.finish(lead_B.masked_fill(~(best_B & alone_P[groups.index_B]), 0))
-
-
-@dataclass(frozen=True)
-class GroupEstimator:
-    """An estimator that needs rewards and groups alone, with its options as fields.
-
-    Attributes:
-        function: Turns rewards [B] and group ids [B] into advantages [B], taking the fields as keyword arguments.
-        needs_greedy: Whether it needs the reward of a greedy rollout.
-        per_token: Whether it takes and returns rows of tokens.
-    """
-
-    function: ClassVar[Callable[..., Tensor]]
-    needs_greedy: ClassVar[bool] = False
-    per_token: ClassVar[bool] = False
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor | Sequence[int],
-        *,
-        lengths: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Tensor:
-        """Return the function's advantages, shape [B]; lengths and greedy rewards are not used."""
-        return type(self).function(rewards, group_ids, **asdict(self))
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class GroupRelativeAdvantage(GroupEstimator):
-    """`group_relative_advantages` with its options, as a configuration names it.
-
-    Attributes:
-        scale: `group`, `batch` or `none`.
-        eps: Added to the standard deviation.
-    """
-
-    scale: str = "group"
-    eps: float = 1e-6
-
-    function = staticmethod(group_relative_advantages)
-
-    def __post_init__(self) -> None:
-        _check_scale(self.scale)
-        _check_eps(self.eps)
-
-
-@dataclass(frozen=True)
-class RLOOAdvantage(GroupEstimator):
-    """`rloo_advantages`, as a configuration names it."""
-
-    function = staticmethod(rloo_advantages)
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class PassKAdvantage(GroupEstimator):
-    """`grpo_passk_advantages` with its options, as a configuration names it.
-
-    Attributes:
-        scale: `group` or `none`.
-        eps: Added to the standard deviation.
-    """
-
-    scale: str = "group"
-    eps: float = 1e-6
-
-    function = staticmethod(grpo_passk_advantages)
-
-    def __post_init__(self) -> None:
-        _check_scale(self.scale, PASSK_SCALES)
-        _check_eps(self.eps)
 
 
 def _check_eps(eps: float) -> None:

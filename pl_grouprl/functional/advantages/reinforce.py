@@ -8,21 +8,20 @@ Rewards of NaN, masks and gaps are read as in `gae`; a rollout without a reward 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages.gae import check_rows, check_unit, discounted_returns
+from pl_grouprl.functional.advantages.gae import discounted_returns
 from pl_grouprl.functional.advantages.groups import gather_groups
+from pl_grouprl.functional.advantages.registry import register_advantage_estimator
 from pl_grouprl.functional.masked import Reduce, bool_mask, masked_whiten
-from pl_grouprl.utilities.arguments import checked_arguments
 
 
+@register_advantage_estimator("reinforce_plus_plus", needs=("mask", "reduce"), per_token=True, token_rewards=True)
 @torch.no_grad()
 def reinforce_plus_plus_advantages(
-    rewards: Tensor, mask: Tensor, *, gamma: float, reduce: Reduce | None = None
+    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, reduce: Reduce | None = None
 ) -> Tensor:
     """Whiten the discounted reward-to-go of all tokens of the batch (REINFORCE++, arXiv:2501.03262).
 
@@ -48,6 +47,7 @@ def reinforce_plus_plus_advantages(
     return masked_whiten(returns_BT, mask_BT & ~missing_B1, reduce=reduce)
 
 
+@register_advantage_estimator("reinforce_plus_plus_baseline", needs=("group_ids", "mask", "reduce"), per_token=True)
 @torch.no_grad()
 def reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], mask: Tensor, *, reduce: Reduce | None = None
@@ -78,45 +78,3 @@ def reinforce_plus_plus_baseline_advantages(
     centred_BT = groups.centred()[:, None].expand(mask_BT.shape)
     whitened_BT = masked_whiten(centred_BT, mask_BT & groups.valid_B[:, None], reduce=reduce)
     return whitened_BT.masked_fill(~groups.trained()[:, None], 0).to(groups.dtype)
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class ReinforcePlusPlusAdvantage:
-    """`reinforce_plus_plus_advantages` with its options, as a configuration names it.
-
-    Attributes:
-        gamma: Discount per token, in [0, 1].
-    """
-
-    gamma: float = 1.0
-
-    needs_greedy: ClassVar[bool] = False
-    per_token: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_unit("gamma", self.gamma)
-
-    def __call__(
-        self, rewards: Tensor, mask: Tensor, group_ids: Tensor | Sequence[int], *, reduce: Reduce | None = None
-    ) -> Tensor:
-        """Return `reinforce_plus_plus_advantages` of rewards and mask, both [B, T]; group ids are not used."""
-        return reinforce_plus_plus_advantages(rewards, mask, gamma=self.gamma, reduce=reduce)
-
-
-@dataclass(frozen=True)
-class ReinforcePlusPlusBaselineAdvantage:
-    """`reinforce_plus_plus_baseline_advantages` of the rewards of all tokens, as a configuration names it."""
-
-    needs_greedy: ClassVar[bool] = False
-    per_token: ClassVar[bool] = True
-
-    def __call__(
-        self, rewards: Tensor, mask: Tensor, group_ids: Tensor | Sequence[int], *, reduce: Reduce | None = None
-    ) -> Tensor:
-        """Return the advantages of rewards [B, T], mask [B, T] and group ids [B]; a row's valid rewards are summed."""
-        mask_BT = check_rows(mask, rewards=rewards)
-        # Added in float64 and rounded, so that rows of equal rewards at different places stay equal.
-        scores_B = rewards.to(torch.float64).masked_fill(~mask_BT, 0).sum(dim=1)
-        dtype = torch.promote_types(rewards.dtype, torch.float32)
-        return reinforce_plus_plus_baseline_advantages(scores_B.to(dtype), group_ids, mask_BT, reduce=reduce)

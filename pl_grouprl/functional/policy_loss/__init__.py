@@ -24,34 +24,25 @@ gradient, whatever their inputs hold.
 """
 
 from pl_grouprl.functional.aggregation import aggregate
-from pl_grouprl.functional.policy_loss.base import MAX_LOG_RATIO, ConfiguredLoss, PolicyLoss, PolicyLossFunction
-from pl_grouprl.functional.policy_loss.clipped import ClippedPolicyLoss, clipped_policy_loss
-from pl_grouprl.functional.policy_loss.covariance import (
-    ClipCovPolicyLoss,
-    KLCovPolicyLoss,
-    clip_cov_policy_loss,
-    kl_cov_policy_loss,
+from pl_grouprl.functional.policy_loss.base import MAX_LOG_RATIO, PolicyLoss
+from pl_grouprl.functional.policy_loss.clipped import clipped_policy_loss
+from pl_grouprl.functional.policy_loss.covariance import clip_cov_policy_loss, kl_cov_policy_loss
+from pl_grouprl.functional.policy_loss.divergence import dppo_kl_policy_loss, dppo_tv_policy_loss
+from pl_grouprl.functional.policy_loss.registry import (
+    POLICY_LOSSES,
+    PolicyLossFunction,
+    make_policy_loss,
+    register_policy_loss,
 )
-from pl_grouprl.functional.policy_loss.divergence import (
-    DPPOKLPolicyLoss,
-    DPPOTVPolicyLoss,
-    dppo_kl_policy_loss,
-    dppo_tv_policy_loss,
-)
-from pl_grouprl.functional.policy_loss.registry import POLICY_LOSSES, make_policy_loss
-from pl_grouprl.functional.policy_loss.sapo import SAPOPolicyLoss, sapo_policy_loss
+from pl_grouprl.functional.policy_loss.sapo import sapo_policy_loss
 from pl_grouprl.functional.policy_loss.sequence import (
     MAX_SEQUENCE_LOG_RATIO,
-    GMPOPolicyLoss,
-    GSPOPolicyLoss,
-    GSPOTokenPolicyLoss,
     gmpo_policy_loss,
     gspo_policy_loss,
     gspo_token_policy_loss,
 )
-from pl_grouprl.functional.policy_loss.weighted import (
-    CISPOPolicyLoss,
-    GPGPolicyLoss,
-    cispo_policy_loss,
-    gpg_policy_loss,
-)
+from pl_grouprl.functional.policy_loss.weighted import cispo_policy_loss, gpg_policy_loss
+from pl_grouprl.functional.registry import former_classes
+from pl_grouprl.utilities.former_classes import POLICY_LOSS_CLASSES
+
+__getattr__ = former_classes(__name__, POLICY_LOSS_CLASSES, make_policy_loss)

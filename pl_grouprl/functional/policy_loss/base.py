@@ -1,13 +1,11 @@
-"""What every policy loss shares: its result, its call, the checks of its inputs, and the class that holds its options.
+"""What policy losses share: their result, checks of inputs and options, ratios and clip fractions.
 
-Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts in one row (flat, no padding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,61 +32,6 @@ class PolicyLoss(NamedTuple):
     per_token_N: Tensor
     metrics: dict[str, Tensor]
     metric_count: Tensor
-
-
-class PolicyLossFunction(Protocol):
-    """What the registered classes build: one call for every loss, whether it needs the rollouts or not."""
-
-    def __call__(
-        self,
-        policy_logprobs_N: Tensor,
-        old_logprobs_N: Tensor,
-        advantages_N: Tensor,
-        *,
-        mask_N: Tensor,
-        rollout_index_N: Tensor,
-        num_rollouts: int,
-    ) -> PolicyLoss:
-        """Return the loss of each token."""
-
-
-@dataclass(frozen=True)
-class ConfiguredLoss:
-    """A loss function with its options as fields, called like every `PolicyLossFunction`.
-
-    A subclass names the function and declares the function's options as fields. Options out of range are refused when
-    it is built, by a call of the function without tokens.
-
-    Attributes:
-        function: The loss of each token, taking the fields as keyword arguments.
-        uses_rollouts: Whether the function takes `rollout_index_N` and `num_rollouts`.
-        compares_tokens: Whether the loss of a token depends on the other tokens of the call, so that cutting a
-            mini-batch changes it.
-    """
-
-    function: ClassVar[Callable[..., PolicyLoss]]
-    uses_rollouts: ClassVar[bool] = False
-    compares_tokens: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        none_N = torch.zeros(0)
-        self(none_N, none_N, none_N, mask_N=none_N.bool(), rollout_index_N=none_N.long(), num_rollouts=0)
-
-    def __call__(
-        self,
-        policy_logprobs_N: Tensor,
-        old_logprobs_N: Tensor,
-        advantages_N: Tensor,
-        *,
-        mask_N: Tensor,
-        rollout_index_N: Tensor | None = None,
-        num_rollouts: int | None = None,
-    ) -> PolicyLoss:
-        """Return the function's result; the rollouts are looked at only where `uses_rollouts` is set."""
-        rollouts = {"rollout_index_N": rollout_index_N, "num_rollouts": num_rollouts} if self.uses_rollouts else {}
-        return type(self).function(
-            policy_logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts, **asdict(self)
-        )
 
 
 def masked_inputs(policy_N: Tensor, old_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:

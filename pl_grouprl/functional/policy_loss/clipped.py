@@ -5,13 +5,10 @@ Legend: N response tokens of all rollouts in one row (flat, no padding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pl_grouprl.functional.policy_loss.base import (
-    ConfiguredLoss,
     PolicyLoss,
     clip_bounds,
     clip_flags,
@@ -20,9 +17,10 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 
+@register_policy_loss("ppo")
 def clipped_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -65,21 +63,3 @@ def clipped_policy_loss(
         loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, -advantages_N * delta), loss_N)
         flags["clip_ratio/delta_mean"] = (ratio_N > delta) & (advantages_N < 0)
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), count_flags(flags, mask_N), mask_N.sum())
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class ClippedPolicyLoss(ConfiguredLoss):
-    """`clipped_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: How far the ratio may fall below 1.
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-        delta: Limit of the ratio where the advantage is negative; None sets none.
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-
-    function = staticmethod(clipped_policy_loss)

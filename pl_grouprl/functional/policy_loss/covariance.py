@@ -14,13 +14,10 @@ Legend: N response tokens of all rollouts in one row (flat, no padding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pl_grouprl.functional.policy_loss.base import (
-    ConfiguredLoss,
     PolicyLoss,
     check_positive,
     clip_bounds,
@@ -30,10 +27,11 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 from pl_grouprl.utilities.options import check_finite, check_options
 
 
+@register_policy_loss("clip_cov", compares_tokens=True)
 def clip_cov_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -92,6 +90,7 @@ def clip_cov_policy_loss(
     return PolicyLoss(loss_N, count_flags(flags, mask_N), mask_N.sum())
 
 
+@register_policy_loss("kl_cov", compares_tokens=True)
 def kl_cov_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -128,46 +127,6 @@ def kl_cov_policy_loss(
     penalty_N = ppo_kl_coef * log_ratio_N.abs().masked_fill(~chosen_N, 0)
     loss_N = (penalty_N - advantages_N * token_ratio(log_ratio_N)).masked_fill(~mask_N, 0)
     return PolicyLoss(loss_N, count_flags({"clip_ratio/cov_mean": chosen_N}, mask_N), mask_N.sum())
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class ClipCovPolicyLoss(ConfiguredLoss):
-    """`clip_cov_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: How far the ratio may fall below 1.
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-        clip_cov_ratio: Share of the trained tokens to choose.
-        clip_cov_lb: Lower bound of the covariance of a token that may be chosen.
-        clip_cov_ub: Upper bound of it.
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    clip_cov_ratio: float = 2e-4
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-
-    function = staticmethod(clip_cov_policy_loss)
-    compares_tokens = True
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class KLCovPolicyLoss(ConfiguredLoss):
-    """`kl_cov_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        kl_cov_ratio: Share of the trained tokens that get the penalty.
-        ppo_kl_coef: Weight of the penalty.
-    """
-
-    kl_cov_ratio: float = 2e-4
-    ppo_kl_coef: float = 1.0
-
-    function = staticmethod(kl_cov_policy_loss)
-    compares_tokens = True
 
 
 def _check_share(**options: float) -> None:

@@ -13,13 +13,10 @@ Legend: N response tokens of all rollouts in one row (flat, no padding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pl_grouprl.functional.policy_loss.base import (
-    ConfiguredLoss,
     PolicyLoss,
     check_positive,
     count_flags,
@@ -28,12 +25,13 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 _REST_FLOOR = 1e-8
 """Added to the probability of the other outcome before its logarithm, as in verl."""
 
 
+@register_policy_loss("dppo_tv")
 def dppo_tv_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -75,6 +73,7 @@ def dppo_tv_policy_loss(
     return _inside_only(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
 
 
+@register_policy_loss("dppo_kl")
 def dppo_kl_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -115,42 +114,6 @@ def dppo_kl_policy_loss(
     kl_N = (1 - old_prob_N) * other_N - old_prob_N * log_ratio_N.detach()
     outside = ((kl_N > low) & (prob_N < old_prob_N), (kl_N > high) & (prob_N > old_prob_N))
     return _inside_only(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class DPPOTVPolicyLoss(ConfiguredLoss):
-    """`dppo_tv_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: How far a probability may fall.
-        epsilon_high: How far it may rise; None takes `epsilon`.
-        clip_ratio_c: Upper bound of the weight.
-    """
-
-    epsilon: float = 0.15
-    epsilon_high: float | None = None
-    clip_ratio_c: float = 20.0
-
-    function = staticmethod(dppo_tv_policy_loss)
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class DPPOKLPolicyLoss(ConfiguredLoss):
-    """`dppo_kl_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: Largest divergence of a falling probability, in nats.
-        epsilon_high: Largest divergence of a rising one; None takes `epsilon`.
-        clip_ratio_c: Upper bound of the weight.
-    """
-
-    epsilon: float = 0.05
-    epsilon_high: float | None = None
-    clip_ratio_c: float = 20.0
-
-    function = staticmethod(dppo_kl_policy_loss)
 
 
 def _without_masked(policy_N: Tensor, old_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,34 +1,104 @@
-"""The policy losses by name, as a configuration chooses them."""
+"""Policy losses by name, with their options.
+
+Legend: N response tokens of all rollouts in one row (flat, no padding).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from pl_grouprl.functional.policy_loss.base import PolicyLossFunction
-from pl_grouprl.functional.policy_loss.clipped import ClippedPolicyLoss
-from pl_grouprl.functional.policy_loss.covariance import ClipCovPolicyLoss, KLCovPolicyLoss
-from pl_grouprl.functional.policy_loss.divergence import DPPOKLPolicyLoss, DPPOTVPolicyLoss
-from pl_grouprl.functional.policy_loss.sapo import SAPOPolicyLoss
-from pl_grouprl.functional.policy_loss.sequence import GMPOPolicyLoss, GSPOPolicyLoss, GSPOTokenPolicyLoss
-from pl_grouprl.functional.policy_loss.weighted import CISPOPolicyLoss, GPGPolicyLoss
-from pl_grouprl.functional.registry import build
+import torch
+from torch import Tensor
 
-POLICY_LOSSES: dict[str, Callable[..., PolicyLossFunction]] = {
-    "ppo": ClippedPolicyLoss,
-    "gspo": GSPOPolicyLoss,
-    "gspo_token": GSPOTokenPolicyLoss,
-    "gmpo": GMPOPolicyLoss,
-    "cispo": CISPOPolicyLoss,
-    "gpg": GPGPolicyLoss,
-    "sapo": SAPOPolicyLoss,
-    "clip_cov": ClipCovPolicyLoss,
-    "kl_cov": KLCovPolicyLoss,
-    "dppo_tv": DPPOTVPolicyLoss,
-    "dppo_kl": DPPOKLPolicyLoss,
-}
+from pl_grouprl.functional.policy_loss.base import PolicyLoss
+from pl_grouprl.functional.registry import F, RegisteredFunction, build, registering
+from pl_grouprl.utilities.annotations import describe_value
+
+
+@dataclass(frozen=True, repr=False)
+class PolicyLossFunction(RegisteredFunction):
+    """A registered policy loss with its options; all of them are called alike.
+
+    Attributes:
+        uses_rollouts: Whether the function takes `rollout_index_N` and `num_rollouts`.
+        compares_tokens: Whether the loss of a token depends on the other tokens of the call, so that cutting a
+            mini-batch changes it.
+    """
+
+    uses_rollouts: bool = False
+    compares_tokens: bool = False
+
+    argument: ClassVar[str] = "policy_loss"
+    data: ClassVar[tuple[str, ...]] = ("mask_N", "rollout_index_N", "num_rollouts")
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The mask, and the rollouts where they are used."""
+        return self.data if self.uses_rollouts else self.data[:1]
+
+    def __call__(
+        self,
+        policy_logprobs_N: Tensor,
+        old_logprobs_N: Tensor,
+        advantages_N: Tensor,
+        *,
+        mask_N: Tensor,
+        rollout_index_N: Tensor | None = None,
+        num_rollouts: int | None = None,
+    ) -> PolicyLoss:
+        """Return the loss of each token."""
+        rollouts = {"rollout_index_N": rollout_index_N, "num_rollouts": num_rollouts} if self.uses_rollouts else {}
+        tensors = (policy_logprobs_N, old_logprobs_N, advantages_N)
+        result: PolicyLoss = self.function(*tensors, mask_N=mask_N, **rollouts, **self.options)
+        return result
+
+    def try_out(self) -> None:
+        """Call the function on two tokens of one rollout.
+
+        Raises:
+            TypeError: If it returns anything but a `PolicyLoss` with a loss per token.
+        """
+        zeros_N = torch.zeros(2, device="cpu")
+        loss = self(zeros_N, zeros_N, zeros_N, mask_N=zeros_N == 0, rollout_index_N=zeros_N.long(), num_rollouts=1)
+        if not isinstance(loss, PolicyLoss) or loss.per_token_N.shape != zeros_N.shape:
+            raise TypeError(
+                f"policy_loss={self.name!r} returned {describe_value(loss)} for two tokens; return a PolicyLoss whose "
+                "per_token_N has one loss for each token, shape [N]."
+            )
+
+
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+"""The registered losses."""
+
+
+def register_policy_loss(name: str, *, uses_rollouts: bool = False, compares_tokens: bool = False) -> Callable[[F], F]:
+    """Make a function known as a policy loss: `@register_policy_loss("name")` above it.
+
+    The function takes `(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N, ...)`, all of shape [N], and
+    returns a `PolicyLoss`. Its other keyword-only arguments are the loss's options; their annotations and defaults
+    hold, and it raises a ValueError for those out of range. It is called on two tokens whenever it is chosen.
+
+    Args:
+        name: What `policy_loss` calls it.
+        uses_rollouts: The function also takes `rollout_index_N`, the rollout of each token, shape [N], and
+            `num_rollouts`.
+        compares_tokens: The loss of a token depends on the other tokens of the call.
+
+    Raises:
+        ValueError: If the name belongs to another function.
+        TypeError: If the function's arguments do not fit what is declared.
+    """
+    return registering(
+        POLICY_LOSSES, PolicyLossFunction, name, uses_rollouts=uses_rollouts, compares_tokens=compares_tokens
+    )
 
 
 def make_policy_loss(name: str, /, **options: Any) -> PolicyLossFunction:
-    """Build the loss registered as `name`; an option that it does not take is a ValueError."""
+    """Return the loss registered as `name` with options.
+
+    Raises:
+        ValueError: If there is none of that name, or an option is unknown, of the wrong type or out of range.
+    """
     return build(POLICY_LOSSES, "policy_loss", name, options)

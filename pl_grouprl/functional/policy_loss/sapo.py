@@ -5,21 +5,19 @@ Legend: N response tokens of all rollouts in one row (flat, no padding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pl_grouprl.functional.policy_loss.base import (
-    ConfiguredLoss,
     PolicyLoss,
     check_positive,
     masked_inputs,
     token_ratio,
 )
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 
+@register_policy_loss("sapo")
 def sapo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -56,19 +54,3 @@ def sapo_policy_loss(
     )
     gate_N = torch.sigmoid(temperature_N * (token_ratio(log_ratio_N) - 1)) * (4 / temperature_N)
     return PolicyLoss((-gate_N * advantages_N).masked_fill(~mask_N, 0), {}, mask_N.sum())
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class SAPOPolicyLoss(ConfiguredLoss):
-    """`sapo_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        sapo_temperature_pos: Temperature where the advantage is positive.
-        sapo_temperature_neg: Temperature where it is not.
-    """
-
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-
-    function = staticmethod(sapo_policy_loss)

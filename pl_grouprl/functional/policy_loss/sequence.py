@@ -9,15 +9,12 @@ Legend: B rollouts, N response tokens of all rollouts in one row (flat, no paddi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pl_grouprl.functional.masked import check_flat, sum_per_rollout
 from pl_grouprl.functional.policy_loss.base import (
     MAX_LOG_RATIO,
-    ConfiguredLoss,
     PolicyLoss,
     clip_bounds,
     clip_flags,
@@ -27,12 +24,13 @@ from pl_grouprl.functional.policy_loss.base import (
     flags_by_side,
     masked_inputs,
 )
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """Limit of a sequence's mean log-ratio, in nats."""
 
 
+@register_policy_loss("gspo", uses_rollouts=True)
 def gspo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -78,6 +76,7 @@ def gspo_policy_loss(
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), metrics, (lengths_B > 0).sum())
 
 
+@register_policy_loss("gspo_token", uses_rollouts=True)
 def gspo_token_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -122,6 +121,7 @@ def gspo_token_policy_loss(
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), metrics, mask_N.sum())
 
 
+@register_policy_loss("gmpo", uses_rollouts=True)
 def gmpo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -168,57 +168,6 @@ def gmpo_policy_loss(
     loss_N = -advantages_N * mean_B.exp()[rollout_index_N]
     flags = flags_by_side((log_ratio_N < -low) & (advantages_N < 0), (log_ratio_N > high) & (advantages_N > 0))
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), count_flags(flags, mask_N), mask_N.sum())
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class GSPOPolicyLoss(ConfiguredLoss):
-    """`gspo_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: How far the ratio may fall below 1.
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-
-    function = staticmethod(gspo_policy_loss)
-    uses_rollouts = True
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class GSPOTokenPolicyLoss(ConfiguredLoss):
-    """`gspo_token_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: How far the ratio may fall below 1.
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-
-    function = staticmethod(gspo_token_policy_loss)
-    uses_rollouts = True
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class GMPOPolicyLoss(ConfiguredLoss):
-    """`gmpo_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: How far a log-ratio may fall below 0, in nats.
-        epsilon_high: How far it may rise above 0; None takes `epsilon`.
-    """
-
-    epsilon: float = 0.4
-    epsilon_high: float | None = None
-
-    function = staticmethod(gmpo_policy_loss)
-    uses_rollouts = True
 
 
 def _mean_per_rollout(

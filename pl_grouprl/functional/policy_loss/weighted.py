@@ -5,12 +5,9 @@ Legend: N response tokens of all rollouts in one row (flat, no padding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from pl_grouprl.functional.policy_loss.base import (
-    ConfiguredLoss,
     PolicyLoss,
     check_positive,
     clip_bounds,
@@ -19,9 +16,10 @@ from pl_grouprl.functional.policy_loss.base import (
     masked_inputs,
     token_ratio,
 )
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 
+@register_policy_loss("cispo")
 def cispo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -60,6 +58,7 @@ def cispo_policy_loss(
     return PolicyLoss(loss_N, count_flags(flags_by_side(ratio_N < low, ratio_N > high), mask_N), mask_N.sum())
 
 
+@register_policy_loss("gpg")
 def gpg_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -86,31 +85,6 @@ def gpg_policy_loss(
     """
     _, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
     return PolicyLoss(-advantages_N * policy_logprobs_N.masked_fill(~mask_N, 0), {}, mask_N.sum())
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class CISPOPolicyLoss(ConfiguredLoss):
-    """`cispo_policy_loss` with its options, as a configuration names it.
-
-    Attributes:
-        epsilon: How far the weight may fall below 1.
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-        epsilon_max: Upper bound of the weight itself, in place of both others.
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    epsilon_max: float | None = None
-
-    function = staticmethod(cispo_policy_loss)
-
-
-@dataclass(frozen=True)
-class GPGPolicyLoss(ConfiguredLoss):
-    """`gpg_policy_loss`, as a configuration names it; it has no options."""
-
-    function = staticmethod(gpg_policy_loss)
 
 
 def _weight_bounds(epsilon: float, epsilon_high: float | None, epsilon_max: float | None) -> tuple[float, float]:

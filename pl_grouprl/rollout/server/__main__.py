@@ -22,19 +22,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="folder or name of the policy's model")
-    add("--host", default="127.0.0.1", help="address to listen on; another than this machine's own needs a token")
+    add("--host", default="127.0.0.1", help="address to listen on; other than loopback needs a token")
     add("--port", type=int, default=8000, help="port to listen on")
     add("--token", help=f"what every request must carry; better in the environment variable {TOKEN_VARIABLE}, which "
-        "the list of processes does not show")  # fmt: skip
-    add("--transfer", choices=("http", "nccl"), default="http", help="how weights come; nccl needs GPUs")
+    "the list of processes does not show")  # fmt: skip
+    add("--transfer", choices=("http", "nccl"), default="http", help="how weights arrive; nccl needs GPUs")
     add("--max-bucket-mib", type=int, default=8192, help="largest bucket of weights that is accepted, in MiB")
-    add("--dtype", default="auto", help="of weights and activations; auto is what the model's config says")
+    add("--dtype", default="auto", help="dtype of weights and activations; auto is the one in the model's config")
     add("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
-    add("--gpu-memory-utilization", type=float, help="share of each GPU's memory that vLLM may use")
-    add("--max-model-len", type=int, help="longest sequence, prompt and completion together")
-    add("--max-num-seqs", type=int, help="most sequences that are decoded at once")
+    add("--gpu-memory-utilization", type=float, help="fraction of each GPU's memory that vLLM may use")
+    add("--max-model-len", type=int, help="maximum length of prompt plus completion")
+    add("--max-num-seqs", type=int, help="most sequences decoded at once")
     add("--enforce-eager", action="store_true", help="no CUDA graphs and no compilation")
-    add("--seed", type=int, default=0, help="of what vLLM draws outside of sequences")
+    add("--seed", type=int, default=0, help="seed of vLLM's random numbers outside sequences")
     add("--load-format", choices=("auto", "dummy"), default="auto",
         help="dummy starts without reading weights: the trainer sends them anyway")  # fmt: skip
     add("--option", action="append", default=[], metavar="NAME=JSON", type=_option,
@@ -43,10 +43,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a server until it is told to end, or its engine dies.
+    """Run a server until it is stopped, or its engine dies.
 
     Returns:
-        The exit code: 0, or 1 if the engine has died.
+        The exit code: 0, or 1 if the engine died.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> None:
     token = options.token
     if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
-        raise ValueError("--token holds characters that no header can carry; use printable ASCII without blanks.")
+        raise ValueError("--token has characters that are not allowed in a header; use printable ASCII without blanks.")
     check_host(options.host, token)
     if not 0 <= options.port < 65536:
         raise ValueError(f"--port is {options.port}; it must be from 0 (any that is free) to 65535.")
@@ -82,9 +82,7 @@ def _check(options: argparse.Namespace) -> None:
     known = {name for name in vars(options) if name != "option"} | DECIDED_ALWAYS.keys()
     for name, _ in options.option:
         if name in known:
-            raise ValueError(
-                f"--option sets {name}, which has an option of its own or is decided by the server; drop it."
-            )
+            raise ValueError(f"--option sets {name}, which has a separate option or is decided by the server; drop it.")
 
 
 def _option(text: str) -> tuple[str, object]:

@@ -1,4 +1,4 @@
-"""The routes of a sampling server. Bodies are JSON, or safetensors where weights come by HTTP; nothing is unpickled."""
+"""The routes of a sampling server. Bodies are JSON, or safetensors for weights sent by HTTP; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pl_grouprl.types import SamplingConfig
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
 _PREFIX = f"pl-grouprl-{secrets.token_hex(8)}-"
-"""Of the folders that buckets lie in, of this process alone."""
+"""Prefix of this process's folders for buckets."""
 
 _SPARE = 64 << 20
-"""Bytes that are left free there."""
+"""Bytes to leave free there."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -93,8 +93,8 @@ def make_app(sampler: Sampler, *, token: str | None, max_bucket_bytes: int) -> A
     """Make the application.
 
     Args:
-        sampler: What it serves.
-        token: What every request but `GET /health` must carry; None asks for none.
+        sampler: The sampler to serve.
+        token: Required in every request but `GET /health`; None requires none.
         max_bucket_bytes: Largest body with weights.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -156,7 +156,7 @@ def _add_buckets(app: FastAPI, sampler: Sampler, max_bytes: int) -> None:
         if not index.isdecimal() or not update:
             raise RefusalError(422, "the address needs ?update=ID&index=NUMBER.")
         size = _length(request, "application/octet-stream", max_bytes)
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_folder(size)) as folder:  # for this user alone
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_folder(size)) as folder:  # readable by this user only
             path = Path(folder) / "bucket.safetensors"
             await _store(request, path, size)
             _check_safetensors(path)
@@ -191,8 +191,8 @@ async def _lines(messages: AsyncIterator[dict[str, Any] | None]) -> AsyncIterato
 
 
 def _length(request: Request, kind: str, limit: int) -> int:
-    if request.headers.get("content-type") != kind:  # which a page in a browser cannot set unasked
-        raise RefusalError(415, f"the request has another Content-Type than {kind}.")
+    if request.headers.get("content-type") != kind:  # a page in a browser cannot set it without permission
+        raise RefusalError(415, f"the request's Content-Type is not {kind}.")
     length = request.headers.get("content-length", "")
     if not length.isdecimal():
         raise RefusalError(411, "the request has no Content-Length; send one.")
@@ -209,7 +209,7 @@ async def _read(request: Request, model: type[Model]) -> Model:
         raise _broke_off() from None
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]]
-        raise RefusalError(422, f"the body is not what is expected: {'; '.join(faults)}"[:1000]) from None
+        raise RefusalError(422, f"the body is invalid: {'; '.join(faults)}"[:1000]) from None
 
 
 def _broke_off() -> RefusalError:
@@ -227,14 +227,14 @@ def _sampling(asked: _Sampling) -> SamplingConfig:
 
 
 def _folder(size: int) -> Path | None:
-    """Where a bucket is put: in memory, if there is room for it; else in the folder for temporary files."""
+    """Folder for a bucket: in memory if there is room, else None for the default temporary folder."""
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > size + _SPARE:
         return _SHARED_MEMORY
     return None
 
 
 def leftovers() -> list[str]:
-    """Patterns of the folders that are left where this process is killed."""
+    """Patterns of the folders that remain if this process is killed."""
     return [str(parent / f"{_PREFIX}*") for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir()))]
 
 
@@ -264,4 +264,4 @@ def _check_safetensors(path: Path) -> None:
     except SafetensorError as error:
         raise RefusalError(422, f"the body is not in safetensors format: {error}"[:1000]) from None
     if count == 0:
-        raise RefusalError(422, "the body holds no weights.")
+        raise RefusalError(422, "the body has no weights.")

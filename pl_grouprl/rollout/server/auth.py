@@ -36,7 +36,7 @@ class TokenAuth:
             return
         status, error = 401, "the token is missing or wrong; pass token=, or set PL_GROUPRL_TOKEN."
         if self._expected is None:
-            status, error = 403, "the server has no token, so it must be asked as 127.0.0.1 or localhost; set a token."
+            status, error = 403, "the server has no token, so requests must go to 127.0.0.1 or localhost; set a token."
         await answer_and_close(send, status, error)
 
     def _may(self, scope: Scope) -> bool:

@@ -33,7 +33,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif any(name == b"transfer-encoding" for name, _ in scope["headers"]):
-            error = "the request has a Transfer-Encoding, with which no length is announced; send a Content-Length."
+            error = "the request has a Transfer-Encoding, which announces no length; send a Content-Length."
             await answer_and_close(send, 411, error)
         else:
             body = _Body(_announced(scope), receive, send)

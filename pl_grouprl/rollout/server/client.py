@@ -1,4 +1,4 @@
-"""Calls of one sampling server, over HTTP and with the standard library alone."""
+"""Client of one sampling server, over HTTP, using only the standard library."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ T = TypeVar("T")
 
 _SILENCE = 12 * HEARTBEAT
 _LEAST_SILENCE = 3 * HEARTBEAT
-"""So long may a rollout be without a sign of life before its connection counts as broken: `timeout`, within these."""
+"""Bounds on the silence after which a rollout's connection counts as broken: `timeout`, clamped to these."""
 
 _BROKEN = 5
-"""A rollout whose connection breaks so often is given up."""
+"""Give up a rollout after its connection broke this many times."""
 
 _MAX_LINE = 64 << 20
-"""Largest size of a rollout in bytes, about a million tokens."""
+"""Maximum size of a rollout in bytes, about a million tokens."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 
 
 class RefusedError(RuntimeError):
-    """The server has understood a request and will not serve it.
+    """The server understood a request and refuses it.
 
     Attributes:
-        status: HTTP's.
-        answer: What it said: `error`, and with status 409 its `instance`, `version`, `update` and `updating`.
+        status: HTTP status.
+        answer: The answer: `error`, and with status 409 also `instance`, `version`, `update` and `updating`.
     """
 
     def __init__(self, url: str, status: int, answer: Mapping[str, Any]) -> None:
@@ -41,50 +41,49 @@ class RefusedError(RuntimeError):
 
 
 class _Broken(Exception):
-    """An answer that began and did not end."""
+    """An answer that broke off."""
 
 
 class ServerClient:
-    """Calls one server; any number of threads may use it at once.
+    """Calls one server; thread-safe.
 
-    A server that does not answer is asked again, after pauses that grow from a tenth of a second to five: connections
-    that are refused, reset or time out, answers with status 5xx, rollouts that break off.
+    Retries with pauses that grow from a tenth of a second to five if connections are refused, reset or time out,
+    answers have status 5xx, or rollouts break off.
 
     Args:
-        url: `http://host:port`, or `https://...` where something in front of the server speaks TLS.
-        token: What the server was started with.
+        url: `http://host:port`, or `https://...` if a proxy in front of the server speaks TLS.
+        token: The server's token.
         timeout: Seconds that a server may be away or silent, and that a request other than for rollouts may take.
-            Rollouts may take any time: the server sends signs of life meanwhile, and is silent after 15 seconds at the
-            earliest.
+            Rollouts may take any time: the server sends heartbeats, and counts as silent after at least 15 seconds.
 
     Raises:
-        ValueError: If the url or the token is none.
+        ValueError: If the url or the token is malformed.
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0) -> None:
         parts = urlsplit(url)
         if not _is_server(parts):
-            raise ValueError(f"urls holds {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
+            raise ValueError(f"urls has {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
-            raise ValueError("token holds characters that no header can carry; use printable ASCII without blanks.")
+            raise ValueError("token has characters not allowed in headers; use printable ASCII without blanks.")
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._parts = parts
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
 
     def info(self) -> dict[str, Any]:
-        """What the server is: its `instance`, the `version` of its weights, its model."""
+        """The server's state: its `instance`, the `version` of its weights, its model."""
         return self._call("GET", "/info")
 
     def generate(self, request: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """Sample.
 
         Args:
-            request: `version` and `update`, which it must have; `requests`, each with `prompt` and `seeds`; `sampling`,
-                `end_ids`, `never`.
+            request: `version` and `update` that the server must have; `requests`, each with `prompt` and `seeds`;
+                `sampling`, `end_ids`, `never`.
 
         Returns:
-            For each request its rollouts, one for each seed: `token_ids`, `logprobs`, `finish_reason`.
+            The rollouts of each request, one per seed: `token_ids`, `logprobs`, `finish_reason`.
         """
         body = json.dumps(request).encode()
         counts = [len(asked["seeds"]) for asked in request["requests"]]
@@ -98,7 +97,7 @@ class ServerClient:
                 broken += 1
                 if broken == _BROKEN:
                     raise RuntimeError(
-                        f"the sampling server at {self.url} has broken off a rollout {broken} times, the last time: "
+                        f"the sampling server at {self.url} broke off a rollout {broken} times, most recently: "
                         f"{error}. See its log."
                     ) from error
                 raise
@@ -106,7 +105,7 @@ class ServerClient:
         return self._persist(attempt)
 
     def begin_weights(self) -> str:
-        """Begin an update, also over an unfinished one. Returns its id."""
+        """Begin an update, replacing an unfinished one. Returns its id."""
         return self._call("POST", "/weights/begin", b"{}")["update"]
 
     def send_bucket(self, update: str, index: int, bucket: bytes) -> None:
@@ -115,30 +114,30 @@ class ServerClient:
         self._call("POST", f"/weights/bucket?{query}", bucket, kind="application/octet-stream")
 
     def connect(self, *, unique_id: str, rank_offset: int, world_size: int) -> None:
-        """Let the server's workers join a group of processes (NCCL); returns when they have joined."""
+        """Make the server's workers join a process group (NCCL); returns when they have joined."""
         self._meet("/weights/connect", {"unique_id": unique_id, "rank_offset": rank_offset, "world_size": world_size})
 
     def announce(self, update: str, index: int, described: Mapping[str, Any]) -> None:
-        """Let the server's workers receive a bucket that is broadcast to them."""
+        """Make the server's workers receive a broadcast bucket."""
         self._meet("/weights/broadcast", {"update": update, "index": index, **described})
 
     def end_weights(self, update: str, version: int, names: list[str]) -> list[list[list[Any]]]:
-        """Let the weights take effect. Returns what each worker has, for `check_weights`."""
+        """Activate the weights. Returns each worker's checksums, for `check_weights`."""
         body = json.dumps({"update": update, "version": version, "names": names}).encode()
         return self._call("POST", "/weights/end", body)["workers"]
 
     def abort_weights(self, update: str) -> None:
-        """Drop an update if it is the server's present one. Not retried: abort is best effort."""
+        """Drop an update if it is the server's current one. Not retried: abort is best effort."""
         self._once("POST", "/weights/abort", json.dumps({"update": update}).encode(), timeout=min(self.timeout, 10.0))
 
     def _meet(self, path: str, told: Mapping[str, Any]) -> None:
-        """Let the workers join a collective. Not retried: the others would not join again."""
+        """Make the workers join a collective. Not retried: the others would not join again."""
         try:
             self._once("POST", path, json.dumps(told).encode())
         except TimeoutError as error:
             raise RuntimeError(
                 f"the workers of the sampling server at {self.url} have waited {self.timeout:g} seconds for NCCL, "
-                "which they do without end if another process has died meanwhile. End the server and start it again."
+                "and wait forever if another process has died. Stop the server and start it again."
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise RefusedError(self.url, 409, {"error": f"it has gone ({error}).", "version": None}) from error
@@ -149,7 +148,7 @@ class ServerClient:
         return self._persist(lambda: self._once(method, path, body, kind))
 
     def _persist(self, attempt: Callable[[], T]) -> T:
-        """Try until it succeeds or the server has been away for too long."""
+        """Retry until it succeeds or the server has been away for too long."""
         away: float | None = None
         wait = _FIRST_WAIT
         while True:
@@ -160,14 +159,14 @@ class ServerClient:
                 if error.status < 500:
                     raise
                 reason: Exception = error
-            except _Broken as error:  # it has answered
+            except _Broken as error:  # the server did answer
                 reason, away, wait = error, time.monotonic(), _FIRST_WAIT
             except (OSError, http.client.HTTPException) as error:
                 reason = error
             away = began if away is None else away
             if time.monotonic() + wait > away + self.timeout:
                 raise RuntimeError(
-                    f"the sampling server at {self.url} was waited for {self.timeout:g} seconds and did not come back "
+                    f"the sampling server at {self.url} did not come back within {self.timeout:g} seconds "
                     f"({type(reason).__name__}: {reason}). Start it (python -m pl_grouprl.rollout.server --model ... "
                     f"--host {self._parts.hostname} --port {self._port}), or raise timeout."
                 ) from reason
@@ -220,7 +219,7 @@ class ServerClient:
         headers = {**self._headers, **({} if body is None else {"Content-Type": kind})}
         try:
             connection.request(method, f"{self._parts.path.rstrip('/')}{path}", body, headers)
-        except (BrokenPipeError, ConnectionResetError):  # it may have answered before it had read everything
+        except (BrokenPipeError, ConnectionResetError):  # it may have answered before reading everything
             response = _early_answer(connection)
             if response is None:
                 raise
@@ -259,9 +258,9 @@ def _read(response: http.client.HTTPResponse) -> dict[str, Any]:
     try:
         answer = json.loads(body)
     except ValueError as error:
-        raise http.client.HTTPException(f"the answer is no JSON ({error}); is this a sampling server?") from error
+        raise http.client.HTTPException(f"the answer is not JSON ({error}); is this a sampling server?") from error
     if not isinstance(answer, dict):
-        raise http.client.HTTPException("the answer is no JSON object; is this a sampling server?")
+        raise http.client.HTTPException("the answer is not a JSON object; is this a sampling server?")
     return answer
 
 
@@ -271,16 +270,16 @@ def _message(line: bytes) -> dict[str, Any]:
         raise ValueError(f"a line has more than {_MAX_LINE} bytes; is this a sampling server?")
     message = json.loads(line) if line.strip() else {}
     if not isinstance(message, dict):
-        raise ValueError("a line is no JSON object; is this a sampling server?")
+        raise ValueError("a line is not a JSON object; is this a sampling server?")
     return message
 
 
 def _place(index: Any, found: list[list[dict[str, Any]]]) -> tuple[int, int]:
-    """Where a rollout belongs, if it was asked for and has not arrived; otherwise an answer might never end."""
+    """Index of a rollout in the result; refuses unrequested and repeated ones, or an answer might never end."""
     missing = ((asked, number) for asked, own in enumerate(found) for number, one in enumerate(own) if not one)
     place = tuple(index) if isinstance(index, list) else index
     if place not in missing:
-        raise ValueError(f"the rollout {str(index)[:100]} was not asked for, or has come already")
+        raise ValueError(f"the rollout {str(index)[:100]} was not requested, or has already arrived")
     return place
 
 
@@ -299,6 +298,6 @@ def _early_answer(connection: http.client.HTTPConnection) -> http.client.HTTPRes
 
 
 def _without_secrets(url: str) -> str:
-    """The url without a user's name and password."""
+    """The url without user name and password."""
     scheme, divider, rest = url.rpartition("://")
     return f"{scheme}{divider}{rest.rpartition('@')[2]}"

@@ -8,7 +8,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HEADER_BYTES = 64 << 10
-"""Largest size of a request line with its headers."""
+"""Maximum size of a request line with its headers."""
 
 _REQUEST_SECONDS = 30.0
 """Time for a request's headers to arrive, from the opening of the connection or the last answer."""
@@ -18,7 +18,7 @@ _STALL_SECONDS = 60.0
 
 
 def max_connections() -> int:
-    """Half of the files that this process may open; models, logs and vLLM's connections need the rest."""
+    """Half of this process's open-file limit; models, logs and vLLM's connections need the rest."""
     try:
         import resource
     except ImportError:  # Windows

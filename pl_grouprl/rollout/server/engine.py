@@ -1,4 +1,4 @@
-"""Rollouts by vLLM servers, each in a process of its own, on this machine or others."""
+"""Rollouts by vLLM servers in separate processes, on this machine or others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
-from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
+from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
 from pl_grouprl.rollout.server.fleet import Fleet, map_over_servers
 from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
@@ -24,35 +23,36 @@ from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMis
 from pl_grouprl.sync.transfer import cast
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.distributed import own_rank
 from pl_grouprl.utilities.options import check_options
 
 
 @checked_arguments
-class VLLMServerRolloutEngine:
-    """Samples with servers that were started by `python -m pl_grouprl.rollout.server`, with the policy's model.
+class VLLMServerRolloutEngine(HoldsPolicy):
+    """Samples with servers started by `python -m pl_grouprl.rollout.server`, with the policy's model.
 
-    Rank 0 sends the weights to all servers in parallel; afterwards checksums of what their layers compute with are
-    compared with those of what was sent. Every rank sends its own prompts, which the servers share: a free one takes
-    the next. The trainer itself does not need vLLM, unless weights go by NCCL.
+    Rank 0 sends the weights to all servers in parallel, and then verifies checksums of the weights that their layers
+    loaded. Every rank sends its own prompts; a free server takes the next. The trainer does not need vLLM unless
+    weights go by NCCL.
 
-    Reproducible: each sequence has a seed of its own, made from (seed, place of the prompt, number of the rollout), so
-    neither the number of servers nor that of ranks matters. What else is in the batch may change the last bits of a
+    Reproducible: each sequence has its own seed, derived from (seed, index of the prompt, number of the rollout), so
+    the numbers of servers and ranks do not matter. Other sequences in the batch may change the last bits of a
     probability, and so, rarely, a token.
 
-    A server that does not answer is waited for. One that was restarted has none of the weights: `SamplerLostError`.
-    One whose weights another trainer has changed: `WeightsMismatchError`.
+    Waits for a server that does not answer. A restarted server without weights raises `SamplerLostError`, one whose
+    weights another trainer changed `WeightsMismatchError`.
 
     Args:
         urls: URLs of the servers, `http://host:port`; an empty list is refused.
-        token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It travels in clear: beyond
+        token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted: beyond
             this machine, put TLS (`https://`) or a tunnel in front of the servers.
         timeout: Seconds that a server may be away before the run ends, and that a call other than for rollouts may
-            take. Rollouts may take any time: servers send signs of life meanwhile.
-        transfer: How the weights go: `http`, or `nccl` from GPU to GPU, for servers with `--transfer nccl`.
-        dtype: Required dtype of the servers, which are refused if they have another; `auto` accepts any.
-        bucket_mib: Size of the buckets in which weights are sent, in MiB.
-        adapter: `merged`: servers get the weights with the adapter merged in; they take no other.
-        max_concurrent_requests: Number of prompts of one rank that one server works on at a time.
+            take. Rollouts may take any time, because servers send heartbeats.
+        transfer: How weights are sent: `http`, or `nccl` from GPU to GPU, for servers with `--transfer nccl`.
+        dtype: Required dtype of the servers; `auto` accepts any.
+        bucket_mib: Size of the buckets of weights, in MiB.
+        adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
+        max_concurrent_requests: Number of prompts per rank that a server works on at a time.
 
     Raises:
         ValueError: If an option is out of range, or a url is malformed.
@@ -81,7 +81,7 @@ class VLLMServerRolloutEngine:
                 "transfer": (transfer, transfer in ("http", "nccl"), "'http' or 'nccl'"),
                 "dtype": (dtype, dtype in get_args(SamplerDtype), f"one of {', '.join(get_args(SamplerDtype))}"),
                 "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
-                "adapter": (adapter, adapter == "merged", "'merged': servers take an adapter in no other way"),
+                "adapter": (adapter, adapter == "merged", "'merged', the only way that servers take an adapter"),
                 "max_concurrent_requests": (max_concurrent_requests, max_concurrent_requests >= 1, "at least 1"),
             }
         )
@@ -94,26 +94,14 @@ class VLLMServerRolloutEngine:
         self._bucket_bytes = bucket_mib << 20
         self._clients = [ServerClient(url, token=token, timeout=timeout) for url in urls]
         self._updates: list[str] = []
-        self._policy: BoundPolicy | None = None
         self._tokenizer: str | None = None
         self._fleet: Fleet | None = None
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Name the policy; its config is read, its weights come by `update_weights`. See `RolloutEngine.bind`."""
+        """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
         if self._policy is None or self._policy.tokenizer is not tokenizer:
             self._tokenizer = None
         self._policy = BoundPolicy(model, tokenizer)
-
-    @property
-    def policy(self) -> BoundPolicy:
-        """What is bound.
-
-        Raises:
-            ValueError: If nothing is.
-        """
-        if self._policy is None:
-            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
-        return self._policy
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -125,10 +113,10 @@ class VLLMServerRolloutEngine:
             RuntimeError: If a server refuses, or was away for longer than `timeout`.
         """
         if adapter is not None:
-            raise ValueError(f"adapter is given, but {type(self).__name__} takes merged weights alone.")
+            raise ValueError(f"adapter is given, but {type(self).__name__} only takes merged weights.")
         started = time.perf_counter()
         self.version, self._updates = None, []
-        size = self._send(weights, version) if _is_rank_zero() else 0
+        size = self._send(weights, version) if own_rank() == 0 else 0
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
@@ -144,14 +132,14 @@ class VLLMServerRolloutEngine:
                         check_weights(sent, workers)
             except BaseException:
                 fleet.abort()
-                if self.transfer == "nccl":  # workers that still wait for something are in that group
+                if self.transfer == "nccl":  # workers that are still waiting are in that group
                     self._leave()
                 raise
         self._updates = fleet.updates
         return size
 
     def _ready(self) -> Fleet:
-        """The servers as they are now, if they serve this policy."""
+        """The servers in their current state, after checking that they serve this policy."""
         infos = [client.info() for client in self._clients]
         for client, info in zip(self._clients, infos, strict=True):
             self._check_server(client.url, info, infos[0]["model"])
@@ -187,10 +175,10 @@ class VLLMServerRolloutEngine:
         """Sample completions; see `RolloutEngine.generate`.
 
         Raises:
-            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`), or there are
-                images or videos.
+            ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or
+                videos.
             RuntimeError: If there are no weights yet, or a server was away for longer than `timeout`.
-            SamplerLostError: If a server has come back without the weights.
+            SamplerLostError: If a server came back without the weights.
             WeightsMismatchError: If a server has other weights.
             FloatingPointError: If the model's logits are not finite.
         """
@@ -198,7 +186,7 @@ class VLLMServerRolloutEngine:
         policy.check(prompts, sampling, num_generations)
         check_temperature(sampling)
         if media is not None and any(media):
-            raise ValueError(f"{type(self).__name__} serves text alone, and a prompt has images or videos.")
+            raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
         if self.version is None:
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
         policy.stop(sampling)  # refuses stop strings without a tokenizer
@@ -232,15 +220,15 @@ class VLLMServerRolloutEngine:
         return self._tokenizer
 
     def _present_update(self, client: ServerClient) -> str:
-        """The server's id of the update that rank 0 has sent."""
+        """The server's id of the update that rank 0 sent."""
         info = client.info()
         if info["version"] != self.version:
-            raise RefusedError(client.url, 409, {**info, "error": f"version {self.version} is asked for"})
+            raise RefusedError(client.url, 409, {**info, "error": f"version {self.version} is requested"})
         return info["update"]
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """Translate a refusal: the weights are lost, or another trainer's."""
+        """Translate a refusal: the weights are lost, or from another trainer."""
         try:
             yield
         except RefusedError as error:
@@ -250,7 +238,7 @@ class VLLMServerRolloutEngine:
             if error.answer.get("version") is None and not error.answer.get("updating"):
                 raise SamplerLostError(f"{error} It was restarted, or has lost an update.") from error
             raise WeightsMismatchError(
-                f"{error} Another trainer uses this server? Give each trainer servers of its own."
+                f"{error} Does another trainer use this server? Give each trainer its own servers."
             ) from error
 
     def close(self) -> None:
@@ -264,18 +252,13 @@ class VLLMServerRolloutEngine:
             self._fleet = None
 
 
-def _is_rank_zero() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
-
 def _rollout(found: dict[str, Any]) -> Rollout:
     return Rollout(found["token_ids"], found["logprobs"], finish_reason=found["finish_reason"])
 
 
 @contextmanager
 def _served() -> Iterator[None]:
-    """Raise the server's error as ours, if the request or the model is at fault."""
+    """Convert server errors that are due to the request or the model."""
     try:
         yield
     except RefusedError as error:

@@ -68,12 +68,12 @@ class Fleet:
 
     Args:
         clients: One for each server.
-        infos: What each server has said of itself.
+        infos: Each server's `info`.
         transfer: `http` or `nccl`.
 
     Attributes:
         dtype: Dtype of their weights.
-        updates: Each server's id of the present update.
+        updates: Each server's id of the current update.
     """
 
     def __init__(self, clients: Sequence[ServerClient], infos: Sequence[dict[str, Any]], transfer: str) -> None:
@@ -91,7 +91,7 @@ class Fleet:
             self._broadcaster = Broadcaster([info["workers"] for info in infos], join, self._pool)
 
     def is_same(self, infos: Sequence[dict[str, Any]]) -> bool:
-        """Whether the servers are still those processes."""
+        """Whether the servers are still the same processes."""
         return [info["instance"] for info in infos] == self._instances
 
     def begin(self) -> None:
@@ -116,7 +116,7 @@ class Fleet:
         return total
 
     def end(self, version: int, names: list[str]) -> list[Any]:
-        """Let the weights take effect; returns what the workers of each server hold."""
+        """Activate the weights; returns the checksums of each server's workers."""
         return self._on_all(lambda server, client: client.end_weights(self.updates[server], version, names))
 
     def abort(self) -> None:
@@ -159,7 +159,7 @@ class Fleet:
 
 
 def _wait(calls: Sequence[Future[T]]) -> list[T]:
-    """Wait for all, then raise what one of them raised."""
+    """Wait for all, then raise the first error."""
     for call in calls:
         call.exception()
     return [call.result() for call in calls]

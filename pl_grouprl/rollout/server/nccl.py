@@ -1,7 +1,6 @@
-"""Weights by NCCL: rank 0 of the trainer broadcasts to the workers of all servers. Both ends; needs GPUs.
+"""Weights by NCCL: the trainer's rank 0 broadcasts to the workers of all servers. Both ends; needs GPUs.
 
-The communicator's id travels over HTTP like everything else: vLLM's other way to agree on it, a TCPStore, unpickles
-what it is sent.
+The communicator's id is sent over HTTP, because vLLM's alternative, a TCPStore, unpickles messages.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ BACKEND = "nccl"
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 _PACK_BYTES = 256 << 20
 _PACKS = 2
-"""Tensors are packed into buffers of so many bytes, of which so many are on their way at once; both ends agree."""
+"""Size in bytes, and number, of the buffers that tensors are packed into; the same at both ends."""
 
 
 def check_device() -> None:
-    """Refuse where there is no NCCL.
+    """Refuse a machine without NCCL.
 
     Raises:
         ValueError: If this machine has no CUDA GPU.
@@ -41,12 +40,12 @@ def check_device() -> None:
 
 
 def init_info(unique_id: str, rank_offset: int, world_size: int) -> dict[str, Any]:
-    """What vLLM's workers are told when they join the trainer's group.
+    """The message with which vLLM's workers join the trainer's group.
 
     Args:
-        unique_id: Of the communicator, base64.
+        unique_id: Id of the communicator, base64.
         rank_offset: Rank of this server's first worker; the trainer is rank 0.
-        world_size: The trainer and the workers of all servers.
+        world_size: Number of the trainer plus the workers of all servers.
     """
     return {
         "nccl_unique_id_b64": unique_id,
@@ -61,19 +60,19 @@ def init_info(unique_id: str, rank_offset: int, world_size: int) -> dict[str, An
 def check_bucket(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], max_bytes: int
 ) -> dict[str, Any]:
-    """What vLLM's workers are told of a bucket that is broadcast.
+    """The message that announces a broadcast bucket to vLLM's workers.
 
     Raises:
-        ValueError: If it is none, or larger than `max_bytes`.
+        ValueError: If it is malformed, or larger than `max_bytes`.
     """
     if not len(names) == len(dtypes) == len(shapes) > 0:
         raise ValueError(f"the bucket has {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes.")
     unknown = [dtype for dtype in dtypes if dtype not in _DTYPES]
     if unknown:
-        raise ValueError(f"dtypes holds {unknown[0][:50]!r}; it may hold {', '.join(_DTYPES)}.")
+        raise ValueError(f"dtypes has {unknown[0][:50]!r}; choose from {', '.join(_DTYPES)}.")
     size = sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     if size > max_bytes:
-        raise ValueError(f"the bucket has {size} bytes; at most {max_bytes} are received at once.")
+        raise ValueError(f"the bucket has {size} bytes; at most {max_bytes} are accepted.")
     return {"names": list(names), "dtype_names": list(dtypes), "shapes": [list(shape) for shape in shapes]}
 
 
@@ -81,10 +80,10 @@ class Broadcaster:
     """The trainer's end: a communicator with the workers of all servers.
 
     Args:
-        workers: How many each server has.
-        join: For each server, makes its workers join; takes `unique_id`, `rank_offset` and `world_size`, and returns
-            when they have joined.
-        pool: Runs `join` and `announce`, one thread for each server at least.
+        workers: Number of workers of each server.
+        join: Per server, makes its workers join; takes `unique_id`, `rank_offset` and `world_size`, and returns when
+            they have joined.
+        pool: Runs `join` and `announce`; needs a thread per server.
     """
 
     def __init__(self, workers: Sequence[int], join: Sequence[Callable[..., Any]], pool: Executor) -> None:
@@ -110,13 +109,13 @@ class Broadcaster:
         """Broadcast a bucket, and wait until all servers have loaded it.
 
         Args:
-            bucket: On the GPU, in the servers' dtype.
-            announce: For each server, tells it `names`, `dtypes` and `shapes`; returns when it has received them, and
-                raises at once if it fails: it is not to try again.
+            bucket: Tensors on the GPU, in the servers' dtype.
+            announce: Per server, sends `names`, `dtypes` and `shapes`; returns when the server has received the bucket,
+                and raises without retrying if it fails.
             pool: See the class.
 
         Raises:
-            Exception: What `announce` raises. The group is of no use then.
+            Exception: The error of `announce`. The group is then unusable.
         """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -128,7 +127,7 @@ class Broadcaster:
         told = [pool.submit(one, described) for one in announce]
         for future in told:
             future.add_done_callback(self._abort_if_failed)
-        torch.cuda.current_stream().synchronize()  # the broadcast has streams of its own
+        torch.cuda.current_stream().synchronize()  # the broadcast uses other streams
         try:
             packed_nccl_broadcast_producer(
                 iterator=iter(bucket),
@@ -139,17 +138,17 @@ class Broadcaster:
                 num_buffers=_PACKS,
             )
         except RuntimeError:
-            _raise_early(told)  # why the group was left
+            _raise_early(told)  # the cause of the abort
             raise
-        _raise_early(told, None)  # servers beside one that fails may never come back
+        _raise_early(told, None)  # if one server fails, the others may never return
 
     def close(self) -> None:
-        """Leave the group, also while something is broadcast. Calling it again is harmless."""
+        """Leave the group, even during a broadcast. Idempotent."""
         with self._ending:
             self._group.destroy()
 
     def _abort_if_failed(self, told: Future[Any]) -> None:
-        """NCCL would wait without end for a server that does not come."""
+        """Abort if a server failed, as NCCL would wait for it forever."""
         if told.exception() is not None:
             self.close()
 
@@ -163,11 +162,11 @@ def _sums(counts: Sequence[int]) -> list[int]:
 
 
 def _raise_early(calls: Sequence[Future[Any]], seconds: float | None = 1.0) -> None:
-    """Raise what a server refuses at once: it would not come to the meeting, and NCCL waits without end.
+    """Raise a server's early refusal, since NCCL would wait for it forever.
 
     Args:
-        calls: Of all servers.
-        seconds: To wait for a failure; None waits for all calls.
+        calls: The calls to all servers.
+        seconds: How long to wait for a failure; None waits for all calls.
     """
     for future in wait(calls, timeout=seconds, return_when=FIRST_EXCEPTION).done:
         future.result()

@@ -1,4 +1,4 @@
-"""What a sampling server does with its engine: rollouts of one version, and updates from one to the next."""
+"""The sampling server's engine: rollouts with one version of the weights, and updates between versions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pl_grouprl.types import SamplingConfig
 
 
 class RefusalError(Exception):
-    """A request that is not served.
+    """A refused request.
 
     Attributes:
-        status: HTTP's.
-        answer: Goes to whoever has asked.
+        status: HTTP status.
+        answer: Sent to the client.
     """
 
     def __init__(self, status: int, error: str, **more: Any) -> None:
@@ -31,20 +31,20 @@ class RefusalError(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """Rollouts of one prompt, each with a seed of its own."""
+    """A request for rollouts of one prompt, one per seed."""
 
     prompt: list[int]
     seeds: list[int]
 
 
 class Sampler:
-    """A vLLM engine whose weights have a version, or none.
+    """A vLLM engine with versioned weights, or none yet.
 
-    Rollouts are of one version from their first token to their last: an update ends those that are under way.
+    All tokens of a rollout come from one version: an update ends running rollouts.
 
     Args:
         engine: vLLM's `AsyncLLM`, with the worker extension `WeightReceiver`.
-        transfer: How weights come: `http` or `nccl`.
+        transfer: How weights arrive: `http` or `nccl`.
     """
 
     def __init__(self, engine: Any, *, transfer: str) -> None:
@@ -61,7 +61,7 @@ class Sampler:
         self._running: set[asyncio.Task[Any]] = set()
 
     def info(self) -> dict[str, Any]:
-        """What a client is told about this server."""
+        """Information about this server for clients."""
         import vllm
 
         model, parallel = self.engine.model_config, self.engine.vllm_config.parallel_config
@@ -92,15 +92,15 @@ class Sampler:
         """Refuse a request that cannot be served.
 
         Args:
-            version: The weights that it must be sampled from.
+            version: Version of the weights to sample from.
             update: The update that brought them.
             asked: The prompts.
             sampling: How to sample.
-            tokenizer: Fingerprint of the policy's; needed with stop strings.
+            tokenizer: Fingerprint of the policy's tokenizer; needed with stop strings.
 
         Raises:
-            RefusalError: With 409 if these are not the weights, 422 if a prompt is none of the model's, or stop strings
-                are to be looked for in another text.
+            RefusalError: With 409 if the weights differ, 422 if the model cannot take a prompt, or the tokenizer does
+                not match that of the policy.
         """
         self._check_version(version, update)
         model = self.engine.model_config
@@ -116,7 +116,7 @@ class Sampler:
     async def rollouts(
         self, version: int, update: str, asked: Sequence[Asked], sampling: SamplingConfig, **options: Any
     ) -> AsyncIterator[dict[str, Any] | None]:
-        """Sample; what is still running when the caller turns away is stopped.
+        """Sample; running rollouts are stopped if the caller leaves.
 
         Args:
             version: See `check`.
@@ -126,7 +126,7 @@ class Sampler:
             options: `end_ids` and `never`, see `requests.sampling_params`.
 
         Yields:
-            The version, each rollout as it ends, and that all are done. None is a sign of life.
+            The version, each rollout when it ends, and a final message. None is a heartbeat.
         """
         tasks: dict[asyncio.Task[Any], tuple[int, int]] = {}
         try:
@@ -166,7 +166,7 @@ class Sampler:
         params = sampling_params(sampling, seed=seed, end_ids=options["end_ids"], never=never)
         completion = Completion(self._stop(sampling))
         stream = self.engine.generate(tokens_input(prompt), params, secrets.token_hex(8))
-        async with aclosing(stream):  # which stops it where a stop string was found
+        async with aclosing(stream):  # closing stops it, if a stop string was found
             async for output in stream:
                 if completion.add(output.outputs[0]):
                     break
@@ -190,14 +190,14 @@ class Sampler:
             self._fingerprint = tokenizer_fingerprint(stop.tokenizer, model.get_vocab_size())
         if self._fingerprint != expected:
             raise ValueError(
-                f"stop strings need the policy's tokenizer, and that of the server's model ({model.tokenizer}) decodes "
-                "to other text; start the server with a --model that has the policy's."
+                f"stop strings need the policy's tokenizer, but that of the server's model ({model.tokenizer}) decodes "
+                "differently; start the server with a --model that has the policy's."
             )
 
     # Weights
 
     async def begin(self) -> str:
-        """Begin an update, also over an unfinished one; rollouts that are under way end. Returns the update's id."""
+        """Begin an update, replacing an unfinished one and ending running rollouts. Returns the update's id."""
         async with self._changing:
             await self._drop(updating=True)
             await self._do(self.engine.start_weight_update())
@@ -209,8 +209,8 @@ class Sampler:
 
         Args:
             update: The update's id.
-            index: Counts its buckets. One that has been loaded is not loaded again.
-            bucket: What the transfer is told: the path of a safetensors file, or what is broadcast.
+            index: Number of the bucket. A bucket that was already loaded is skipped.
+            bucket: Passed to the transfer: the path of a safetensors file, or a broadcast's description.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -223,15 +223,15 @@ class Sampler:
                 self._buckets += 1
 
     async def end(self, update: str, version: int, names: list[str]) -> list[Any]:
-        """Let an update take effect.
+        """Activate an update. Idempotent.
 
         Args:
-            update: The update's id. One that has ended ends again, which changes nothing.
-            version: Of the weights.
-            names: Of all weights that were sent.
+            update: The update's id.
+            version: Version of the weights.
+            names: Names of all weights that were sent.
 
         Returns:
-            For each worker what it has, see `check_weights`.
+            Each worker's checksums; see `check_weights`.
         """
         async with self._changing:
             if self.updating or self.version != version:
@@ -240,21 +240,21 @@ class Sampler:
                 await self._do(self.engine.collective_rpc("settle_weights"))
                 if not await self._do(self.engine.reset_prefix_cache(reset_running_requests=True)):
                     await self._drop()
-                    raise RefusalError(500, "vLLM has not dropped its prefix cache.")
+                    raise RefusalError(500, "vLLM did not drop its prefix cache.")
             elif update != self.update:
-                raise self._other_weights(f"update {update} is not the one that has ended")
+                raise self._other_weights(f"update {update} is not the one that ended")
             workers = await self._do(self.engine.collective_rpc("weight_checksums", args=(names,)))
             self.updating, self.version = False, version
             return workers
 
     async def abort(self, update: str) -> None:
-        """Drop an update, or the weights that it brought. Another's is left alone."""
+        """Drop an update, or the weights that it brought. Ignored for another update."""
         async with self._changing:
             if update == self.update:
                 await self._drop()
 
     async def connect(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's group of processes (NCCL)."""
+        """Join the trainer's process group (NCCL)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async with self._changing:
@@ -263,7 +263,7 @@ class Sampler:
             await self._do(self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     async def _drop(self, *, updating: bool = False) -> None:
-        """From now on there are no weights to sample from."""
+        """Invalidate the weights."""
         self.version, self.update, self.updating = None, None, updating
         running = list(self._running)
         for task in running:
@@ -272,7 +272,7 @@ class Sampler:
         await self._do(self.engine.collective_rpc("abandon_weights"))
 
     async def _do(self, call: Any) -> Any:
-        """Wait for the engine. Where it fails, there are no weights to sample from."""
+        """Wait for the engine; if it fails, invalidate the weights."""
         try:
             return await call
         except Exception as error:
@@ -284,14 +284,14 @@ class Sampler:
     def _check_version(self, version: int, update: str) -> None:
         self.check_alive()
         if self.updating or self.version != version or self.update != update:
-            raise self._other_weights(f"version {version} of update {update} is asked for")
+            raise self._other_weights(f"version {version} of update {update} is requested")
 
     def _check_update(self, update: str) -> None:
         if not self.updating or self.update != update:
-            raise self._other_weights(f"update {update} is not under way")
+            raise self._other_weights(f"update {update} is not in progress")
 
     def _other_weights(self, reason: str) -> RefusalError:
-        state = "an update is under way" if self.updating else f"the weights are version {self.version}"
+        state = "an update is in progress" if self.updating else f"the weights are version {self.version}"
         return RefusalError(409, f"{reason}, but {state}.", **self._state())
 
     def _state(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class Sampler:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    """What to answer where the engine has raised: 422 for requests that it refuses, 503 where it is dead."""
+    """The answer to an engine error: 422 if it refuses the request, 503 if it is dead."""
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -1,4 +1,4 @@
-"""vLLM, and the web server in front of it."""
+"""Runs vLLM and the web server in front of it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pl_grouprl.rollout.server.reaper import start_reaper
 from pl_grouprl.rollout.server.sampler import Sampler
 
 _GRACE = 5
-"""Seconds that open connections get when the server ends."""
+"""Seconds for open connections to finish when the server stops."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Start the engine, serve, end the engine.
 
     Returns:
-        The exit code: 0, or 1 if the engine has died.
+        The exit code: 0, or 1 if the engine died.
     """
     start_reaper(leftovers())
     return asyncio.run(_serve(options))
@@ -79,20 +79,20 @@ def _end(server: uvicorn.Server) -> None:
 
 
 async def _end_with(engine: Any, server: uvicorn.Server) -> None:
-    """A server whose engine is dead is of no use: whoever has started it may start it again."""
+    """Stop the server if its engine dies, so a supervisor may restart it."""
     while not engine.errored:
         await asyncio.sleep(1)
     _end(server)
 
 
 def engine_arguments(options: argparse.Namespace) -> Any:
-    """What vLLM is started with.
+    """Arguments for vLLM.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
 
     Raises:
-        ValueError: If vLLM does not know one.
+        ValueError: If vLLM does not have one.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -107,7 +107,7 @@ def engine_arguments(options: argparse.Namespace) -> Any:
     common = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
     twice = common.keys() & asked.keys()
     if twice:
-        raise ValueError(f"--option sets {min(twice)}, which the server decides on this device; drop it.")
+        raise ValueError(f"--option sets {min(twice)}, which the server decides for this device; drop it.")
     try:
         return AsyncEngineArgs(
             model=options.model,

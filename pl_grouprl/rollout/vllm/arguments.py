@@ -1,4 +1,4 @@
-"""Arguments of vLLM that this package sets, in the trainer's process and in a server, and who decides about them."""
+"""Arguments of vLLM that this package sets, in the trainer's process and in a server."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ DECIDED_ALWAYS = {
     "data_parallel_size": "the number of engines or servers",
     "disable_log_stats": "the trainer, which logs",
     "enable_prefix_caching": "the group, whose rollouts share their prompt",
-    "generation_config": "the sampling of the module",
-    "logprobs_mode": "the loss, which needs the log-probabilities of the distribution sampled from",
-    "quantization": "the comparison of weights, which has none",
+    "generation_config": "the module's sampling options",
+    "logprobs_mode": "the loss, which needs log-probabilities of the sampled distribution",
+    "quantization": "the comparison of weights, which does not support it",
     "runner": "the policy",
     "skip_tokenizer_init": "the policy's tokenizer, which stays in the trainer",
-    "speculative_config": "the loss, whose log-probabilities tokens of a draft do not have",
+    "speculative_config": "the loss, which needs log-probabilities that draft tokens lack",
     "weight_transfer_config": "the transfer of weights",
     "worker_extension_cls": "the transfer of weights",
 }
-"""Arguments that users cannot set, and what decides about each."""
+"""Arguments that users cannot set, and what decides each."""
 
 DECIDED_IN_PROCESS = DECIDED_ALWAYS | {
     "model": "the policy",
     "dtype": "the engine's dtype",
     "load_format": "the trainer, which sends the weights",
     "tokenizer": "the policy's tokenizer, which stays in the trainer",
-    "model_impl": "the trainer, whose own models vLLM's other way would change",
+    "model_impl": "the trainer, whose models vLLM's Transformers backend would change",
     "enable_sleep_mode": "sleep_level",
     "enable_chunked_prefill": "the device",
     "kv_cache_memory_bytes": "kv_cache_gib",
@@ -40,14 +40,14 @@ DECIDED_IN_PROCESS = DECIDED_ALWAYS | {
             *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora"),
             *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
         ],
-        "the engine's own adapter",
+        "the engine's adapter",
     ),
 }
 """The same for a vLLM in the trainer's process."""
 
 
 def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
-    """Arguments that rollouts and the comparison of weights depend on.
+    """Arguments that rollouts and the comparison of weights require.
 
     On CPUs prompts are not chunked: vLLM 0.32 cannot undo the random number that it draws after a part of a prompt
     there.
@@ -60,8 +60,8 @@ def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
 
     return {
         "runner": "generate",
-        "generation_config": "vllm",  # what the trainer asks for, and nothing else
-        "skip_tokenizer_init": True,  # prompts are tokens, and stop strings are looked for here
+        "generation_config": "vllm",  # only the trainer's sampling options
+        "skip_tokenizer_init": True,  # prompts are tokens, and stop strings are found here
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(backend=transfer),

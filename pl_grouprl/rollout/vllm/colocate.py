@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM in the trainer's process, on the same devices."""
+"""Rollouts by vLLM in the trainer's process, on the same devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.media.inputs import check_prompt_media
-from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
+from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
@@ -26,39 +26,39 @@ from pl_grouprl.utilities.options import check_options
 
 
 @checked_arguments
-class VLLMRolloutEngine:
-    """Samples with vLLM (0.32), which holds its own copy of the weights.
+class VLLMRolloutEngine(HoldsPolicy):
+    """Samples with vLLM (0.32), which has its own copy of the weights.
 
-    The first `update_weights` starts vLLM from the policy's config alone; all weights come from the policy, straight
-    into vLLM's layers. After each update, checksums of what the layers compute with are compared with those of what was
-    sent. Rollouts of one prompt share its blocks in vLLM's prefix cache, which an update empties.
+    The first `update_weights` starts vLLM from the policy's config only; all weights go from the policy directly into
+    vLLM's layers. After each update, checksums verify that the layers loaded exactly the weights sent. Rollouts of one
+    prompt share its blocks in vLLM's prefix cache, which an update empties.
 
-    Reproducible: each sequence has a seed of its own, made from (seed, place of the prompt, number of the rollout), and
-    draws other numbers than with `HFRolloutEngine`. What else is in the batch may change the last bits of a
+    Reproducible: each sequence has its own seed, derived from (seed, index of the prompt, number of the rollout); its
+    random numbers differ from `HFRolloutEngine`'s. Other sequences in the batch may change the last bits of a
     probability, and so, rarely, a token.
 
-    Log-probabilities are those of the distribution sampled from, top-p, top-k and min-p applied. vLLM applies min-p
-    before the two others.
+    Log-probabilities are those of the sampled distribution, after top-p, top-k and min-p. vLLM applies min-p before the
+    other two.
 
     Args:
         tensor_parallel_size: Adjacent ranks that share one vLLM. 1: each rank has its own.
-        gpu_memory_utilization: Share of each GPU's memory that vLLM may use, weights included.
+        gpu_memory_utilization: Fraction of each GPU's memory that vLLM may use, including weights.
         kv_cache_gib: Memory of vLLM's key and value cache in GiB instead; on CPUs 1 by default.
-        max_model_len: Longest sequence, prompt and completion together; None is what the model can serve.
-        max_num_seqs: Most sequences that are decoded at once.
+        max_model_len: Maximum length of prompt plus completion; None is the model's maximum.
+        max_num_seqs: Most sequences decoded at once.
         dtype: Dtype of vLLM's weights and activations; `auto` is that of the policy's weights.
         enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
         sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
-            memory; 2 both, and the weights are sent again before the next rollout. On GPUs.
-        bucket_mib: Size of the buckets in which weights are sent, in MiB.
-        adapter: `merged` gives vLLM the weights with the adapter merged in; `separate` the base once, then the adapter
-            alone: LoRA without DoRA on linear layers of the decoder, on GPUs in 16 bits. vLLM then computes with both.
-        seed: Seed of what vLLM draws outside of sequences; it does not affect rollouts.
+            memory; 2 both, with weights sent again before the next rollout. On GPUs.
+        bucket_mib: Size of the buckets of weights, in MiB.
+        adapter: `merged` sends vLLM the weights with the adapter merged in; `separate` the base once, then only the
+            adapter: LoRA without DoRA on linear layers of the decoder, on GPUs in 16 bits.
+        seed: Seed of vLLM's random numbers outside sequences; does not affect rollouts.
         engine_kwargs: Further arguments of vLLM's `EngineArgs`.
 
     Raises:
         ModuleNotFoundError: If vLLM is not installed.
-        ValueError: If an option is out of range, or `engine_kwargs` has what the engine decides itself.
+        ValueError: If an option is out of range, or `engine_kwargs` has an argument that the engine sets.
     """
 
     reserves_max_new_tokens = True
@@ -97,15 +97,14 @@ class VLLMRolloutEngine:
         )
         if adapter == "separate" and sleep_level == 2:
             raise ValueError(
-                "sleep_level is 2, which gives the base back that adapter='separate' sends once; set it to 1, or "
-                "adapter to 'merged'."
+                "sleep_level is 2, which releases the base weights that adapter='separate' sends only once; set it to "
+                "1, or adapter to 'merged'."
             )
         self.adapter = adapter
         self.version: int | None = None
         self.max_model_len = max_model_len
         self.dtype: SamplerDtype = dtype
         self._bucket_bytes = bucket_mib << 20
-        self._policy: BoundPolicy | None = None
         self._sent: dict[str, int] = {}
         self._vllm = VLLMInstance(
             {
@@ -122,21 +121,10 @@ class VLLMRolloutEngine:
         )
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Name the policy; its config is read, its weights come by `update_weights`. See `RolloutEngine.bind`."""
+        """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
         if self._policy is None or self._policy.model is not model:
             self.close()
         self._policy = BoundPolicy(model, tokenizer)
-
-    @property
-    def policy(self) -> BoundPolicy:
-        """What is bound.
-
-        Raises:
-            ValueError: If nothing is.
-        """
-        if self._policy is None:
-            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
-        return self._policy
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -144,8 +132,8 @@ class VLLMRolloutEngine:
         """Load new weights into vLLM, and verify them; see `SyncedRolloutEngine.update_weights`.
 
         Raises:
-            ValueError: If vLLM cannot serve such an adapter, or has no base for it.
-            WeightsMismatchError: If vLLM computes with other weights.
+            ValueError: If vLLM cannot serve the adapter, or has no base for it.
+            WeightsMismatchError: If vLLM loaded other weights.
         """
         started = time.perf_counter()
         self.version = None
@@ -171,7 +159,7 @@ class VLLMRolloutEngine:
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
     def _lora_arguments(self, adapter: AdapterWeights | None) -> dict[str, Any]:
-        """Arguments of vLLM for an adapter; one that it cannot serve is refused."""
+        """Arguments of vLLM for an adapter; refuses one that it cannot serve."""
         if (adapter is not None) != (self.adapter == "separate"):
             raise ValueError(
                 f"adapter is {'not ' if adapter is None else ''}given, but {type(self).__name__}.adapter is "
@@ -195,7 +183,7 @@ class VLLMRolloutEngine:
         """Sample completions; see `RolloutEngine.generate`.
 
         Raises:
-            ValueError: If nothing is bound, or the request cannot be served (`engine.check_request`).
+            ValueError: If no policy is bound, or the request is invalid (`engine.check_request`).
             RuntimeError: If vLLM has no weights yet.
             FloatingPointError: If the model's logits are not finite.
         """
@@ -219,6 +207,6 @@ class VLLMRolloutEngine:
         return groups
 
     def close(self) -> None:
-        """End vLLM; the next `update_weights` starts it again."""
+        """Stop vLLM; the next `update_weights` restarts it."""
         self.version, self._sent = None, {}
         self._vllm.close()

@@ -1,4 +1,4 @@
-"""Images of a prompt, as a processor made them, in the form in which vLLM takes them."""
+"""Converts a prompt's processed images to vLLM's format."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ IMAGES = ("pixel_values", "image_grid_thw")
 
 
 def image_items(media: Media) -> MultiModalKwargsItems:
-    """Cut what a processor made of a prompt's images into one item for each.
+    """Split a processor's output into one item per image.
 
     Args:
-        media: `pixel_values`, the patches of all images one after another, and `image_grid_thw`, shape [images, 3].
+        media: `pixel_values`, the patches of all images, concatenated, and `image_grid_thw`, shape [images, 3].
 
     Raises:
-        ValueError: If there are other patches than those of the images, or an image has several frames.
+        ValueError: If the number of patches does not match the images, or an image has several frames.
     """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems

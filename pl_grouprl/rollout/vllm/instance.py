@@ -1,4 +1,4 @@
-"""One vLLM in this process: start, load weights, sample, sleep, shut down."""
+"""A vLLM engine in this process: start, load weights, sample, sleep, shut down."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
-"""At most one: its process groups are those of the process."""
+"""At most one per process, because it uses the process's process groups."""
 
 
 class VLLMInstance:
@@ -47,8 +47,8 @@ class VLLMInstance:
         options: Arguments of vLLM's `EngineArgs`.
         further: Further arguments, from the user.
         kv_cache_gib: Size of its cache in GiB; None leaves it to vLLM on GPUs and is 1 on CPUs.
-        tensor_parallel_size: Number of ranks that share it.
-        sleep_level: What it releases between rollouts; see `VLLMRolloutEngine`.
+        tensor_parallel_size: Number of ranks that share the engine.
+        sleep_level: What the engine releases between rollouts; see `VLLMRolloutEngine`.
 
     Raises:
         ValueError: If `further` has an argument that users cannot set.
@@ -66,7 +66,7 @@ class VLLMInstance:
         for name in further:
             if name in DECIDED_IN_PROCESS or name in options:
                 decides = DECIDED_IN_PROCESS.get(name, f"the engine's own {name}")
-                raise ValueError(f"engine_kwargs has {name!r}, about which {decides} decides; leave it out.")
+                raise ValueError(f"engine_kwargs has {name!r}, which is decided by {decides}; leave it out.")
         self._options = {**options, **further}
         self._kv_cache_gib = kv_cache_gib
         self._tensor_parallel_size = tensor_parallel_size
@@ -97,7 +97,7 @@ class VLLMInstance:
             )
         ranks = engine_arguments(self._tensor_parallel_size)
         device = next(model.parameters()).device
-        if device.type != "cuda" and torch.cuda.is_available():  # weights that are offloaded
+        if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
             device = torch.device("cuda", torch.cuda.current_device())
         self._model = model
         process = EngineProcess(device, engine_environment(device))
@@ -143,7 +143,7 @@ class VLLMInstance:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Surround all loading of one update; afterwards nothing is cached of the old weights."""
+        """Context for loading an update; on exit, nothing of the old weights is cached."""
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up(["weights"])
@@ -159,9 +159,7 @@ class VLLMInstance:
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
             if not self._engine.reset_prefix_cache():
-                raise RuntimeError(
-                    "vLLM has not dropped its prefix cache, so old keys and values would be sampled from."
-                )
+                raise RuntimeError("vLLM did not drop its prefix cache, so it would sample from old keys and values.")
 
     def load(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Load some weights."""
@@ -175,8 +173,8 @@ class VLLMInstance:
         """Replace the adapter. Its name and number are new each time, since vLLM caches by them.
 
         Args:
-            config: What its `adapter_config.json` holds.
-            weights: What its `adapter_model.safetensors` holds.
+            config: Contents of its `adapter_config.json`.
+            weights: Contents of its `adapter_model.safetensors`.
         """
         self._adapters += 1
         with self._process.inside(), adapter_folder(config, weights) as folder:
@@ -187,11 +185,11 @@ class VLLMInstance:
                 self._engine.remove_lora(before.lora_int_id)
             adapter = LoRARequest(f"policy-{self._adapters}", self._adapters, folder)
             if not self._engine.add_lora(adapter):
-                raise RuntimeError(f"vLLM has not loaded the adapter {adapter.lora_name}.")
+                raise RuntimeError(f"vLLM did not load the adapter {adapter.lora_name}.")
             self._adapter = adapter
 
     def checksums(self, names: list[str], adapter_names: list[str]) -> list[Any]:
-        """Checksums of what each rank of this engine computes with; see `compare.check_weights`.
+        """Checksums of the weights loaded by each rank of this engine; see `compare.check_weights`.
 
         Args:
             names: Names of all weights that were sent.
@@ -203,7 +201,7 @@ class VLLMInstance:
         return gather_from(self._group, [list(weight) for weight in own])
 
     def raise_on_its_ranks(self, run: Callable[[], T]) -> T:
-        """Run something that may raise, before the ranks of this engine sample together; see `raise_on_all_ranks`."""
+        """Run a function, and raise its error on all ranks of this engine; see `raise_on_all_ranks`."""
         return run() if self._group is None else raise_on_all_ranks(run, group=self._group)
 
     def sample(
@@ -217,7 +215,7 @@ class VLLMInstance:
         never: Sequence[int],
         stop: StopStrings,
     ) -> list[list[Rollout]]:
-        """Sample a sequence for each seed of each prompt; ranks with one engine sample all of theirs together."""
+        """Sample a sequence per seed of each prompt; ranks that share an engine sample all of theirs together."""
         requests, own = share_requests([list(own) for own in zip(prompts, media, seeds, strict=True)], self._group)
         with self._process.inside():
             if self._asleep:
@@ -255,7 +253,7 @@ class VLLMInstance:
         ]
 
     def sleep(self) -> bool:
-        """Release memory until the next rollout; returns whether the weights are gone."""
+        """Release memory until the next rollout; returns whether the weights are lost."""
         if self._sleep_level:
             with self._process.inside():
                 self._engine.sleep(self._sleep_level)

@@ -1,7 +1,7 @@
-"""Checksums of the weights that vLLM's layers compute with, and which weights of a checkpoint each consists of.
+"""Checksums of the weights loaded in vLLM's layers, and the checkpoint weights that each consists of.
 
-A layer may hold several weights in one tensor, a shard of them, or, on CPUs, only a packed copy. A layer with a packed
-copy is applied to the unit vectors, which gives the columns of the matrix that it multiplies with, exactly.
+A layer may have several weights in one tensor, a shard of them, or, on CPUs, only a packed copy. Applying a packed
+layer to unit vectors gives the columns of its matrix, exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pl_grouprl.sync.checksum import add, checksum
 from pl_grouprl.sync.compare import LoadedWeight
 
 _UNIT_VECTORS = 256
-"""Unit vectors that go through a layer at once."""
+"""Unit vectors per call of a layer."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 
@@ -30,13 +30,13 @@ def loaded_checksums(
     """Compute checksums of all weights of a vLLM model.
 
     Args:
-        model: On one worker.
+        model: The model of one worker.
         names: Names of the checkpoint's weights.
         dtype: Dtype in which they were sent; the model may keep some in a wider one.
         tied: Whether its heads use the weights of its embeddings.
 
     Yields:
-        For each weight the model's name, the names that it consists of, the checksum, and how workers share it.
+        For each weight, the model's name, the checkpoint names in it, the checksum, and how workers share it.
     """
     weights = {f"{prefix}.{name}".lstrip("."): (m, p) for prefix, m in model.named_modules() for name, p in _own(m)}
     parts = _parts(model, names, weights.keys())
@@ -45,7 +45,7 @@ def loaded_checksums(
             embedding = next(other for other, (m, _) in weights.items() if type(m) is VocabParallelEmbedding)
             parts[name] = parts[embedding]
         if not parts[name] and not isinstance(weight, nn.Parameter):
-            continue  # the layer's own
+            continue  # not from the checkpoint
         value = _LayerWeight(module, name.rpartition(".")[2], weight, dtype)
         yield LoadedWeight(name, parts[name], value.checksum(), "sum" if value.is_shard else "copy")
 
@@ -58,7 +58,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str]]:
-    """Names of the weights that each target consists of."""
+    """Names of the checkpoint weights in each target."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     packed = {part: whole for whole, own in getattr(model, "packed_modules_mapping", {}).items() for part in own}
     parts: dict[str, list[str]] = {target: [] for target in targets}
@@ -74,7 +74,7 @@ def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str
 
 
 def _candidates(name: str, packed: dict[str, str]) -> Iterator[str]:
-    """Names that a vLLM model may use for a weight."""
+    """Possible names of a weight in a vLLM model."""
     yield name
     path = name.split(".")
     for place, piece in enumerate(path):
@@ -94,7 +94,7 @@ class _LayerWeight:
 
     @property
     def is_shard(self) -> bool:
-        """Whether this worker holds a shard of the weight; otherwise all workers hold the same."""
+        """Whether this worker has a shard of the weight; otherwise all workers have the same."""
         if getattr(self.module, "tp_size", 1) == 1:
             return False
         if isinstance(self.module, RowParallelLinear):
@@ -105,7 +105,7 @@ class _LayerWeight:
 
     @property
     def first_column(self) -> int:
-        """Where the columns of this worker begin."""
+        """Index of this worker's first column."""
         if not self.is_shard:
             return 0
         if isinstance(self.module, RowParallelLinear):
@@ -113,11 +113,11 @@ class _LayerWeight:
         return self.module.tp_rank * self.weight.shape[-1] if self.name == "w2_weight" else 0
 
     def checksum(self) -> int:
-        """The checksum of what this worker has of the weight and no other worker counts."""
+        """Checksum of this worker's part of the weight, without what other workers count."""
         return add(*(checksum(part, self.first_column + first) for first, part in self._columns()))
 
     def _columns(self) -> Iterator[tuple[int, Tensor]]:
-        """The weight in one piece, or block by block of columns, each with the index of its first column."""
+        """The weight, whole or in blocks of columns, each with the index of its first column."""
         if not self._is_packed:
             yield 0, self._counted(self.weight.to(self.dtype))
             return
@@ -134,11 +134,11 @@ class _LayerWeight:
 
     @property
     def _is_packed(self) -> bool:
-        plain = type(self.module) is VocabParallelEmbedding  # looks its rows up
+        plain = type(self.module) is VocabParallelEmbedding  # looks up rows
         return self.name == "weight" and hasattr(self.module, "cpu_linear") and not plain
 
     def _counted(self, rows: Tensor) -> Tensor:
-        """Leave out keys and values that an earlier worker holds too."""
+        """Leave out keys and values that an earlier worker also has."""
         module = self.module
         if not isinstance(module, QKVParallelLinear) or module.tp_rank % module.num_kv_head_replicas == 0:
             return rows

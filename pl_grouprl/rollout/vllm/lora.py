@@ -1,4 +1,4 @@
-"""A policy's LoRA adapter for vLLM: which ones it serves, what it is started with, and the folder that it reads."""
+"""A policy's LoRA adapter for vLLM: checks, start arguments, and the folder that vLLM reads."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pl_grouprl.sync.checksum import checksum
 from pl_grouprl.sync.sampler import AdapterWeights
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM 0.32 can be started with."""
+"""Maximum ranks that vLLM 0.32 accepts at start."""
 
 _SERVED = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    # Which layers have one; it shows in the weights' names.
+    # Which layers have one: visible in the weights' names.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    # How it began. Where that rewrote the base, the base that is sent is the rewritten one.
+    # Initialization: if it changed the base, the changed base is sent.
     *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    # Nothing that shows in what it computes when sampling.
+    # No effect on sampling.
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config"),
     "ensure_weight_tying",

@@ -1,4 +1,4 @@
-"""LoRA layers inside vLLM's workers: taken off while the base is loaded, and what they hold of an adapter."""
+"""LoRA layers inside vLLM's workers: unwrapped while the base is loaded, and checksums of their adapter."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pl_grouprl.sync.compare import LoadedWeight
 
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
-    """Put the layers that vLLM has wrapped for LoRA back in their places, with the names that checkpoints know.
+    """Context in which layers that vLLM wrapped for LoRA are unwrapped, with their checkpoint names.
 
     Args:
-        model: With or without LoRA layers.
+        model: A model with or without LoRA layers.
     """
     wrapped = [
         (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
@@ -38,19 +38,19 @@ def without_lora(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_checksums(model: Any, number: int, names: Sequence[str]) -> Iterator[LoadedWeight]:
-    """Checksums of the adapter that the LoRA layers compute with.
+    """Checksums of the adapter loaded in the LoRA layers.
 
     Args:
-        model: On one worker.
-        number: Of the adapter.
-        names: Of the adapter's weights, as PEFT saves them.
+        model: The model of one worker.
+        number: Number of the adapter.
+        names: Names of the adapter's weights, as saved by PEFT.
 
     Yields:
-        A and B, multiplied by alpha / r, of each layer's parts that the adapter has, and of those that hold anything
-        besides; none if that adapter is not in the layers.
+        A and B, multiplied by alpha / r, of each layer's parts in the adapter, and of unexpected nonzero parts; none
+        if that adapter is not loaded.
 
     Raises:
-        ValueError: If vLLM keeps a layer in other parts than the adapter.
+        ValueError: If vLLM splits a layer differently than the adapter.
     """
     manager = model.lora_manager
     if number not in manager.lora_index_to_id:
@@ -75,7 +75,7 @@ def adapter_checksums(model: Any, number: int, names: Sequence[str]) -> Iterator
 
 
 def _loaded(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, is_further: bool) -> LoadedWeight:
-    """What this worker counts of one weight: it may have some of the rows of B, or of the columns of A."""
+    """This worker's part of one weight: it may have some of B's rows, or of A's columns."""
     shared = getattr(base, "tp_size", 1) > 1
     first = 0
     if is_a:
@@ -84,6 +84,6 @@ def _loaded(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, i
     else:
         shared = shared and isinstance(base, ColumnParallelLinear)
         if isinstance(base, QKVParallelLinear) and base.tp_rank % base.num_kv_head_replicas:
-            # An earlier worker has counted these keys and values.
+            # An earlier worker counts these keys and values.
             held = torch.zeros_like(held) if is_further else held[: base.num_heads * base.head_size]
     return LoadedWeight(label, parts, checksum(held, first), "sum" if shared else "copy")

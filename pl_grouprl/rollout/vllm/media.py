@@ -1,7 +1,7 @@
-"""Prompts with images for vLLM: they are processed already, so that vLLM's own processors are left out.
+"""Prompts with preprocessed images for vLLM, bypassing vLLM's processors.
 
 vLLM calls such a prompt an engine input. Only `LLMEngine.add_request` takes it: `LLM.generate` reads its tokens and
-drops its images without a word.
+silently drops its images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WITH_IMAGES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 _TEXT_ALONE = {"gemma3": "Gemma3ForConditionalGeneration"}
 _ARCHITECTURES = {**_WITH_IMAGES, **_TEXT_ALONE}
-"""Families whose models vLLM is started with, and their names."""
+"""Families that vLLM can start with, and the names of our variants of vLLM's models."""
 
 _ELSEWHERE = "sample with HFRolloutEngine"
 
@@ -30,16 +30,16 @@ _ELSEWHERE = "sample with HFRolloutEngine"
 def media_engine_args(model: Any) -> dict[str, Any]:
     """What vLLM's `EngineArgs` need in addition for a policy that reads images.
 
-    vLLM wants an image processor for such a model, to know how large images can be. The architecture named here is
-    vLLM's own model with another answer: an image has at most as many tokens as a prompt, and no more than 16384, or
-    than fit the width and height in `limit_mm_per_prompt={"image": {"count": 1, "width": ..., "height": ...}}`. The
-    memory for that is put aside at the start.
+    vLLM normally asks the model's image processor for the maximum size of images. The architecture named here is vLLM's
+    model with a fixed answer: an image has at most as many tokens as a prompt, and at most 16384, or as many as fit the
+    width and height in `limit_mm_per_prompt={"image": {"count": 1, "width": ..., "height": ...}}`. vLLM reserves the
+    memory for that at the start.
 
     Args:
         model: A transformers model, with or without an adapter.
 
     Returns:
-        Arguments; none for models of text.
+        Arguments; none for text models.
 
     Raises:
         ValueError: If vLLM cannot run such a model without its processor, or cannot import it.
@@ -50,8 +50,8 @@ def media_engine_args(model: Any) -> dict[str, Any]:
         return {}
     if family not in _ARCHITECTURES:
         raise ValueError(
-            f"vLLM cannot be started with a model of the family {family}: it wants the model's processor, which stays "
-            f"in the trainer. It does without for {', '.join(_ARCHITECTURES)}; {_ELSEWHERE}."
+            f"vLLM cannot start with a model of the family {family}: it needs the model's processor, which stays "
+            f"in the trainer, except for {', '.join(_ARCHITECTURES)}; {_ELSEWHERE}."
         )
     from pl_grouprl.rollout.vllm.preprocessed import register
 
@@ -62,24 +62,24 @@ def media_engine_args(model: Any) -> dict[str, Any]:
             f"vLLM cannot import its model {_ARCHITECTURES[family]}: {error}. Install what is missing (vLLM's models "
             f"that read images need torchvision), or {_ELSEWHERE}."
         ) from error
-    tied = {"tie_word_embeddings": bool(model.config.tie_word_embeddings)}  # vLLM asks the config of the text alone
+    tied = {"tie_word_embeddings": bool(model.config.tie_word_embeddings)}  # vLLM only reads the text config's
     return {"hf_overrides": {"architectures": [architecture], "text_config": tied}, "mm_processor_cache_gb": 0}
 
 
 def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModalInput | TokensInput:
-    """What `LLMEngine.add_request` takes for a prompt.
+    """Convert a prompt for `LLMEngine.add_request`.
 
-    Equal images are encoded once and equal prompts with equal images share blocks in the prefix cache, as vLLM knows
-    each image by a hash of its pixels and its shape.
+    Equal images are encoded once, and equal prompts with equal images share blocks in the prefix cache, because vLLM
+    identifies an image by a hash of its pixels and shape.
 
     Args:
         model: The policy.
-        prompt: The tokens, with one placeholder for each token of an image.
+        prompt: The tokens, with one placeholder per image token.
         media: Its images; see `Media`.
 
     Raises:
-        ValueError: If the media hold something else than images, the model's are not served, or the placeholders are
-            not those of the images.
+        ValueError: If the media are not only images, the model's images are not supported, or placeholders and images
+            do not match.
     """
     from vllm.inputs.engine import mm_input, tokens_input
     from vllm.multimodal.inputs import PlaceholderRange
@@ -102,13 +102,13 @@ def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModal
 def _check_names(config: Any, media: Media) -> None:
     if config.model_type not in _WITH_IMAGES:
         raise ValueError(
-            f"vLLM is not given images for models of the family {config.model_type}, only for "
+            f"images for vLLM are not supported with models of the family {config.model_type}, only with "
             f"{', '.join(_WITH_IMAGES)}; {_ELSEWHERE}."
         )
     others = sorted(name for name in media if name not in IMAGES and not is_per_token(name))
     if others:
         raise ValueError(
-            f"media has {others}, which vLLM is not given: behind a video it counts positions in another way than "
+            f"media has {others}, which are not supported: after a video vLLM counts positions differently than "
             f"transformers; leave videos out, or {_ELSEWHERE}."
         )
     missing = [name for name in IMAGES if name not in media]
@@ -117,7 +117,7 @@ def _check_names(config: Any, media: Media) -> None:
 
 
 def _image_starts(tokens: list[int], lengths: list[int], placeholder: int) -> list[int]:
-    """Where the placeholders of each image begin."""
+    """Index of each image's first placeholder."""
     places = [place for place, token in enumerate(tokens) if token == placeholder]
     starts, used = [], 0
     for length in lengths:
@@ -128,8 +128,8 @@ def _image_starts(tokens: list[int], lengths: list[int], placeholder: int) -> li
         used += length
     if len(starts) < len(lengths) or used < len(places):
         raise ValueError(
-            f"the prompt has {len(places)} tokens {placeholder} in the places of images, and its images have {lengths} "
-            "tokens, each in a run; pass the prompt and the media of one call of the processor."
+            f"the prompt has {len(places)} placeholders {placeholder}, but its images have {lengths} tokens, each "
+            "in a run; pass the prompt and the media from the same call of the processor."
         )
     return starts
 

@@ -1,4 +1,4 @@
-"""vLLM's models of text and images, for prompts whose images are processed already; imported when vLLM starts."""
+"""Variants of vLLM's multimodal models for preprocessed images; imported when vLLM starts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalPro
 from pl_grouprl.rollout.vllm.image_items import image_items
 
 _LARGEST_IMAGE = 16384
-"""Tokens of the largest image that Qwen's processors make by default."""
+"""Tokens of the largest image from Qwen's processors by default."""
 
 _SIGLIP_NAMES = re.compile(r"^(model\.)?vision_tower\.(?=embeddings\.|encoder\.|post_layernorm\.)")
 _SIGLIP = WeightsMapper(orig_to_new_regex={_SIGLIP_NAMES: "vision_tower.vision_model."})
-"""A vision tower's weights by the names that transformers 5 gives them."""
+"""Maps transformers 5's names of a vision tower's weights."""
 
 
 def register(architecture: str, *, images: bool) -> str:
-    """Make one of vLLM's models known by another name, without the processor of its family.
+    """Register one of vLLM's models under a new name, without its family's processor.
 
     Args:
         architecture: Name of the model's class.
-        images: Whether it is given images.
+        images: Whether it gets images.
 
     Returns:
-        The name.
+        The new name.
 
     Raises:
         ImportError: If vLLM cannot import the model.
@@ -51,14 +51,14 @@ def register(architecture: str, *, images: bool) -> str:
 
 
 class _TextInfo(BaseProcessingInfo):
-    """A model that is given text alone."""
+    """A model that gets only text."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {}
 
 
 class _ImageInfo(BaseProcessingInfo):
-    """How large images can be."""
+    """Maximum size of images."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -67,7 +67,7 @@ class _ImageInfo(BaseProcessingInfo):
         return {"image": math.prod(self.largest_image())}
 
     def largest_image(self) -> tuple[int, int]:
-        """Its height and width in tokens."""
+        """Height and width in tokens."""
         longest = self.ctx.model_config.max_model_len
         asked: Any = self.ctx.get_mm_config().limit_per_prompt.get("image")
         if asked is not None and asked.width and asked.height:
@@ -82,7 +82,7 @@ class _ImageInfo(BaseProcessingInfo):
 
 
 class _NoDummies(BaseDummyInputsBuilder[BaseProcessingInfo]):
-    """No images that have still to be processed."""
+    """No unprocessed images."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -92,7 +92,7 @@ class _NoDummies(BaseDummyInputsBuilder[BaseProcessingInfo]):
 
 
 class _NoProcessor(BaseMultiModalProcessor[Any]):
-    """Makes the image with which vLLM measures its memory; prompts never come here."""
+    """Creates the image with which vLLM profiles its memory; prompts never get here."""
 
     requires_tokenizer = False
 

@@ -1,4 +1,4 @@
-"""vLLM in a trainer's own process: it works in a state of its own, and what is the trainer's is put back."""
+"""Isolates vLLM inside the trainer's process: each of the two gets its own global state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PATCHED = (
     "cuda.stream",
     "set_num_threads",
 )
-"""What vLLM's workers on CPUs replace in torch, mostly by functions that do nothing."""
+"""Functions of torch that vLLM's CPU workers replace, mostly by no-ops."""
 
 _BACKENDS: tuple[Any, Any] = (torch.backends.cuda, torch.backends.mkldnn)
 
@@ -42,28 +42,28 @@ _BACKENDS: tuple[Any, Any] = (torch.backends.cuda, torch.backends.mkldnn)
 class EngineProcess:
     """The process that a trainer and a vLLM engine share.
 
-    vLLM takes a process for its own: it seeds the random numbers; sets environment variables, the precision of float32
+    vLLM assumes that it owns the process: it seeds random numbers; sets environment variables, the precision of float32
     products, the number of threads and the GPU's current stream; replaces functions of torch; freezes the garbage
-    collector; and destroys the default process group when it ends. Signal handlers it leaves alone.
+    collector; and destroys the default process group on exit. It does not touch signal handlers.
 
     Args:
-        device: The trainer's device, where the engine works too.
-        environment: Variables that the engine sees.
+        device: The trainer's device, which the engine uses too.
+        environment: Environment variables for the engine.
     """
 
     def __init__(self, device: torch.device, environment: Mapping[str, str]) -> None:
         self._device = device
         self._environment = dict(environment)
-        self._state: _State | None = None  # of vLLM, between its calls
+        self._state: _State | None = None  # vLLM's, between its calls
         self._inside = False
         self._own_world = False
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Where every call of vLLM belongs, and nothing of the trainer. Within another such block it does nothing.
+        """Context for every call of vLLM, and only those; reentrant.
 
-        Autocast, inference mode and gradients are off in it, and the default dtype is vLLM's: what the trainer computes
-        under is not to change what is sampled.
+        Autocast, inference mode and gradients are off inside, and the default dtype is vLLM's, so the trainer's
+        settings do not affect sampling.
         """
         if self._inside:
             yield
@@ -83,9 +83,9 @@ class EngineProcess:
             self._inside = False
 
     def start(self, build: Callable[[], LLMEngine]) -> LLMEngine:
-        """Build an engine. All ranks call it together.
+        """Build an engine. Collective.
 
-        Without a process group one of this process alone is made, for vLLM wants one; `stop` takes it away again.
+        Without a process group, creates one of just this process, since vLLM needs one; `stop` removes it.
 
         Args:
             build: Imports vLLM and returns the engine.
@@ -98,7 +98,7 @@ class EngineProcess:
         try:
             with self.inside(), own_shared_memory(self._device):
                 engine = build()
-                # Or the trainer's process group ends where the engine is collected as garbage.
+                # Otherwise garbage collection of the engine would destroy the trainer's process group.
                 engine.engine_core._finalizer.detach()  # type: ignore[attr-defined]
         except BaseException:
             self.stop(None)
@@ -109,10 +109,10 @@ class EngineProcess:
         return engine
 
     def stop(self, engine: LLMEngine | None) -> None:
-        """End an engine, and vLLM's process groups; the trainer's stays.
+        """Stop an engine and vLLM's process groups; the trainer's stays.
 
         Args:
-            engine: What `start` has returned; None where it has failed.
+            engine: Result of `start`; None if it failed.
         """
         with self.inside(), _default_group_kept():
             if engine is not None:
@@ -128,7 +128,7 @@ class EngineProcess:
 
 @dataclass
 class _State:
-    """What there is once in a process, and vLLM changes."""
+    """Per-process state that vLLM changes."""
 
     environment: dict[str, str]
     functions: dict[str, Any]
@@ -141,7 +141,7 @@ class _State:
 
     @classmethod
     def now(cls, device: torch.device) -> _State:
-        """As it is."""
+        """Capture the current state."""
         gpu = device.type == "cuda"
         return cls(
             environment=dict(os.environ),
@@ -160,7 +160,7 @@ class _State:
         )
 
     def restore(self, device: torch.device) -> None:
-        """Make it as it was."""
+        """Restore the captured state."""
         for name in os.environ.keys() - self.environment.keys():
             del os.environ[name]
         for name, value in self.environment.items():
@@ -170,7 +170,7 @@ class _State:
             owner, _, attribute = name.rpartition(".")
             setattr(attrgetter(owner)(torch) if owner else torch, attribute, function)
         if torch.get_num_threads() != self.num_threads:
-            torch._C.set_num_threads(self.num_threads)  # behind whatever stands for torch.set_num_threads
+            torch._C.set_num_threads(self.num_threads)  # bypasses replacements of torch.set_num_threads
         torch.set_default_dtype(self.dtype)
         _set_precision(self.precision)
         random.setstate(self.random["python"])
@@ -178,13 +178,13 @@ class _State:
         torch.set_rng_state(self.random["torch"])
         if self.gpu is not None:
             torch.cuda.set_rng_state(self.random["cuda"], device)
-            self.stream.wait_stream(torch.cuda.current_stream(device))  # vLLM works on a stream of its own
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # vLLM uses a separate stream
             torch.cuda.set_stream(self.stream)
             torch.cuda.set_device(self.gpu)
 
 
 def _precision() -> str | tuple[str, str]:
-    """Precision of float32 products: its one name, or the GPUs' and the CPUs' where these were set apart."""
+    """Precision of float32 products: one name, or that of GPUs and of CPUs if set separately."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -203,7 +203,7 @@ def _set_precision(precision: str | tuple[str, str]) -> None:
 
 @contextmanager
 def _default_group_kept() -> Iterator[None]:
-    """Only process groups that are named are destroyed; vLLM ends with the default one, which the trainer needs."""
+    """Only destroy explicit process groups: vLLM finally destroys the default one, which the trainer needs."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_part(group: Any = None) -> None:

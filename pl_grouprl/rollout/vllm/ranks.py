@@ -1,8 +1,8 @@
-"""Which ranks share an engine: none, or groups of adjacent ones.
+"""Groups of adjacent ranks that share an engine.
 
-With `tensor_parallel_size=1` each rank has its own engine: once started, it samples the rank's prompts at any time, or
-none. With t > 1, ranks 0 to t-1 share one engine, ranks t to 2t-1 the next, as vLLM counts them: each layer is spread
-over t ranks, so they sample the same prompts at the same time.
+With `tensor_parallel_size=1` each rank has its own engine and can sample at any time. With t > 1, ranks 0 to t-1 share
+one engine, ranks t to 2t-1 the next, as in vLLM: each layer is split over t ranks, so they sample the same prompts at
+the same time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 import torch
 
-from pl_grouprl.utilities.distributed import gather_plain, num_ranks
+from pl_grouprl.utilities.distributed import gather_plain, num_ranks, own_rank
 
 
 def check_ranks(tensor_parallel_size: int) -> None:
-    """Refuse a number of ranks per engine that this run cannot have.
+    """Refuse an invalid number of ranks per engine.
 
     Raises:
         ValueError: If it is below 1, or does not divide the number of ranks.
@@ -29,30 +29,29 @@ def check_ranks(tensor_parallel_size: int) -> None:
     ranks = num_ranks()
     if ranks % tensor_parallel_size:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} spreads an engine over {tensor_parallel_size} ranks of the "
+            f"tensor_parallel_size={tensor_parallel_size} splits an engine over {tensor_parallel_size} ranks of the "
             f"trainer, but it has {ranks}; train with a multiple of {tensor_parallel_size} (Trainer(devices=...)), or "
             "set tensor_parallel_size to a divisor of the number of ranks."
         )
 
 
 def engine_arguments(tensor_parallel_size: int) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs` about the ranks.
+    """Arguments of vLLM's `EngineArgs` for the ranks.
 
     Raises:
-        ValueError: If this run cannot have so many ranks per engine.
+        ValueError: If the number of ranks per engine is invalid.
     """
     check_ranks(tensor_parallel_size)
     return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tensor_parallel_size}
 
 
 def engine_environment(device: torch.device) -> dict[str, str]:
-    """Environment variables that tell vLLM about this rank.
+    """Environment variables of vLLM for this rank.
 
     Args:
         device: The trainer's device on this rank. vLLM uses the GPU with its index.
     """
-    rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
-    return {"RANK": str(rank), "LOCAL_RANK": str(device.index or 0), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return {"RANK": str(own_rank()), "LOCAL_RANK": str(device.index or 0), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def engine_group(tensor_parallel_size: int) -> Any:
@@ -68,7 +67,7 @@ def engine_group(tensor_parallel_size: int) -> Any:
 
 
 def gather_from(group: Any, value: Any) -> list[Any]:
-    """Collect a value from every rank of an engine, in rank order. They all call it.
+    """Gather a value from every rank of an engine, in rank order. Collective within the group.
 
     Args:
         group: From `engine_group`.
@@ -78,15 +77,14 @@ def gather_from(group: Any, value: Any) -> list[Any]:
 
 
 def share_requests(requests: Sequence[Any], group: Any) -> tuple[list[Any], slice]:
-    """Combine the requests of all ranks of an engine. They all call it.
+    """Combine the requests of all ranks of an engine. Collective within the group.
 
     Args:
         requests: This rank's requests, as `gather_from` takes them. May be empty.
         group: From `engine_group`.
 
     Returns:
-        The requests of all ranks of the engine, in rank order, all of which each rank samples; and the slice of this
-        rank's own.
+        The requests of all ranks of the engine, in rank order, which every rank samples; and the slice of this rank's.
     """
     shares = gather_from(group, list(requests))
     start = sum(map(len, shares[: _rank_in(group)]))
@@ -101,7 +99,7 @@ def _rank_in(group: Any) -> int:
 def own_shared_memory(device: torch.device) -> Iterator[None]:
     """While an engine is built on CPUs, give its ranks' shared memory a name that is unique to this run.
 
-    vLLM 0.32 uses one name in all runs that start their ranks themselves, so that a second run on a machine fails.
+    vLLM 0.32 uses one name in all runs that start their ranks themselves, so a second run on a machine fails.
     """
     if device.type != "cpu" or num_ranks() == 1:
         yield

@@ -1,4 +1,4 @@
-"""Requests to vLLM and what it answers, one sequence each, in the terms of this package."""
+"""Converts requests to vLLM and its answers, one sequence each."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 _TEMPERATURES = (0.01, 2.0)
-"""The least and the greatest that vLLM samples at; it would raise lower ones without a word."""
+"""Minimum and maximum temperature of vLLM, which silently raises lower ones."""
 
 _NEVER = -100.0
-"""Added to the logits of tokens that are never sampled: the least that vLLM takes, a probability of e^-100."""
+"""Logit bias of tokens that are never sampled: vLLM's minimum, a probability of e^-100."""
 
 
 def sampling_params(
     sampling: SamplingConfig, *, end_ids: Sequence[int], never: Sequence[int] = (), seed: int
 ) -> SamplingParams:
-    """What vLLM is asked for one sequence.
+    """Sampling parameters of vLLM for one sequence.
 
-    vLLM applies min-p before top-k and top-p, transformers behind them: with both, the sets of tokens may differ.
+    vLLM applies min-p before top-k and top-p, transformers after them: combining them may give different tokens.
 
     Args:
-        sampling: How to sample. Stop strings are not passed on; `Completion` looks for them.
+        sampling: How to sample. Stop strings are not passed on; `Completion` finds them.
         end_ids: Tokens that end the sequence.
         never: Tokens that are not sampled.
-        seed: Of the sequence's random stream, in [0, 2^63).
+        seed: Seed of the sequence's random stream, in [0, 2^63).
 
     Raises:
-        ValueError: If vLLM does not sample at the temperature.
+        ValueError: If vLLM does not support the temperature.
     """
     check_temperature(sampling)
     from vllm import SamplingParams
@@ -46,9 +46,9 @@ def sampling_params(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         seed=seed,
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # of the sampled token only
         stop_token_ids=list(end_ids),
-        ignore_eos=True,  # end_ids has the end token too
+        ignore_eos=True,  # end_ids includes the end token
         detokenize=False,
         logit_bias=dict.fromkeys(never, _NEVER) or None,
         output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
@@ -56,21 +56,21 @@ def sampling_params(
 
 
 def check_temperature(sampling: SamplingConfig) -> None:
-    """Refuse a temperature at which vLLM does not sample.
+    """Refuse a temperature that vLLM does not support.
 
     Raises:
-        ValueError: With those at which it does.
+        ValueError: Gives the supported range.
     """
     least, greatest = _TEMPERATURES
     if sampling.temperature != 0 and not least <= sampling.temperature <= greatest:
         raise ValueError(
-            f"SamplingConfig.temperature is {sampling.temperature}, at which vLLM does not sample; let it be 0 "
+            f"SamplingConfig.temperature is {sampling.temperature}, which vLLM does not support; set it to 0 "
             f"(greedy) or from {least} to {greatest}, or sample with HFRolloutEngine."
         )
 
 
 class Completion:
-    """Puts a sequence together from what vLLM reports of it.
+    """Assembles a sequence from vLLM's outputs.
 
     Args:
         stop: Strings that end it.
@@ -83,13 +83,13 @@ class Completion:
         self._finish_reason: FinishReason | None = None
 
     def add(self, output: Any) -> bool:
-        """Take what is new in an output of vLLM.
+        """Add what is new in an output of vLLM.
 
         Args:
             output: A `CompletionOutput`.
 
         Returns:
-            Whether a stop string has ended the sequence, so that vLLM has to be told.
+            Whether a stop string ended the sequence, so vLLM must be told.
         """
         for token, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
             self._token_ids.append(int(token))
@@ -122,5 +122,5 @@ class Completion:
 
 def _finish_reason(reason: str) -> FinishReason:
     if reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM has ended a sequence with finish reason {reason!r}; see its log.")
+        raise RuntimeError(f"vLLM ended a sequence with finish reason {reason!r}; see its log.")
     return reason  # type: ignore[return-value]

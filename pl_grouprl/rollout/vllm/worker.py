@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: loading weights, and checksums of those that the layers compute with.
+"""Runs inside vLLM's workers: loads weights, and computes checksums of those loaded.
 
 Only vLLM imports this, as its `worker_extension_cls`. Loading is vLLM's own layerwise reload, in the phases of its
 weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), after which
@@ -43,8 +43,8 @@ class BucketInfo(WeightTransferUpdateInfo):
     """One bucket of weights in checkpoint format.
 
     Attributes:
-        weights: Name and value of each, in the trainer's own process.
-        path: A safetensors file that holds them, for a worker in another process.
+        weights: Name and value of each, in the trainer's process.
+        path: A safetensors file with them, for a worker in another process.
     """
 
     weights: list[tuple[str, Tensor]] | None = None
@@ -68,14 +68,14 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         """
         if self.device.type == "cpu" and any(hasattr(layer, "moe_config") for layer in self.model.modules()):
             raise ValueError(
-                f"{type(self.model).__name__} is a mixture of experts, whose weights vLLM cannot renew on CPUs; sample "
-                "with HFRolloutEngine, or on a GPU."
+                f"{type(self.model).__name__} is a mixture of experts, whose weights vLLM cannot reload on CPUs; "
+                "sample with HFRolloutEngine, or on a GPU."
             )
         with without_lora(self.model):
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a bucket; a layer takes over its weights once all have arrived."""
+        """Load a bucket; a layer uses its weights once all have arrived."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -90,7 +90,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
             self.model.load_weights(iter(weights))
 
     def finish_weight_update(self) -> None:
-        """Finish the reload, so that the layers can compute again."""
+        """Finish the reload, so the layers can run again."""
         with without_lora(self.model):
             finalize_layerwise_reload(self.model, self.model_config)
 
@@ -103,7 +103,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WeightReceiver:
-    """Methods that vLLM's workers get in addition (`worker_extension_cls`), for `collective_rpc`."""
+    """Additional methods of vLLM's workers (`worker_extension_cls`), for `collective_rpc`."""
 
     # Of the worker.
     model_runner: Any
@@ -111,27 +111,27 @@ class WeightReceiver:
     _weight_update_active: bool
 
     def settle_weights(self) -> None:
-        """Make an update effective everywhere: in heads tied to embeddings, and in caches."""
+        """Complete an update in heads tied to embeddings, and in caches."""
         model = self.model_runner.get_model()
         with without_lora(model):
             for head, embedding in _tied_heads(model, self._tied):
                 head.weight = embedding.weight
                 # On CPUs the head computes with a packed copy of its weight.
                 head.quant_method.process_weights_after_loading(head)
-        for name in ("reset_encoder_cache", "reset_mm_cache"):  # images that the old weights have encoded
+        for name in ("reset_encoder_cache", "reset_mm_cache"):  # images encoded by the old weights
             getattr(self.model_runner, name, lambda: None)()
 
     def abandon_weights(self) -> None:
         """Abandon an unfinished update, so that another can begin. What was loaded stays."""
         for layer in self.model_runner.get_model().modules():
             info = get_layerwise_info(layer)
-            if info.can_load():  # or the weights that have come for it would be taken for those of the next update
+            if info.can_load():  # otherwise its weights would count for the next update
                 _place_kernel_tensors(layer, info)
                 info.reset()
         self._weight_update_active = False
 
     def weight_checksums(self, names: list[str]) -> list[LoadedWeight]:
-        """Checksums of the weights that this worker computes with.
+        """Checksums of the weights loaded in this worker.
 
         Args:
             names: Names of all weights that were sent.
@@ -141,7 +141,7 @@ class WeightReceiver:
             return list(loaded_checksums(model, names, self.model_config.dtype, tied=self._tied))
 
     def adapter_checksums(self, number: int, names: list[str]) -> list[LoadedWeight]:
-        """Checksums of the LoRA adapter that this worker computes with; see `lora_layers.adapter_checksums`."""
+        """Checksums of the LoRA adapter loaded in this worker; see `lora_layers.adapter_checksums`."""
         return list(adapter_checksums(self.model_runner.get_model(), number, names))
 
     @property

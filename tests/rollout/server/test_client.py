@@ -113,7 +113,7 @@ def test_a_server_that_stays_away_is_named():
     with pytest.raises(RuntimeError) as error:
         ServerClient(f"http://127.0.0.1:{port}", token="secret", timeout=0.5).info()
     assert 0.2 < time.monotonic() - start < 5
-    assert f"http://127.0.0.1:{port} was waited for 0.5 seconds" in str(error.value)
+    assert f"http://127.0.0.1:{port} did not come back within 0.5 seconds" in str(error.value)
     assert f"python -m pl_grouprl.rollout.server --model ... --host 127.0.0.1 --port {port}" in str(error.value)
     assert "secret" not in str(error.value)
 
@@ -125,7 +125,7 @@ def test_a_server_that_says_nothing_is_not_waited_for_longer():
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"was waited for 2 seconds and did not come back .*[tT]ime"):
+        with pytest.raises(RuntimeError, match=r"did not come back within 2 seconds .*[tT]ime"):
             ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=2).info()
         assert 1.9 < time.monotonic() - start < 3.5
 
@@ -155,7 +155,7 @@ def test_rollouts_may_take_longer_than_the_timeout(monkeypatch):
 def test_rollouts_that_always_break_off_end():
     with (
         serve((200, lines({"version": 3}, {"status": 500, "error": "out of memory"}))) as (url, asked),
-        pytest.raises(RuntimeError, match="has broken off a rollout 5 times, the last time: out of memory"),
+        pytest.raises(RuntimeError, match="broke off a rollout 5 times, most recently: out of memory"),
     ):
         ServerClient(url).generate(REQUEST)
     assert len(asked) == 5
@@ -185,13 +185,13 @@ def test_rollouts_of_another_version_are_refused(first):
     [
         (
             lines({"version": 3}, *[{"index": [0, 0], **ROLLOUT}] * 2),
-            r"rollout \[0, 0\] was not asked for, or has come",
+            r"rollout \[0, 0\] was not requested, or has already arrived",
         ),
-        (lines({"version": 3}, {"index": [0, -1], **ROLLOUT}), r"rollout \[0, -1\] was not asked for"),
-        (lines({"version": 3}, {"index": [7, 0], **ROLLOUT}), r"rollout \[7, 0\] was not asked for"),
+        (lines({"version": 3}, {"index": [0, -1], **ROLLOUT}), r"rollout \[0, -1\] was not requested"),
+        (lines({"version": 3}, {"index": [7, 0], **ROLLOUT}), r"rollout \[7, 0\] was not requested"),
         (lines({"version": 3}, {"index": {"0": 0}, **ROLLOUT}), "was not asked for"),
         (lines({"version": 3}, {"status": "lost"}), "TypeError"),
-        (lines([1, 2]), "a line is no JSON object; is this a sampling server"),
+        (lines([1, 2]), "a line is not a JSON object; is this a sampling server"),
         (lines({"version": 3}, {"pad": "x" * 5000}), "a line has more than 4000 bytes; is this a sampling server"),
     ],
 )
@@ -199,7 +199,7 @@ def test_answers_of_a_lying_server_are_not_taken(answer, message, monkeypatch):
     monkeypatch.setattr(client_module, "_MAX_LINE", 4000)
     with (
         serve((200, answer)) as (url, asked),
-        pytest.raises(RuntimeError, match=f"5 times, the last time: .*{message}"),
+        pytest.raises(RuntimeError, match=f"5 times, most recently:  .*{message}"),
     ):
         ServerClient(url, timeout=20).generate(REQUEST)
     assert len(asked) == 5
@@ -270,11 +270,11 @@ def test_a_url_must_be_one(url):
 
 
 def test_an_address_of_ipv6():
-    with pytest.raises(RuntimeError, match=r"at http://\[::1\]:9 was waited for .*--host ::1 --port 9"):
+    with pytest.raises(RuntimeError, match=r"at http://\[::1\]:9 did not come back within .*--host ::1 --port 9"):
         ServerClient("http://[::1]:9", timeout=0.1).info()
 
 
 def test_a_token_must_fit_into_a_header():
-    with pytest.raises(ValueError, match="characters that no header can carry") as error:
+    with pytest.raises(ValueError, match="characters not allowed in headers") as error:
         ServerClient("http://127.0.0.1:1", token="sec\nret")
     assert "ret" not in str(error.value).replace("carry", "")

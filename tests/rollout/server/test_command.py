@@ -46,14 +46,14 @@ def test_other_machines_need_a_token(capsys, host):
     [
         (["--port", "65536"], "--port is 65536; it must be from 0"),
         (["--max-bucket-mib", "0"], "--max-bucket-mib is 0; it must be at least 1"),
-        (["--option", "logprobs_mode=raw_logprobs"], "--option sets logprobs_mode, which has an option of its own"),
+        (["--option", "logprobs_mode=raw_logprobs"], "--option sets logprobs_mode, which has a separate option"),
         (["--option", "quantization=fp8"], "--option sets quantization"),
         (["--option", "max_num_seqs=3"], "--option sets max_num_seqs"),
         (["--option", "data_parallel_size=2"], "--option sets data_parallel_size"),
         (["--option", 'speculative_config={"method": "ngram"}'], "--option sets speculative_config"),
         (["--option", "nonsense"], "'nonsense' is not like max_num_batched_tokens=8192"),
-        (["--token", "a b\n"], "--token holds characters that no header can carry"),
-        (["--token", ""], "--token holds characters that no header can carry"),
+        (["--token", "a b\n"], "--token has characters that are not allowed in a header"),
+        (["--token", ""], "--token has characters that are not allowed in a header"),
     ],
 )
 def test_options_are_checked(capsys, arguments, message):
@@ -78,11 +78,11 @@ def test_vllm_must_not_unpickle(capsys, monkeypatch):
 def test_buckets_that_are_broadcast():
     bucket = check_bucket(["a", "b"], ["bfloat16", "float32"], [[2, 3], []], 16)  # 12 and 4 bytes
     assert bucket == {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
-    with pytest.raises(ValueError, match="the bucket has 16 bytes; at most 15 are received at once"):
+    with pytest.raises(ValueError, match="the bucket has 16 bytes; at most 15 are accepted"):
         check_bucket(["a", "b"], ["bfloat16", "float32"], [[2, 3], []], 15)
     with pytest.raises(ValueError, match="the bucket has 1 names, 2 dtypes and 1 shapes"):
         check_bucket(["a"], ["int8", "int8"], [[1]], 9)
-    with pytest.raises(ValueError, match="dtypes holds 'load'; it may hold float32, "):
+    with pytest.raises(ValueError, match="dtypes has 'load'; choose from float32, "):
         check_bucket(["a"], ["load"], [[1]], 9)
 
 

@@ -130,7 +130,7 @@ def test_killed_and_not_started_again(policy, server):
     engine = make_engine(policy, server, timeout=2)
     engine.update_weights(weights(policy), version=1)
     thread = kill_soon(server, restart=False)
-    message = f"at {server.url} was waited for 2 seconds and did not come back .* Start it .*--port {server.port}"
+    message = f"at {server.url} did not come back within 2 seconds .* Start it .*--port {server.port}"
     with pytest.raises(RuntimeError, match=message):
         engine.generate(PROMPTS, LONG, num_generations=8, seed=0)
     thread.join()

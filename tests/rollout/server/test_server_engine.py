@@ -161,14 +161,14 @@ def test_text_is_decoded_by_the_tokenizer(policy, servers):
 def test_other_ranks_send_nothing_and_sample(policy, servers, monkeypatch):
     server = servers()
     make_engine(policy, server).update_weights(weights(policy), version=4)
-    monkeypatch.setattr(engine_module, "_is_rank_zero", lambda: False)
+    monkeypatch.setattr(engine_module, "own_rank", lambda: 1)
     other = make_engine(policy, server)
     before = dict(server.state)
     assert other.update_weights(weights(policy), version=4)["bytes"] == 0
     assert len(other.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)) == 7
     assert server.state == before
     other.update_weights(weights(policy), version=5)  # which rank 0 has not sent
-    with pytest.raises(WeightsMismatchError, match="Another trainer uses this server"):
+    with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
         other.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
 
 
@@ -210,7 +210,7 @@ def test_a_server_that_stays_away_ends_the_run(policy, servers):
     engine = make_engine(policy, server)
     engine.update_weights(weights(policy), version=1)
     server.close()
-    with pytest.raises(RuntimeError, match=f"at {server.url} was waited for 3 seconds and did not come back"):
+    with pytest.raises(RuntimeError, match=f"at {server.url} did not come back within 3 seconds"):
         engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
     with pytest.raises(RuntimeError, match="did not come back"):
         engine.update_weights(weights(policy), version=2)
@@ -221,7 +221,7 @@ def test_another_trainer_is_noticed(policy, servers):
     engine, other = make_engine(policy, server), make_engine(policy, server)
     engine.update_weights(weights(policy), version=1)
     other.update_weights(weights(policy), version=1)  # the same number
-    with pytest.raises(WeightsMismatchError, match="Another trainer uses this server"):
+    with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
         engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
 
     def intrude(path):
@@ -230,7 +230,7 @@ def test_another_trainer_is_noticed(policy, servers):
             server.state.update(update="another's")
 
     server.before = intrude
-    with pytest.raises(WeightsMismatchError, match="Another trainer uses this server"):
+    with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
         engine.update_weights(weights(policy), version=2)
     assert server.state["update"] == "another's"  # which is left alone
 
@@ -292,7 +292,7 @@ def test_requests_that_cannot_be_served(policy, servers):
         engine.generate([[1]], SAMPLING, num_generations=1, seed=0, media=[{"pixel_values": torch.zeros(1)}])
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
         engine.generate([[1]], SamplingConfig(stop=("a",)), num_generations=1, seed=0)
-    with pytest.raises(ValueError, match="takes merged weights alone"):
+    with pytest.raises(ValueError, match="only takes merged weights"):
         engine.update_weights(iter(()), version=2, adapter=AdapterWeights({}, ()))
     with pytest.raises(ValueError, match=r"has no model; call bind\(model, tokenizer\)"):
         VLLMServerRolloutEngine().generate([[1]], SAMPLING, num_generations=1, seed=0)
@@ -372,7 +372,7 @@ def test_nccl_with_a_server_that_goes_or_says_nothing(policy, servers, monkeypat
     assert engine._fleet is None  # nothing is broadcast in a group that was left
     engine._clients[0].timeout = 1
     server.before = hang
-    with pytest.raises(RuntimeError, match=r"have waited 1 seconds for NCCL, .* End the server and start it again"):
+    with pytest.raises(RuntimeError, match=r"have waited 1 seconds for NCCL, .* Stop the server and start it again"):
         engine.update_weights(weights(policy), version=2)
     assert Broadcaster.made == before + 2
 

@@ -239,9 +239,11 @@ def test_other_adapters_and_scales_are_refused():
 
 def test_what_was_not_asked_for_is_refused(start):
     model = adapted()
-    with pytest.raises(ValueError, match="sleep_level is 2, which gives the base back that adapter='separate' sends"):
+    with pytest.raises(
+        ValueError, match="sleep_level is 2, which releases the base weights that adapter='separate' sends"
+    ):
         new_engine("vllm", adapter="separate", sleep_level=2)
-    with pytest.raises(ValueError, match="engine_kwargs has 'max_loras', about which the engine's own adapter decides"):
+    with pytest.raises(ValueError, match="engine_kwargs has 'max_loras', which is decided by the engine's adapter"):
         new_engine("vllm", engine_kwargs={"max_loras": 2})
     for how, given in (("merged", weights_of(model)), ("separate", None)):
         engine = new_engine("vllm", adapter=how)

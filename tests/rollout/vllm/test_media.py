@@ -154,7 +154,7 @@ def test_a_family_of_which_only_text_is_served(start):
     model, (prompts, media) = tiny_model("gemma3"), prompts_and_media("gemma3")
     engine = start(model)
     assert_equal_forwards(model, prompts[2:3], [{}], engine.sample(prompts[2:3], [{}]))
-    with pytest.raises(ValueError, match="not given images for models of the family gemma3, only for qwen2_5_vl"):
+    with pytest.raises(ValueError, match="not supported with models of the family gemma3, only with qwen2_5_vl"):
         engine_prompt(model, prompts[0], media[0])
 
 
@@ -204,13 +204,13 @@ def test_what_cannot_be_served_is_refused():
                 model, prompt, {name: value for name, value in {**own, **changed}.items() if value is not None}
             )
 
-    refused(r"media has \['pixel_values_videos', 'video_grid_thw'\], which vLLM is not given: behind a video",
+    refused(r"media has \['pixel_values_videos', 'video_grid_thw'\], which are not supported: after a video",
             pixel_values_videos=torch.zeros(1), video_grid_thw=torch.zeros(1, 3))  # fmt: skip
     refused("media has no pixel_values and no image_grid_thw", pixel_values=None, image_grid_thw=None)
     refused(r"media\['image_grid_thw'\] is \[\[1, 6, 4\]\] for 40 patches", image_grid_thw=own["image_grid_thw"][:1])
     refused("40 patches", image_grid_thw=torch.tensor([[2, 4, 3], [1, 4, 4]]))
-    refused(r"the prompt has 4 tokens \d+ in the places of images, and its images have \[6, 4\] tokens", prompts[0])
-    refused("pass the prompt and the media of one call", image_grid_thw=own["image_grid_thw"].flip(0))
+    refused(r"the prompt has 4 placeholders \d+, but its images have \[6, 4\] tokens", prompts[0])
+    refused("pass the prompt and the media from the same call", image_grid_thw=own["image_grid_thw"].flip(0))
     refused(r"media\['mm_token_type_ids'\] is not 1 at the placeholders", mm_token_type_ids=torch.zeros(len(prompt)))
     refused(r"media\['mm_token_type_ids'\] is not 1 at the placeholders", mm_token_type_ids=torch.zeros(2))
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_served_is_refused():
 def test_families_that_vllm_cannot_be_started_with(monkeypatch):
     model = tiny_vision_model("qwen2_5_vl")
     monkeypatch.setattr(model.config, "model_type", "llava", raising=False)
-    with pytest.raises(ValueError, match="vLLM cannot be started with a model of the family llava"):
+    with pytest.raises(ValueError, match="vLLM cannot start with a model of the family llava"):
         media_engine_args(model)
 
 

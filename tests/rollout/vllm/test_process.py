@@ -18,6 +18,12 @@ from pl_grouprl.rollout.vllm.ranks import engine_arguments, engine_environment
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_frozen():
+    """The number of frozen objects can be compared only if there are none."""
+    gc.unfreeze()
+
+
 def seen() -> dict:
     """All there is once in a process that vLLM is known to change, or might."""
     return {

@@ -1,4 +1,4 @@
-"""The two primitives that the cascade is made of: variable-length attention forward and backward, for each device."""
+"""The cascade's two primitives, variable-length attention forward and backward, for each device."""
 
 from pl_grouprl.attention.backends.kernels.call import VarlenCall, VarlenKernel
 from pl_grouprl.attention.backends.kernels.cpu import CPUKernel

@@ -1,4 +1,4 @@
-"""What a variable-length attention call is, and what a kernel does with one.
+"""Variable-length attention calls, and the interface of kernels that run them.
 
 Legend: Q query tokens of a call, M key tokens of a call, H query heads, K key/value heads (H is a multiple of K),
 D head size of queries and keys, E head size of values.
@@ -22,14 +22,14 @@ class VarlenCall:
     """Many independent attention problems in one call: the i-th run of queries attends to the i-th run of keys.
 
     Attributes:
-        query_lens: Queries of each problem, all positive; the queries of the call are these runs one after another.
-        key_lens: Keys of each problem, likewise.
-        causal: Whether a query sees only keys up to its own place. The last query of a run stands at the last key:
-            query i of n stands at key i + m - n of m, and m is not below n. Otherwise each query sees all keys.
-        window: Most keys that a query of a causal call sees, its own included; None is no limit.
+        query_lens: Number of queries of each problem, all positive; the call's queries are these runs, concatenated.
+        key_lens: Number of keys of each problem, likewise.
+        causal: Whether a query sees only keys up to its position. The last query of a run is aligned with the last
+            key: query i of n is at key i + m - n of m, and m >= n. Otherwise each query sees all keys.
+        window: Most keys that a query of a causal call sees, including its own; None is no limit.
 
     Raises:
-        ValueError: If the lengths do not fit each other, or a window is below 1 or given without `causal`.
+        ValueError: If the lengths do not match, or a window is below 1 or given without `causal`.
     """
 
     query_lens: tuple[int, ...]
@@ -41,16 +41,16 @@ class VarlenCall:
     def __post_init__(self) -> None:
         if len(self.query_lens) != len(self.key_lens):
             raise ValueError(
-                f"query_lens has {len(self.query_lens)} runs and key_lens {len(self.key_lens)}; give each run of "
-                "queries its run of keys."
+                f"query_lens has {len(self.query_lens)} runs and key_lens {len(self.key_lens)}; pass one run of keys "
+                "for each run of queries."
             )
         if min((*self.query_lens, *self.key_lens), default=1) < 1:
-            raise ValueError("query_lens or key_lens holds a run without tokens; leave such a problem out of the call.")
+            raise ValueError("query_lens or key_lens has a run without tokens; leave such a problem out of the call.")
         if self.causal and any(m < n for n, m in zip(self.query_lens, self.key_lens, strict=True)):
             raise ValueError("key_lens of a causal call has a run shorter than its queries; each query needs its key.")
         if self.window is not None and not (self.causal and self.window >= 1):
             raise ValueError(
-                f"window={self.window} with causal={self.causal}; a window is at least 1, and only of a causal call."
+                f"window={self.window} with causal={self.causal}; a window is at least 1 and needs a causal call."
             )
 
     @property
@@ -67,7 +67,7 @@ class VarlenCall:
         return self.memo(("cumulative", device), lambda: (offsets(self.query_lens), offsets(self.key_lens)))
 
     def memo(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """What `make` returned when it was first asked for under this key; for plans that a kernel derives."""
+        """Return the cached result of `make` for this key; for plans that a kernel derives."""
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]  # type: ignore[return-value]
@@ -92,8 +92,8 @@ class VarlenKernel(Protocol):
         call: VarlenCall,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value, given that of the output.
+        """Return the gradients of query, key and value, given the output's gradient.
 
-        `out` and `lse` may be those of a softmax over more keys than this call has: the result is then this call's
-        share of the gradients.
+        If `out` and `lse` come from a softmax over more keys than this call has, the result is this call's share of
+        the gradients.
         """

@@ -60,7 +60,7 @@ class CPUKernel:
             return for_query, for_key, for_value
         grad_query, grad_key, grad_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
         write = Runs.put
-        if not keys_are_apart(call, plain_causal=True):  # a key's shares are added in float32
+        if not keys_are_apart(call, plain_causal=True):  # add up a key's shares in float32
             wide = torch.promote_types(key.dtype, torch.float32)
             grad_key, grad_value = (tensor.new_zeros(tensor.shape, dtype=wide) for tensor in (key, value))
             write = Runs.add
@@ -72,14 +72,14 @@ class CPUKernel:
 
 
 def _is_one_run(call: VarlenCall, blocks: list[Block]) -> bool:
-    """Whether all tokens of a call are one block, as they stand."""
+    """Whether all tokens of a call form one block, without reordering."""
     return len(call.query_lens) == len(blocks) == 1 and keys_are_apart(call, plain_causal=True)
 
 
 def _mask(block: Block, call: VarlenCall, dtype: torch.dtype) -> Tensor | None:
     """What to add to the scores of a block, shape [R, 1, N, M]: minus infinity where a key is hidden.
 
-    All runs that are no padded batch share one mask: the last query of each stands at its last key.
+    All unpadded runs share one mask, because the last query of each is aligned with its last key.
     """
     if block.last_keys is None:
         return None

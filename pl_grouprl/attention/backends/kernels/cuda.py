@@ -1,4 +1,4 @@
-"""The primitives on CUDA: FlashAttention, which knows variable lengths, causal runs and windows by itself."""
+"""The primitives on CUDA: FlashAttention, which natively supports variable lengths, causal runs and windows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pl_grouprl.attention.backends.kernels.call import VarlenCall
 
 
 class CUDAKernel:
-    """FlashAttention as PyTorch ships it, or what `torch.nn.attention.activate_flash_attention_impl` puts in its place.
+    """FlashAttention as shipped with PyTorch or replaced by `torch.nn.attention.activate_flash_attention_impl`.
 
     FlashAttention-3 ("FA3", on Hopper GPUs, from the package `flash_attn_interface`) registers itself for both
-    operators with the same arguments and results, so nothing changes here. It takes no float32 either, and a GPU that
-    it does not know is an error of its own when called.
+    operators with the same arguments and results, so nothing changes here; it raises on GPUs it does not support.
 
-    It takes bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
+    Both take bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
     """
 
     def forward(

@@ -1,4 +1,4 @@
-"""The primitives in plain PyTorch: any device and dtype, values of another head size, capped scores.
+"""The primitives in plain PyTorch: any device and dtype, a different head size for values, capped scores.
 
 Legend: R runs of a batch, N queries of each, M keys of each, H query heads, K key/value heads, G = H / K, D head size
 of queries and keys, E head size of values.
@@ -16,7 +16,7 @@ from pl_grouprl.attention.backends.kernels.call import VarlenCall
 from pl_grouprl.attention.backends.kernels.runs import Block, dense_blocks
 
 MOST_SCORES = 2**24
-"""About how many scores exist at once."""
+"""Approximate limit on scores in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class EagerKernel:
     """Matrix products and exponentials in float32 or wider.
 
     Attributes:
-        softcap: If given, a score s becomes softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118, sec. 2).
+        softcap: If set, a score s becomes softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118, sec. 2).
     """
 
     softcap: float | None = None
@@ -83,7 +83,7 @@ class EagerKernel:
     def _scores(
         self, queries: Tensor, keys: Tensor, block: Block, heads: int, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores of a block, minus infinity where hidden, and the slope of the cap, if any: [R, K, G * N, M] each."""
+        """Scores of a block, minus infinity where hidden, and the cap's slope, if any: [R, K, G * N, M] each."""
         scores = (queries @ keys.mT).mul_(scale)
         slope = None
         if self.softcap is not None:
@@ -92,13 +92,13 @@ class EagerKernel:
             scores.mul_(self.softcap)
         hidden = block.hidden()
         if hidden is not None:
-            # A head's queries stand together in the fold, and the mask is the same for each head.
+            # The fold keeps each head's queries together, and every head has the same mask.
             scores.unflatten(2, (heads // keys.shape[1], -1)).masked_fill_(hidden[:, None], float("-inf"))
         return scores, slope
 
 
 def _wide_products(query: Tensor) -> torch.autocast:
-    """Autocast would round the factors of matrix products to its own dtype, also in a forward pass that is a kernel."""
+    """Disable autocast, which would round the factors of matrix products."""
     return torch.autocast(query.device.type, enabled=False)
 
 

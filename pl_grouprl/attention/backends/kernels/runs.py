@@ -1,9 +1,9 @@
-"""A variable-length call as a few dense batches, for kernels that know no variable lengths.
+"""A variable-length call as a few dense batches, for kernels without variable lengths.
 
-Short runs of similar sizes are padded into one batch; long ones that need a mask are cut into pieces of queries
-with the keys that these see, so that the work grows with queries times window.
+Short runs of similar sizes are padded into one batch. Long runs that need a mask are cut into pieces of queries with
+the keys they see, so work grows with queries times window.
 
-Legend: R runs of a batch, N queries of each, M keys of each, H heads of a packed tensor, D their size.
+Legend: R runs of a batch, N queries of each, M keys of each, H heads of a packed tensor, D head size.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from pl_grouprl.attention.backends.kernels.call import VarlenCall
 
 SHORT = {"cpu": 64, "cuda": 128}
-"""Runs of up to this many queries are padded and run as one batch per size.
+"""Runs of up to this many queries are padded into one batch per size.
 
-On CPU a batch saves calls, not work: measured on one thread, a run of 24 tokens takes 66 microseconds within a batch of
-64, and 47 alone. On CUDA a block is some ten launches.
+On CPU a batch saves calls, not work: measured on one thread, a run of 24 tokens takes 66 microseconds in a batch of 64,
+and 47 alone. On CUDA a block is some ten launches.
 """
 MANY_KEYS = 2048
-"""Runs with more keys than this are not padded: a batch of one is large enough."""
+"""Runs with more keys than this are large enough to run unpadded, one per batch."""
 BATCH = 2**18
 """Most query-key pairs in one padded batch."""
 PIECE = 256
-"""Queries of one piece of a long run that needs a mask."""
+"""Queries per piece of a long run that needs a mask."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Runs:
 
     Attributes:
         index: One run as a slice, or the tokens of each run, shape [R, length]; a short run repeats its last token.
-        kept_at: Where those that are no repetitions stand in the flattened batch, shape [tokens]; None where all are.
-        repeated_at: Where the others stand; None where there are none.
-        tokens: The packed tokens of each run without repetitions, one run after another; None for a slice.
+        kept_at: Flattened batch indices of tokens that are not repetitions, shape [tokens]; None if all are kept.
+        repeated_at: Flattened batch indices of the repetitions; None if there are none.
+        tokens: The packed tokens of each run without repetitions, concatenated; None for a slice.
     """
 
     index: slice | Tensor
@@ -50,7 +50,7 @@ class Runs:
 
     @property
     def length(self) -> int:
-        """Tokens of each run, repetitions counted."""
+        """Tokens of each run, including repetitions."""
         return self.index.stop - self.index.start if isinstance(self.index, slice) else self.index.shape[1]
 
     def take(self, packed: Tensor, blank: bool = False) -> Tensor:
@@ -70,7 +70,7 @@ class Runs:
             packed.index_copy_(0, self.tokens, self._flat(batch).to(packed.dtype))
 
     def add(self, batch: Tensor, packed: Tensor) -> None:
-        """As `put`, but adds to what `packed` holds."""
+        """As `put`, but adds to `packed`."""
         if self.tokens is None:
             packed[self.index].add_(batch[0].transpose(0, 1))
         else:
@@ -95,10 +95,10 @@ class Block:
 
     Attributes:
         queries: The runs of queries.
-        keys: The runs of keys, with as many runs.
-        plain_causal: Whether query i sees the keys up to i and no mask is needed.
-        last_keys: Index of the last key that each query sees, where a mask is needed, shape [R, N]; else None.
-        window: Most keys that a query sees, its own included, where a mask is needed; None is no limit.
+        keys: The runs of keys, one for each run of queries.
+        plain_causal: Whether query i sees exactly the keys up to i, without a mask.
+        last_keys: Index of the last key that each query sees, shape [R, N]; None if no mask is needed.
+        window: Most keys that a query sees, including its own, if a mask is needed; None is no limit.
     """
 
     queries: Runs
@@ -108,9 +108,9 @@ class Block:
     window: int | None = None
 
     def hidden(self) -> Tensor | None:
-        """Which keys a query must not see, shape [R, 1, N, M]; None where it sees all.
+        """Which keys a query must not see, shape [R, 1, N, M]; None if it sees all.
 
-        No row hides all keys: a repeated query sees what the last of its run sees.
+        No row hides all keys: a repeated query sees what its run's last query sees.
         """
         if self.last_keys is None:
             return None
@@ -119,7 +119,7 @@ class Block:
         return hidden if self.window is None else hidden | (behind >= self.window)
 
     def cut(self, rows: int) -> Iterator[Block]:
-        """This block in pieces of at most so many queries; a padded batch is not cut."""
+        """Cut this block into pieces of at most `rows` queries; a padded batch stays whole."""
         assert not self.plain_causal
         if self.queries.tokens is not None:
             yield self
@@ -133,23 +133,23 @@ class Block:
 
 
 def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
-    """Plan a call as dense batches; done once per call and device.
+    """Plan a call as dense batches, once per call and device.
 
     Args:
         call: The call.
-        device: Where the indices are to be.
+        device: Device of the indices.
         plain_causal: Whether the kernel runs causal runs of equal lengths without a mask.
     """
     return call.memo(("blocks", device, plain_causal), lambda: _plan(call, device, plain_causal))
 
 
 def keys_are_apart(call: VarlenCall, plain_causal: bool) -> bool:
-    """Whether each key of a call is in one of its blocks, and in no other."""
+    """Whether each key of a call is in exactly one of its blocks."""
     return not call.causal or (plain_causal and call.effective_window is None and call.query_lens == call.key_lens)
 
 
 class _Piece(NamedTuple):
-    """A run of queries, or a part of it, with the keys that it sees; the last query stands at the last key."""
+    """A run of queries, or part of one, with the keys it sees; the last query is aligned with the last key."""
 
     query_start: int
     num_queries: int
@@ -164,7 +164,7 @@ def _plan(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Bl
     for piece in _pieces(call, plain_causal):
         if piece.num_queries <= SHORT.get(device.type, SHORT["cuda"]) and piece.num_keys <= MANY_KEYS:
             size = 1 << (piece.num_queries - 1).bit_length()
-            size = min(size, -(-piece.num_queries // 16) * 16)  # of 33 to 48 tokens not 64
+            size = min(size, -(-piece.num_queries // 16) * 16)  # 33 to 48 tokens are padded to 48, not 64
             num_keys = size if piece.plain_causal else _rounded_up(piece.num_keys)
             batches.setdefault((size, num_keys, piece.plain_causal), []).append(piece)
         else:
@@ -203,7 +203,7 @@ def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
 
 
 def largest_piece(call: VarlenCall, device: torch.device) -> Block:
-    """A piece as large as any of a causal call; its mask holds those of all pieces in the lower right corner."""
+    """A piece as large as any of a causal call; its mask contains all others' in the lower right corner."""
     num_queries = min(PIECE, max(call.query_lens))
     num_keys = max(call.key_lens)
     if call.window is not None:
@@ -228,7 +228,7 @@ def _padded_runs(runs: Sequence[tuple[int, int]], size: int, device: torch.devic
     starts = torch.tensor([start for start, _ in runs])[:, None]
     lengths = torch.tensor([length for _, length in runs])[:, None]
     offsets = torch.arange(size)[None, :]
-    # Keys that repeat the last one come behind the real ones, where a causal run or the mask hides them.
+    # Repetitions of the last key follow the real keys, where a causal run or the mask hides them.
     index = starts + torch.minimum(offsets, lengths - 1)
     kept = offsets < lengths
     tokens = index[kept].to(device)
@@ -239,6 +239,6 @@ def _padded_runs(runs: Sequence[tuple[int, int]], size: int, device: torch.devic
 
 
 def _rounded_up(num_keys: int) -> int:
-    """Up to a quarter more, so that runs of similar sizes meet in one batch."""
+    """Round up by at most a quarter, so runs of similar sizes share a batch."""
     step = max(16, (1 << (num_keys - 1).bit_length()) // 4)
     return -(-num_keys // step) * step

@@ -1,0 +1,122 @@
+"""The run's share of a Lightning checkpoint: what is saved, and what a resumed run must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pl_grouprl.models.adapters import adapter_options
+from pl_grouprl.training.optimizer import saved_options
+from pl_grouprl.training.resume import (
+    UnfinishedRollouts,
+    check_changed_options,
+    compare_adapters,
+    compare_optimizers,
+    compare_options,
+    compare_reference,
+    fix_loop_counters,
+    restore_loaders,
+)
+from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, Stateful, load_parts, save_parts
+from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.origin import compare_lineage, describe_misfit, lineage
+from pl_grouprl.utilities.run_options import Changes, changes_since
+
+CHECKPOINT_KEY = "pl_grouprl"
+
+
+class RunCheckpoint:
+    """Saves and loads what Lightning does not: random numbers, rollouts whose updates are not finished, and so on.
+
+    Args:
+        module: The `RLModule`.
+        num_mini_batches: Updates in each pass over the rollouts.
+
+    Attributes:
+        reference_fingerprint: Of the reference policy, or of the frozen base of an adapter; None if there is neither.
+    """
+
+    def __init__(self, module: Any, num_mini_batches: int) -> None:
+        self._module = module
+        self._unfinished = UnfinishedRollouts(module, num_mini_batches)
+        self._lineage: Sequence[str] | None = None
+        self._begins_epoch = False
+        self.reference_fingerprint: float | None = None
+
+    @property
+    def _is_resumed(self) -> bool:
+        """Whether training continues from what is loaded; otherwise it is only evaluated."""
+        trainer = self._module._trainer
+        return trainer is not None and trainer.state.fn == "fit"
+
+    def standard_parts(self) -> dict[str, Stateful]:
+        """The parts that every algorithm saves, by name, in the order in which they are loaded."""
+        module = self._module
+        optimized = {} if module.policy is None else module.optimized_parts()
+        adapters = {name: adapter_options(part) for name, (part, _) in optimized.items()}
+        rollouts_differ = self._compare_rollout_options
+        return {
+            "module": ConsistencyCheck(lambda: lineage(module), lambda then, now: self.compare_origin(then)),
+            "random_numbers": module.random_numbers,
+            "run_options": ConsistencyCheck(module.run_options),  # compared last, by `check_changed_options`
+            "reference_fingerprint": ConsistencyCheck(lambda: self.reference_fingerprint, self._compare_reference),
+            "adapters": ConsistencyCheck(lambda: adapters, compare_adapters),
+            "optimizer": ConsistencyCheck(
+                lambda: saved_options(optimized), compare_optimizers if self._is_resumed else None
+            ),
+            "steps": Attributes(module.optimization, "nonfinite_steps"),
+            "unrewarded": Attributes(module.rewarder, "unrewarded_batches"),
+            "tokens": Attributes(module, "num_tokens"),
+            "rollouts": self._unfinished,
+            "rollout_ahead": module.collector.ahead_state,
+            "options": ConsistencyCheck(module.rollout_options, rollouts_differ),
+            "kl_controller": module.kl_penalty.controller,
+        }
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Save all parts; all ranks call it."""
+        checkpoint[CHECKPOINT_KEY] = save_parts(self._module.saved_state())
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Load all parts.
+
+        Raises:
+            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that may not.
+        """
+        module = self._module
+        datamodule = getattr(module._trainer, "datamodule", None) if self._is_resumed else None
+        self._begins_epoch = fix_loop_counters(checkpoint, getattr(datamodule, "num_train_batches", None))
+        state, changes = checkpoint.get(CHECKPOINT_KEY, {}), {}
+        if self._is_resumed:  # each rank reads its files itself
+            per_rank: list[Changes] = gather_plain(changes_since(state, module), module.trainer.strategy.root_device)
+            changes = {name: change for own in per_rank for name, change in own.items()}
+        parts = module.saved_state()
+        load_parts(parts, state, {name for name in parts if module.starts_over.get(name) in changes})
+        check_changed_options(changes, module.allow_changed)
+
+    def continue_training(self) -> None:
+        """Continue a resumed run: with the next epoch if one was complete, its data, and its random numbers."""
+        restore_loaders(self._module.trainer, begins_epoch=self._begins_epoch)
+        self._begins_epoch = False
+        self._module.random_numbers.restore()
+
+    def compare_origin(self, then: Sequence[str] | None, what: str = "the checkpoint") -> None:
+        """Refuse a checkpoint of another algorithm.
+
+        Args:
+            then: The `lineage` that it records, or None.
+            what: What the error calls it.
+        """
+        compare_lineage(self._module, then, what)
+        self._lineage = then
+
+    def describe_misfit(self, reason: str) -> str:
+        """For weights that do not fit the module: which module wrote them, then torch's reason."""
+        return describe_misfit(self._module, self._lineage, reason)
+
+    def _compare_reference(self, then: float | None, now: float | None) -> None:
+        compare_reference(then, now, self._module.policy_source)
+
+    def _compare_rollout_options(self, then: dict[str, Any], now: dict[str, Any]) -> None:
+        if self._is_resumed and self._unfinished.restored:
+            compare_options(then, now)

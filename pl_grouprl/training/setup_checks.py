@@ -1,0 +1,77 @@
+"""What a run refuses before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.training.prompt_checks import check_prompts, limits_of_source, prompts_of_stage
+from pl_grouprl.training.rollout_ahead import check_rollout_ahead
+from pl_grouprl.training.trainer_options import check_trainer, check_updates
+from pl_grouprl.utilities.run_options import check_allowed
+
+
+def check_before_loading(module: Any, stage: str) -> None:
+    """Refuse options of module and Trainer, and prompts, that cannot work in a stage.
+
+    Args:
+        module: The `RLModule`, attached to its Trainer.
+        stage: `fit`, `validate`, `test` or `predict`.
+
+    Raises:
+        ValueError: Names the option or the prompt, and what it must be.
+    """
+    trainer, is_fit = module.trainer, stage == "fit"
+    if is_fit:
+        check_allowed(module.allow_changed, module.run_options(), module.free_options)
+    check_trainer(trainer, stage)
+    module.support.check(module)
+    prompts = prompts_of_stage(trainer, stage)
+    for split, own in prompts.items():
+        module.rewarder.check_columns(own, split)
+    _check_prompts(module, stage, limits_of_source(module.policy_source))
+    if is_fit:
+        _check_fit(module)
+    train_prompts = prompts.get("train", ()) if is_fit else None
+    module.micro_batcher.check(trainer.world_size, train_prompts, module.sampling.max_new_tokens)
+
+
+def check_prompts_of_model(module: Any) -> None:
+    """Refuse prompts that the loaded policy cannot take; nothing is checked without a running Trainer.
+
+    Raises:
+        ValueError: Names the prompt and the limit.
+    """
+    trainer = module._trainer
+    if trainer is not None and trainer.state.fn is not None:
+        _check_prompts(module, trainer.state.fn.value, length_limits(module.policy), vocabulary(module.policy))
+
+
+def _check_prompts(module: Any, stage: str, limits: Mapping[str, int], vocab_size: int | None = None) -> None:
+    for split, prompts in prompts_of_stage(module.trainer, stage).items():
+        sampling = module.sampling if split == "train" else module.val_sampling
+        option = "sampling" if sampling is module.sampling else "val_sampling"
+        check_prompts(prompts, split, sampling, option, module.engine, dict(limits), vocab_size)
+
+
+def _check_fit(module: Any) -> None:
+    trainer = module.trainer
+    data = getattr(trainer, "datamodule", None)
+    if module.dynamic_sampling and not hasattr(data, "draw_extra"):
+        raise ValueError(
+            "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
+        )
+    if module.rollout_ahead:
+        check_rollout_ahead(module, module.engine, module.support, module.objective.corrects_sampling)
+    check_updates(trainer, module.num_iterations, module.num_mini_batches)
+    module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.num_generations)
+    budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size
+    loss = module.objective.policy_loss
+    if (budget is not None or ranks > 1) and loss.compares_tokens:
+        rank_zero_warn(
+            f"policy_loss {loss.name!r} chooses tokens by comparing those of one micro-batch, so that "
+            f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
+        )

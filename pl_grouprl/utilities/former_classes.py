@@ -1,0 +1,24 @@
+"""Classes of policy losses and advantage estimators that are now registered functions, by name."""
+
+POLICY_LOSS_CLASSES = {
+    "ClippedPolicyLoss": "ppo",
+    "GSPOPolicyLoss": "gspo",
+    "GSPOTokenPolicyLoss": "gspo_token",
+    "GMPOPolicyLoss": "gmpo",
+    "CISPOPolicyLoss": "cispo",
+    "GPGPolicyLoss": "gpg",
+    "SAPOPolicyLoss": "sapo",
+    "ClipCovPolicyLoss": "clip_cov",
+    "KLCovPolicyLoss": "kl_cov",
+    "DPPOTVPolicyLoss": "dppo_tv",
+    "DPPOKLPolicyLoss": "dppo_kl",
+}
+ESTIMATOR_CLASSES = {
+    "GroupRelativeAdvantage": "grpo",
+    "PassKAdvantage": "grpo_passk",
+    "RLOOAdvantage": "rloo",
+    "OPOAdvantage": "opo",
+    "ReMaxAdvantage": "remax",
+    "ReinforcePlusPlusAdvantage": "reinforce_plus_plus",
+    "ReinforcePlusPlusBaselineAdvantage": "reinforce_plus_plus_baseline",
+}

@@ -1,0 +1,36 @@
+"""Options that the parts of a run have received cannot be set on the module any more."""
+
+import copy
+
+import pytest
+
+from pl_grouprl import GRPO, PPO, SamplingConfig
+from pl_grouprl.training.run_options import PASSED_ON
+
+
+def zero(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("name", sorted(PASSED_ON))
+def test_setting_one_is_refused(name, tiny_policy):
+    module = GRPO(tiny_policy(), zero)
+    before = getattr(module, name)
+    with pytest.raises(AttributeError, match=f"{name} cannot be set on a GRPO: .* pass it to the constructor"):
+        setattr(module, name, before)
+    assert getattr(copy.deepcopy(module), name) == before or name == "engine"
+
+
+def test_what_is_read_when_it_is_needed_can_be_set(tiny_policy):
+    module = PPO(tiny_policy(), zero)
+    module.gamma, module.val_sampling = 0.5, SamplingConfig(max_new_tokens=3)
+    assert (module.gamma, module.val_sampling.max_new_tokens) == (0.5, 3)
+
+
+def test_a_subclass_sets_its_own_attributes(tiny_policy):
+    class Mine(GRPO):
+        def __init__(self, *args, level=1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.level = level
+
+    assert Mine(tiny_policy(), zero, level=3).level == 3
