@@ -63,7 +63,7 @@ def test_every_critic_trains(make_module, make_data, make_trainer, history, save
         module.configure_model()
         start = {part: flat(module, part) for part in ("policy", "critic")}
         records[sharing] = history()
-        make_trainer(max_steps=8, callbacks=[records[sharing]]).fit(module, make_data())
+        make_trainer(max_steps=5, callbacks=[records[sharing]]).fit(module, make_data())
         runs[sharing] = {part: flat(module, part) for part in ("policy", "critic")}
         for part, weights in start.items():
             assert largest(runs[sharing][part], weights) > 1e-4, part
@@ -123,7 +123,7 @@ def test_sharing_changes_nothing_over_many_updates(make_module, make_data, make_
             cls, critic=PolicyCopyCritic(head_std=0.1), sharing=sharing, num_iterations=2, num_mini_batches=2,
             optimizer=OptimizerConfig(learning_rate=1e-4), beta=0.05,
         )  # fmt: skip
-        make_trainer(max_steps=24, callbacks=[record], precision="64-true").fit(module, make_data())
+        make_trainer(max_steps=12, callbacks=[record], precision="64-true").fit(module, make_data())
         losses[sharing] = [(step["loss"], step["value/loss"]) for step in record.steps]
         ratio = record.steps[-1]["prefix/token_ratio"]
         assert (ratio > 2) if sharing == "shared" else (ratio <= 1)
