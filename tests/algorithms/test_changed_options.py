@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.scripts import run_script
+from helpers.worker_rewards import length
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
@@ -201,13 +202,8 @@ FREE = {
 
 
 def test_what_decides_nothing_may_differ(saved, fit):
-    options = dict(FREE, rewards=len_reward)
-    _, module = fit(checkpoint=saved(rewards=len_reward), **options)
+    _, module = fit(checkpoint=saved(rewards=length), rewards=length, **FREE)
     assert module.global_step == 2
-
-
-def len_reward(completions, **columns):
-    return [float(len(text)) for text in completions]
 
 
 def test_an_allowed_change_is_logged_once_with_both_values(saved, fit, caplog):

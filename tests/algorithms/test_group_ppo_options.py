@@ -289,8 +289,15 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("critic", ["copy", "shared"])
-@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+@pytest.mark.parametrize(
+    ("cls", "critic"),
+    [
+        (PPO, "shared"),
+        (GroupPPO, "copy"),
+        pytest.param(PPO, "copy", marks=pytest.mark.slow),
+        pytest.param(GroupPPO, "shared", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges_are_finite(make_module, make_data, make_trainer, ragged_engine, history, cls, edge, critic):
     options, moves = EDGES[edge]

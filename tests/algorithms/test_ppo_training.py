@@ -63,7 +63,7 @@ def test_every_critic_trains(make_module, make_data, make_trainer, history, save
         module.configure_model()
         start = {part: flat(module, part) for part in ("policy", "critic")}
         records[sharing] = history()
-        make_trainer(max_steps=8, callbacks=[records[sharing]]).fit(module, make_data())
+        make_trainer(max_steps=5, callbacks=[records[sharing]]).fit(module, make_data())
         runs[sharing] = {part: flat(module, part) for part in ("policy", "critic")}
         for part, weights in start.items():
             assert largest(runs[sharing][part], weights) > 1e-4, part
@@ -123,7 +123,7 @@ def test_sharing_changes_nothing_over_many_updates(make_module, make_data, make_
             cls, critic=PolicyCopyCritic(head_std=0.1), sharing=sharing, num_iterations=2, num_mini_batches=2,
             optimizer=OptimizerConfig(learning_rate=1e-4), beta=0.05,
         )  # fmt: skip
-        make_trainer(max_steps=24, callbacks=[record], precision="64-true").fit(module, make_data())
+        make_trainer(max_steps=12, callbacks=[record], precision="64-true").fit(module, make_data())
         losses[sharing] = [(step["loss"], step["value/loss"]) for step in record.steps]
         ratio = record.steps[-1]["prefix/token_ratio"]
         assert (ratio > 2) if sharing == "shared" else (ratio <= 1)
@@ -138,7 +138,7 @@ def test_the_critic_learns_a_constant_reward(make_module, make_data, make_traine
         PPO, rewards=lambda completions, **columns: [1.0] * len(completions), critic_lam=1.0, cliprange_value=None,
         critic_optimizer=OptimizerConfig(learning_rate=3e-2), optimizer=OptimizerConfig(learning_rate=0.0),
     )  # fmt: skip
-    make_trainer(max_steps=30, callbacks=[record]).fit(module, make_data())
+    make_trainer(max_steps=24, callbacks=[record]).fit(module, make_data())
     assert record.steps[0]["value/loss"] == pytest.approx(0.5, abs=0.02)  # values near 0: (0 - 1)^2 / 2
     assert record.steps[-1]["value/loss"] < 0.01
     assert math.isnan(record.steps[-1]["value/explained_variance"])  # nothing varies that could be explained
@@ -148,8 +148,8 @@ def test_the_policy_learns(make_module, make_data, make_trainer, history):
     # Letters are rewarded; a random policy writes about 60 % of them.
     for cls in (PPO, GroupPPO):
         record = history()
-        module = make_module(cls, num_generations=8, optimizer=OptimizerConfig(learning_rate=5e-3))
-        make_trainer(max_steps=40, callbacks=[record]).fit(module, make_data())
+        module = make_module(cls, num_generations=8, optimizer=OptimizerConfig(learning_rate=1e-2))
+        make_trainer(max_steps=20, callbacks=[record]).fit(module, make_data())
         rewards = [step["reward"] for step in record.steps]
         assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 

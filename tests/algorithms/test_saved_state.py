@@ -113,7 +113,7 @@ def test_random_numbers_of_a_resumed_run_go_on_whatever_is_drawn_in_validations(
 
 
 @pytest.mark.parametrize("save", ["batch", "epoch", "end"])
-@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": 3, "max_steps": 100}, {"max_steps": 9}])
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 100}, {"max_steps": 6}])
 def test_a_run_that_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(
     make_module, make_data, make_trainer, tmp_path, save, limits
 ):
@@ -126,15 +126,17 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(
             if trainer.global_step == 3:
                 trainer.save_checkpoint(tmp_path / "stopped.ckpt")
 
-    limit = {"max_steps": 3} if save == "end" else limits
     undisturbed, resumed = Draws(), Draws()
-    make_trainer(callbacks=[undisturbed], enable_checkpointing=False, **limits).fit(make_module(), make_data())
-    make_trainer(callbacks=[Save()], enable_checkpointing=False, **limit).fit(make_module(), make_data())
+    runs = (
+        [([undisturbed], limits), ([Save()], {"max_steps": 3})] if save == "end" else [([undisturbed, Save()], limits)]
+    )
+    for callbacks, limit in runs:
+        make_trainer(callbacks=callbacks, enable_checkpointing=False, **limit).fit(make_module(), make_data())
     trainer = make_trainer(callbacks=[resumed], enable_checkpointing=False, **limits)
     trainer.fit(make_module(), make_data(), ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
     assert [number for number, _ in resumed.seen] == [number for number, _ in undisturbed.seen][3:]
-    assert trainer.global_step == 9
-    assert trainer.current_epoch == 3
+    assert trainer.global_step == 6
+    assert trainer.current_epoch == 2
 
 
 def test_options_that_the_optimizers_state_brings_are_refused(make_module, make_data, make_trainer, tmp_path):

@@ -27,15 +27,19 @@ CASES = {
         "own weights": LORA,
         "copied": LORA | COPIED,
         "separate": LORA | {"adapter": "separate"},
-        "resumed": LORA | COPIED | {"checkpoint": "copied/step=3.ckpt"},
-        "lost": LORA | {"adapter": "separate"} | LOST,
         # Amid the weights, which the other rank gathers to their end.
         "failed": LORA | COPIED | {"faults": {"1": [["update", 2, "failed"]]}},
+    },
+    "fsdp2, more": {
+        "own weights": LORA,
+        "copied": LORA | COPIED,
+        "resumed": LORA | COPIED | {"checkpoint": "copied/step=3.ckpt"},
+        "lost": LORA | {"adapter": "separate"} | LOST,
     },
 }
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+@pytest.fixture(scope="module", params=["ddp", "fsdp2", pytest.param("fsdp2, more", marks=pytest.mark.slow)])
 def runs(request, tmp_path_factory):
     """What each rank wrote of each case. A run that hangs ends the script with an error."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -43,7 +47,7 @@ def runs(request, tmp_path_factory):
     for case in cases.values():
         if "checkpoint" in case:
             case["checkpoint"] = str(folder / case["checkpoint"])
-    run_script(SCRIPT, request.param, folder, json.dumps(cases), cwd=folder, timeout=650)
+    run_script(SCRIPT, request.param.split(",")[0], folder, json.dumps(cases), cwd=folder, timeout=650)
     return {name: [torch.load(folder / name / f"rank{rank}.pt") for rank in (0, 1)] for name in cases}
 
 
@@ -77,18 +81,24 @@ def test_weights_are_given_once_to_a_step_with_a_rollout(runs):
 
 
 def test_a_resumed_run_ends_exact(runs):
+    if "resumed" not in runs:
+        return
     assert [rank["tokens"] for rank in runs["resumed"]] == [rank["tokens"][3:] for rank in runs["copied"]]
     assert same_weights(runs["resumed"], runs["copied"])
     assert versions(runs["resumed"]) == [[1]] * 2
 
 
 def test_all_ranks_sample_again_what_one_has_lost(runs):
+    if "lost" not in runs:
+        return
     # Rank 1 loses the second sync, rank 0 the fourth sampling, of rank 1's other calls nothing is lost.
     assert versions(runs["lost"]) == [[1, 2, 3, 4, 5], [1, 3, 4, 5]]
     assert [[step["sync/restarts"] for step in rank["steps"]] for rank in runs["lost"]] == [[0, 0, 1, 1, 1, 1]] * 2
 
 
 def test_what_one_rank_raises_ends_the_run_on_all(runs):
+    if "failed" not in runs:
+        return
     errors = [rank["error"] for rank in runs["failed"]]
     assert errors[1] == "OSError: no space left"
     assert errors[0].startswith("RuntimeError: rank 1 failed with OSError: no space left")

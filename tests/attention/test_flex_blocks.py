@@ -78,6 +78,6 @@ def test_a_new_layout_compiles_nothing(monkeypatch):
 
     lengths = {run(0)}
     assert counter.frame_count == 1
-    lengths |= {run(seed) for seed in range(1, 8)}
-    assert len(lengths) > 4
+    lengths |= {run(seed) for seed in range(1, 4)}
+    assert len(lengths) > 2
     assert counter.frame_count == 1

@@ -21,11 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import pl_grouprl.algorithms
 import pl_grouprl.callbacks
 import pl_grouprl.data
+import pl_grouprl.demo
 import pl_grouprl.models.lora_critic
+import pl_grouprl.rollout
 import pl_grouprl.strategies  # noqa: F401
 
 with contextlib.suppress(ImportError):
@@ -37,6 +41,8 @@ Request = dict[str, Any]
 def serve(requests: Any, answers: Any) -> tuple[Request, int] | None:
     """Answer requests until there are no more: then None. In a forked rank, the request and the rank."""
     torch.set_num_threads(1)
+    get_checkpoint_conversion_mapping("qwen3")  # builds the table of all models: a quarter of a second
+    gc.collect()
     gc.freeze()
     for line in requests:
         request = json.loads(line)

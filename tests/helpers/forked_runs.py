@@ -5,6 +5,7 @@ A process that has already computed with several threads must not be forked: imp
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -124,6 +125,8 @@ def fork_ranks(strategy: str, run: Callable[[int], None], log: Path) -> list[int
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    gc.collect()
+    gc.freeze()  # or each rank goes through all that is imported, and copies it
     pids: list[int] = []
     for rank in range(RANKS[strategy]):
         pid = os.fork()

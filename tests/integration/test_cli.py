@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.scripts import run_script
 
 from pl_grouprl.cli import find_config, last_checkpoint, main
 
@@ -324,7 +325,7 @@ def test_parity_of_a_folder_takes_no_checkpoint(run):
 
 
 def test_the_script_in_the_root_answers_help():
-    done = subprocess.run([sys.executable, "cli.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_script(ROOT / "cli.py", "--help", cwd=ROOT)
     for command in ("fit", "validate", "test", "parity"):
         assert f"\n    {command} " in done.stdout
 

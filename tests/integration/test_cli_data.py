@@ -1,11 +1,10 @@
 """What the command line says of the data, and does with a length limit that is added later."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.scripts import run_script
 
 from pl_grouprl.cli import main
 
@@ -61,9 +60,8 @@ LIMIT = "--data.init_args.max_prompt_length"
 
 
 def test_the_command_line_prints_what_is_dropped(arguments, tmp_path):
-    command = [sys.executable, str(ROOT / "cli.py"), "fit", *arguments, LIMIT, "23", "--trainer.fast_dev_run", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    options = [*arguments, LIMIT, "23", "--trainer.fast_dev_run", "1"]
+    done = run_script(ROOT / "cli.py", "fit", *options, cwd=tmp_path)
     printed = (done.stdout + done.stderr).splitlines()
     assert "train: 100 rows, 40 kept, 60 dropped (longer than max_prompt_length=23), 0 truncated" in printed
 

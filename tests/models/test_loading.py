@@ -3,12 +3,11 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.scripts import run_script
 from helpers.tiny_models import random_groups, tiny_model
 from helpers.tiny_vision import tiny_vision_model
 from safetensors.torch import load_file, save_file
@@ -324,8 +323,7 @@ def test_the_cache_of_a_warm_start(tmp_path):
 def test_the_command_line_exits_with_the_names(folder):
     """`parity`, which passed with random weights, on a folder without one of its weights."""
     change(folder, without(UP))
-    command = [sys.executable, str(ROOT / "cli.py"), "parity", "--model", folder]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    ended = run_script(ROOT / "cli.py", "parity", "--model", folder, cwd=folder, check=False)
     assert ended.returncode == 1
     assert f"missing from it: {UP}" in ended.stderr
     assert "passed" not in ended.stdout

@@ -245,7 +245,9 @@ def test_variants_are_what_they_say(name):
 @pytest.fixture
 def fresh_compiler():
     torch._dynamo.reset()
-    yield
+    # Otherwise a graph of any lengths is compiled twice: at first with the scale of the scores as a symbol.
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield
     torch._dynamo.reset()
 
 
@@ -316,13 +318,13 @@ def test_layers_compile_into_full_graphs(name):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3_moe"])
 def test_training_trajectory(family):
-    """Fifty optimizer steps with sharing on and off stay within 1e-4 in loss."""
+    """Twenty-five optimizer steps with sharing on and off stay within 1e-4 in loss."""
     shapes, losses = [(16, [5, 3, 6, 0]), (9, [4, 4])], {}
     for sharing in ("shared", "repeated"):
         model = tiny_model(family)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         losses[sharing] = []
-        for step in range(50):
+        for step in range(25):
             logprobs = torch.cat(rollout_logprobs(model, random_groups(step % 5, shapes), sharing=sharing))
             loss = -logprobs.mean()
             optimizer.zero_grad()

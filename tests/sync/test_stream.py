@@ -260,12 +260,9 @@ def peak_bytes(stream_of, weights):
             peak = max(peak, bytes_held())
             yield name, value.clone()
 
-    try:
-        for _ in stream_of(source()):
-            peak = max(peak, bytes_held())
-            del _
-    finally:
-        gc.unfreeze()
+    for _ in stream_of(source()):
+        peak = max(peak, bytes_held())
+        del _
     return peak
 
 
