@@ -35,15 +35,12 @@ _COLUMNS = 3
 _MOST_LINES = 8
 
 
-def draw_curves(
-    points: Mapping[str, Sequence[Point]], path: Path, panels: Mapping[str, Sequence[str]] = PANELS
-) -> None:
+def draw_curves(points: Mapping[str, Sequence[Point]], path: Path) -> None:
     """Draw every panel that has data, over optimizer steps, into one PNG file. Draws nothing where none has.
 
     Args:
         points: (step, value) pairs of each metric.
         path: The file; its folder is made.
-        panels: Title of each panel and the names of its metrics.
 
     Raises:
         OSError: If it cannot be written; what was there stays.
@@ -51,7 +48,7 @@ def draw_curves(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    filled = {title: names for title, wanted in panels.items() if (names := select(points, wanted))}
+    filled = {title: names for title, wanted in PANELS.items() if (names := select(points, wanted))}
     if not filled:
         return
     columns = min(_COLUMNS, len(filled))

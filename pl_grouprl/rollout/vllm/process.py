@@ -15,26 +15,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from pl_grouprl.rollout.vllm.ranks import own_shared_memory
+from pl_grouprl.rollout.vllm.cpu import REPLACED_FUNCTIONS, own_shared_memory
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-_PATCHED = (
-    "Event",
-    "Tensor.pin_memory",
-    "Tensor.record_stream",
-    "accelerator.empty_cache",
-    "accelerator.get_memory_info",
-    "accelerator.synchronize",
-    "cuda.Event",
-    "cuda.Stream",
-    "cuda.current_stream",
-    "cuda.set_stream",
-    "cuda.stream",
-    "set_num_threads",
-)
-"""What vLLM's workers on CPUs replace in torch, mostly by functions that do nothing."""
 
 _BACKENDS: tuple[Any, Any] = (torch.backends.cuda, torch.backends.mkldnn)
 
@@ -145,7 +129,7 @@ class _State:
         gpu = device.type == "cuda"
         return cls(
             environment=dict(os.environ),
-            functions={name: attrgetter(name)(torch) for name in _PATCHED},
+            functions={name: attrgetter(name)(torch) for name in REPLACED_FUNCTIONS},
             num_threads=torch.get_num_threads(),
             dtype=torch.get_default_dtype(),
             precision=_precision(),
