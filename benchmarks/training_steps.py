@@ -24,7 +24,6 @@ from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models import Critic, PolicyCopyCritic
-from pl_grouprl.packing import pack
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import build_optimizer
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -208,6 +207,7 @@ class WholeStep:
     def run(self) -> None:
         """Prepare the rollouts and do all updates."""
         module = self.module
+        module.micro_batcher.cache.clear()  # the rollouts are the same in each round
         watch = module.watch = StepTimer(partial(now, self.models.clock))
         with sharing(module):
             buffer = prepared(module)
@@ -243,7 +243,6 @@ def prepared(module: Measured) -> RolloutBuffer:
 
 
 def mini_batch(module: Measured, buffer: RolloutBuffer, index: int) -> MicroBatch:
-    """What a training step gets."""
-    groups, tokens = buffer.mini_batch(index)
-    on_device = {name: own.to(module.device) for name, own in tokens.items()}
-    return MicroBatch(pack(groups, module.sharing, device=module.device), on_device, groups)
+    """What a training step gets: without a budget of tokens, one micro-batch."""
+    (batch,) = module.micro_batcher.for_update(buffer, buffer.members(index))
+    return batch

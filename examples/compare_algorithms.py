@@ -36,13 +36,11 @@ if str(ROOT) not in sys.path:  # run as a script
 from benchmarks.measure import Conditions  # noqa: E402
 from examples.compare_report import PARTS, Run, write_report  # noqa: E402
 from pl_grouprl import GRPO, PPO, GroupPPO  # noqa: E402
-from pl_grouprl.algorithms import MicroBatch  # noqa: E402
 from pl_grouprl.callbacks import RunSummary  # noqa: E402
 from pl_grouprl.cli import RLCLI, find_config  # noqa: E402
 from pl_grouprl.data import PromptBatch  # noqa: E402
 from pl_grouprl.functional.token_groups import token_group_counts  # noqa: E402
 from pl_grouprl.models.reference import fingerprint  # noqa: E402
-from pl_grouprl.packing import pack  # noqa: E402
 
 ALGORITHMS = {"GRPO": "grpo_pg.yaml", "PPO": "ppo.yaml", "GROUP PPO": "group_ppo.yaml"}
 """Label and configuration of what is compared by default."""
@@ -239,12 +237,7 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
     buffer = module.last_rollouts
     assert buffer is not None
     assert module.critic is not None
-    groups, tokens = buffer.mini_batch(0)
-    batch = MicroBatch(
-        pack(groups, module.sharing, device=module.device),
-        {name: own.to(module.device) for name, own in tokens.items()},
-        groups,
-    )
+    (batch,) = module.micro_batcher.for_update(buffer, buffer.members(0))
     parameters = [parameter for parameter in module.critic.parameters() if parameter.requires_grad]
     before, module.critic_warmup_steps = module.critic_warmup_steps, module.global_step + 1  # the critic alone
     seconds = []

@@ -35,20 +35,20 @@ _COLUMNS = 3
 _MOST_LINES = 8
 
 
-def draw_curves(
-    points: Mapping[str, Sequence[Point]], path: Path, panels: Mapping[str, Sequence[str]] = PANELS
-) -> None:
+def draw_curves(points: Mapping[str, Sequence[Point]], path: Path) -> None:
     """Draw every panel with data, over optimizer steps, into one PNG file. Without any data, write no file.
 
     Args:
         points: (step, value) pairs of each metric.
         path: The file; its folder is created.
-        panels: Title and metric names of each panel.
+
+    Raises:
+        OSError: If it cannot be written; an earlier file stays.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    filled = {title: names for title, wanted in panels.items() if (names := select(points, wanted))}
+    filled = {title: names for title, wanted in PANELS.items() if (names := select(points, wanted))}
     if not filled:
         return
     columns = min(_COLUMNS, len(filled))

@@ -1,12 +1,44 @@
-"""Detects the end of a fit, and counts an unfinished epoch correctly."""
+"""How a run ends: by a signal, or with the current epoch, and how an unfinished epoch is counted."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopRequest:
+    """Remembers the first signal that asks to stop. A second Ctrl-C ends the process at once.
+
+    Attributes:
+        signum: The signal, 0 for none so far.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    def listen(self) -> None:
+        """Handle the signals, replacing handlers that act at once. Only the main thread can."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, self._remember)
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # works where Python code no longer runs, in a collective too
+        if not self.signum:
+            self.signum = signum
+            name = signal.Signals(signum).name
+            # No print: the signal may have come in the middle of one.
+            os.write(2, f"\n{name}: the run saves a checkpoint after this batch and stops.\n".encode())
 
 
 def run_ends(trainer: Trainer) -> bool:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.callbacks.end_of_run import epoch_as_it_stands, run_ends
+from pl_grouprl.callbacks.end_of_run import StopRequest, epoch_as_it_stands, run_ends
 from pl_grouprl.callbacks.run_folder import is_trial, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.checkpoint_files import (
@@ -37,7 +37,6 @@ from pl_grouprl.utilities.finite import nonfinite_parameters
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.run_options import changes_since, options_of, refused_changes
-from pl_grouprl.utilities.signals import StopRequest
 from pl_grouprl.utilities.text import first_names
 from pl_grouprl.utilities.verified_loading import verify_loads
 

@@ -102,7 +102,7 @@ def bool_mask(mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
     """Subtract the mean of the valid entries and divide by their standard deviation.
 
     Equal to verl's and TRL's `masked_whiten`: (x - mean) / sqrt(variance + 1e-8) with the unbiased variance (n - 1).
@@ -113,7 +113,6 @@ def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, redu
     Args:
         values: Any shape and unit; not changed.
         mask: True for valid entries, the shape of the values; bool, or 0 and 1 of another dtype.
-        shift_mean: False adds the mean again after the division.
         reduce: Adds up sums over ranks, so that each whitens by the statistics of all; None for this rank alone. It is
             called twice, whatever the mask.
 
@@ -134,8 +133,6 @@ def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, redu
     variance = total(centred.square().sum()[None])[0] / (count - 1).clamp(min=1)
     spread = (count > 1) & (variance.sqrt() > _ROUNDING * mean.abs())
     whitened = torch.where(spread, centred * (variance + 1e-8).rsqrt(), torch.zeros_like(centred))
-    if not shift_mean:
-        whitened = (whitened + mean).masked_fill(~valid, 0)
     return whitened.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +25,18 @@ from pl_grouprl.sync.routes import PEFT_PREFIX, Routes, plan_routes
 Named = tuple[str, Tensor]
 
 
-def checkpoint_weights(
-    model: Any, weights: Iterable[Named], *, adapter: Literal["merged"] = "merged"
-) -> Iterator[Named]:
+def checkpoint_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
     """Yield what a Hugging Face checkpoint holds of a model whose active adapters are merged into its weights.
 
     Names and values are those that `merged_copy(model).save_pretrained` writes, bit by bit. A tied weight comes once.
-    All ranks that are given the same stream yield the same.
+    `base_weights` and `adapter_weights` serve an adapter that stays apart. All ranks that are given the same stream
+    yield the same.
 
     Args:
         model: A transformers model, with or without PEFT layers, or a `PeftModel`.
         weights: All parameters, by the names of `model.named_parameters()`, and persistent buffers, whole, on any
             device. Tied ones come once; those of a module follow each other. Values must not change until the last
             weight of their module was read. They are not modified.
-        adapter: `merged`; see `adapter_weights` and `base_weights` for an adapter that stays apart.
 
     Yields:
         Name and value, detached. One may be released when the next is requested.
@@ -49,11 +47,6 @@ def checkpoint_weights(
         TypeError: If it is not a transformers model, or PEFT has wrapped modules in a way that cannot be merged.
         RuntimeError: If weights are tied that its class does not declare as tied.
     """
-    if adapter != "merged":
-        raise ValueError(
-            f"checkpoint_weights(adapter={adapter!r}) is to be 'merged'; take base_weights and adapter_weights for an "
-            "adapter that stays apart."
-        )
     return _as_saved(model, weights, merge=True)
 
 

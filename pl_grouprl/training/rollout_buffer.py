@@ -104,11 +104,6 @@ class RolloutBuffer:
         number = int(torch.randperm(self.num_mini_batches, generator=generator)[place])
         return [index for index, own in enumerate(self.mini_batches) if own == number]
 
-    def mini_batch(self, update_index: int) -> tuple[list[RolloutGroup], dict[str, Tensor]]:
-        """The groups of an update and their per-token quantities."""
-        chosen = [(index, range(len(self.groups[index].rollouts))) for index in self.members(update_index)]
-        return self.select(chosen)[:2]
-
     def select(
         self, parts: Sequence[tuple[int, Sequence[int]]]
     ) -> tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]:

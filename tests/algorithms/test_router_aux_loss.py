@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers.rollouts import mini_batch
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
@@ -115,7 +116,7 @@ def test_it_is_transformers_loss_of_the_repeated_rows(model_type, sharing):
 def test_mini_batches_are_weighted_by_their_share_of_the_loss(fit, sharing):
     (with_loss, module), (without, _) = (fit(coef, sharing, num_mini_batches=2) for coef in (COEF, 0.0))
     model = MixturePolicy().load().train()
-    parts = [module.last_rollouts.mini_batch(index) for index in range(2)]
+    parts = [mini_batch(module.last_rollouts, index) for index in range(2)]
     counts = [int(tokens["loss_mask"].sum()) for _, tokens in parts]
     assert counts[0] != counts[1]
     losses = [own_loss(model, groups) for groups, _ in parts]

@@ -19,7 +19,7 @@ def test_by_hand():
     std = math.sqrt(20 / 3)
     expected = torch.tensor([[-3 / std, 0.0, -1 / std], [1 / std, 3 / std, 0.0]])
     torch.testing.assert_close(masked_whiten(values, mask), expected)
-    torch.testing.assert_close(masked_whiten(values, mask.bool(), shift_mean=False), expected + 4.0 * mask)
+    torch.testing.assert_close(masked_whiten(values, mask.bool()), expected)
 
 
 def test_small_constant_of_the_variance():
@@ -36,8 +36,6 @@ def test_equal_values_give_exactly_zero(dtype, value, count):
     values = torch.full((1001,), value, dtype=dtype)
     mask = torch.arange(1001) < count
     assert masked_whiten(values, mask).abs().max() == 0
-    kept = masked_whiten(values, mask, shift_mean=False)
-    torch.testing.assert_close(kept, values * mask)
 
 
 def test_ranks_whiten_by_the_statistics_of_all():
@@ -47,13 +45,11 @@ def test_ranks_whiten_by_the_statistics_of_all():
     mask[4:] = False  # the last rank has nothing valid
     parts = [(values[rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
 
-    for shift_mean in (True, False):
-        whole = masked_whiten(values, mask, shift_mean=shift_mean)
-        split = whiten_on_ranks(parts, shift_mean)
-        torch.testing.assert_close(torch.cat(split), whole, atol=1e-6, rtol=1e-6)
+    split = whiten_on_ranks(parts)
+    torch.testing.assert_close(torch.cat(split), masked_whiten(values, mask), atol=1e-6, rtol=1e-6)
 
 
-def whiten_on_ranks(parts, shift_mean):
+def whiten_on_ranks(parts):
     """Whiten each part in a thread of its own, the sums added over all threads."""
     barrier, sums = threading.Barrier(len(parts)), [None] * len(parts)
 
@@ -65,7 +61,7 @@ def whiten_on_ranks(parts, shift_mean):
             barrier.wait(timeout=60)
             return total
 
-        return masked_whiten(*parts[rank], shift_mean=shift_mean, reduce=reduce)
+        return masked_whiten(*parts[rank], reduce=reduce)
 
     with ThreadPoolExecutor(len(parts)) as pool:
         return list(pool.map(whiten, range(len(parts))))

@@ -109,7 +109,7 @@ def sync(engine: Any, model: Any) -> None:
     if hasattr(engine, "update_weights"):
         from pl_grouprl.sync.stream import checkpoint_weights
 
-        stream = checkpoint_weights(model, iter(model.named_parameters()), adapter="merged")
+        stream = checkpoint_weights(model, iter(model.named_parameters()))
         engine.update_weights(stream, version=(engine.version or 0) + 1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3], [20, 1, 5, 9, 2, 2, 7, 8]]
 
@@ -36,6 +36,11 @@ def greedily(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
         inputs, attention_mask=attention, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
     )
     return output[0, len(prompt) :].tolist()
+
+
+def mini_batch(buffer: RolloutBuffer, update: int) -> tuple[list[RolloutGroup], dict[str, torch.Tensor]]:
+    """The groups of an update and their per-token quantities."""
+    return buffer.select([(index, range(len(buffer.groups[index].rollouts))) for index in buffer.members(update)])[:2]
 
 
 def per_rollout_means(buffer: RolloutBuffer, name: str) -> list[list[float]]:

@@ -313,8 +313,6 @@ def test_refusals_come_before_anything_is_read():
         raise AssertionError
         yield
 
-    with pytest.raises(ValueError, match=r"adapter='separate'\) is to be 'merged'; take base_weights and adapter_weig"):
-        checkpoint_weights(tiny_model(), never(), adapter="separate")
     with pytest.raises(TypeError, match=r"Linear is no transformers model \(no save_pretrained\)"):
         checkpoint_weights(nn.Linear(2, 2), never())
     with pytest.raises(ValueError, match="LlamaForCausalLM has 0 active adapters"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pl_grouprl.rollout.vllm.cpu import cpu_arguments
+
 DECIDED_ALWAYS = {
     "data_parallel_size": "the number of engines or servers",
     "disable_log_stats": "the trainer, which logs",
@@ -49,14 +51,10 @@ DECIDED_IN_PROCESS = DECIDED_ALWAYS | {
 def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
     """Arguments that rollouts and the comparison of weights require.
 
-    On CPUs prompts are not chunked: vLLM 0.32 cannot undo the random number that it draws after a part of a prompt
-    there.
-
     Args:
         transfer: Name of vLLM's weight transfer.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.platforms import current_platform
 
     return {
         "runner": "generate",
@@ -67,5 +65,5 @@ def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=transfer),
         "worker_extension_cls": "pl_grouprl.rollout.vllm.worker.WeightReceiver",
         "disable_log_stats": True,
-        **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
+        **cpu_arguments(),
     }

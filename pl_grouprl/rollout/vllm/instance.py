@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.arguments import DECIDED_IN_PROCESS, common_arguments
+from pl_grouprl.rollout.vllm.cpu import CACHE_GIB, runs_on_cpu
 from pl_grouprl.rollout.vllm.lora import adapter_folder
 from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.model_folder import check_native, write_model_folder
@@ -111,25 +111,17 @@ class VLLMInstance:
 
     def _build(self, folder: str, dtype: torch.dtype, further: dict[str, Any]) -> LLMEngine:
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
         check_native(self._model)
-        on_cpu, options = current_platform.is_cpu(), dict(self._options)
-        if self._sleep_level and on_cpu:
-            raise ValueError(f"sleep_level is {self._sleep_level}, but vLLM cannot sleep on CPUs; set it to 0.")
+        on_cpu, options = runs_on_cpu(), dict(self._options)
         if "enable_lora" in further and dtype == torch.float32 and not on_cpu:
             raise ValueError(
                 "dtype is float32, in which vLLM applies no separate adapter on GPUs; set it to 'bfloat16' or "
                 "'float16', or adapter to 'merged'."
             )
-        if on_cpu and self._kv_cache_gib is not None and "VLLM_CPU_KVCACHE_SPACE" in os.environ:
-            raise ValueError(
-                f"kv_cache_gib is {self._kv_cache_gib}, but the environment has VLLM_CPU_KVCACHE_SPACE, which vLLM "
-                "obeys instead; unset it."
-            )
         if self._kv_cache_gib is not None or on_cpu:
-            options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or 1) * 2**30)
+            options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or CACHE_GIB) * 2**30)
         arguments = EngineArgs(
             model=folder,
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]

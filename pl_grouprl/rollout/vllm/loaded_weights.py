@@ -1,7 +1,6 @@
 """Checksums of the weights loaded in vLLM's layers, and the checkpoint weights that each consists of.
 
-A layer may have several weights in one tensor, a shard of them, or, on CPUs, only a packed copy. Applying a packed
-layer to unit vectors gives the columns of its matrix, exactly.
+A layer may hold several weights in one tensor, a shard of them, or, on CPUs, only a packed copy (see `cpu`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from pl_grouprl.rollout.vllm.cpu import is_packed, packed_columns
 from pl_grouprl.sync.checksum import add, checksum
 from pl_grouprl.sync.compare import LoadedWeight
-
-_UNIT_VECTORS = 256
-"""Unit vectors per call of a layer."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 
@@ -117,25 +114,12 @@ class _LayerWeight:
         return add(*(checksum(part, self.first_column + first) for first, part in self._columns()))
 
     def _columns(self) -> Iterator[tuple[int, Tensor]]:
-        """The weight, whole or in blocks of columns, each with the index of its first column."""
-        if not self._is_packed:
+        """The weight in one piece, or block by block of columns, each with the index of its first column."""
+        if self.name != "weight" or not is_packed(self.module):
             yield 0, self._counted(self.weight.to(self.dtype))
             return
-        module = self.module
-        if isinstance(module, ParallelLMHead):
-            width = module.embedding_dim
-        else:
-            width = getattr(module, "input_size_per_partition", module.input_size)
-        for first in range(0, width, _UNIT_VECTORS):
-            count = min(_UNIT_VECTORS, width - first)
-            vectors = torch.zeros(count, width, dtype=self.weight.dtype, device=self.weight.device)
-            vectors[torch.arange(count), torch.arange(first, first + count)] = 1
-            yield first, self._counted(module.quant_method.apply(module, vectors, None).T.to(self.dtype))
-
-    @property
-    def _is_packed(self) -> bool:
-        plain = type(self.module) is VocabParallelEmbedding  # looks up rows
-        return self.name == "weight" and hasattr(self.module, "cpu_linear") and not plain
+        for first, columns in packed_columns(self.module):
+            yield first, self._counted(columns.to(self.dtype))
 
     def _counted(self, rows: Tensor) -> Tensor:
         """Leave out keys and values that an earlier worker also has."""

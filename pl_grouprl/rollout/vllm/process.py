@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,29 +11,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
-from pl_grouprl.rollout.vllm.ranks import own_shared_memory
+from pl_grouprl.rollout.vllm.cpu import REPLACED_FUNCTIONS, own_shared_memory
+from pl_grouprl.utilities.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-_PATCHED = (
-    "Event",
-    "Tensor.pin_memory",
-    "Tensor.record_stream",
-    "accelerator.empty_cache",
-    "accelerator.get_memory_info",
-    "accelerator.synchronize",
-    "cuda.Event",
-    "cuda.Stream",
-    "cuda.current_stream",
-    "cuda.set_stream",
-    "cuda.stream",
-    "set_num_threads",
-)
-"""Functions of torch that vLLM's CPU workers replace, mostly by no-ops."""
 
 _BACKENDS: tuple[Any, Any] = (torch.backends.cuda, torch.backends.mkldnn)
 
@@ -145,16 +128,11 @@ class _State:
         gpu = device.type == "cuda"
         return cls(
             environment=dict(os.environ),
-            functions={name: attrgetter(name)(torch) for name in _PATCHED},
+            functions={name: attrgetter(name)(torch) for name in REPLACED_FUNCTIONS},
             num_threads=torch.get_num_threads(),
             dtype=torch.get_default_dtype(),
             precision=_precision(),
-            random={
-                "python": random.getstate(),
-                "numpy": np.random.get_state(),
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state(device) if gpu else None,
-            },
+            random=random_state(device),
             stream=torch.cuda.current_stream(device) if gpu else None,
             gpu=torch.cuda.current_device() if gpu else None,
         )
@@ -173,11 +151,8 @@ class _State:
             torch._C.set_num_threads(self.num_threads)  # bypasses replacements of torch.set_num_threads
         torch.set_default_dtype(self.dtype)
         _set_precision(self.precision)
-        random.setstate(self.random["python"])
-        np.random.set_state(self.random["numpy"])
-        torch.set_rng_state(self.random["torch"])
+        set_random_state(self.random, device)
         if self.gpu is not None:
-            torch.cuda.set_rng_state(self.random["cuda"], device)
             self.stream.wait_stream(torch.cuda.current_stream(device))  # vLLM uses a separate stream
             torch.cuda.set_stream(self.stream)
             torch.cuda.set_device(self.gpu)

@@ -7,11 +7,8 @@ the same time.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -93,24 +90,3 @@ def share_requests(requests: Sequence[Any], group: Any) -> tuple[list[Any], slic
 
 def _rank_in(group: Any) -> int:
     return 0 if group is None else torch.distributed.get_rank(group)
-
-
-@contextmanager
-def own_shared_memory(device: torch.device) -> Iterator[None]:
-    """While an engine is built on CPUs, give its ranks' shared memory a name that is unique to this run.
-
-    vLLM 0.32 uses one name in all runs that start their ranks themselves, so a second run on a machine fails.
-    """
-    if device.type != "cpu" or num_ranks() == 1:
-        yield
-        return
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    usual = _CPUSHMDistributed.make_group_name
-    run = gather_plain(uuid.uuid4().hex)[0]
-
-    def group_name(communicator: Any) -> str:
-        return f"{run}-{usual(communicator).replace('/', '')}"
-
-    with patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(group_name)):
-        yield

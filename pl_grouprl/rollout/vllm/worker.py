@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from pl_grouprl.rollout.vllm.cpu import refuse_experts
 from pl_grouprl.rollout.vllm.loaded_weights import loaded_checksums
 from pl_grouprl.rollout.vllm.lora_layers import adapter_checksums, without_lora
 
@@ -64,21 +65,16 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         """Prepare the layers for a reload.
 
         Raises:
-            ValueError: If there are experts on a CPU, whose packed weights vLLM 0.32 does not reload.
+            ValueError: If there are experts on a CPU.
         """
-        if self.device.type == "cpu" and any(hasattr(layer, "moe_config") for layer in self.model.modules()):
-            raise ValueError(
-                f"{type(self.model).__name__} is a mixture of experts, whose weights vLLM cannot reload on CPUs; "
-                "sample with HFRolloutEngine, or on a GPU."
-            )
+        refuse_experts(self.model, self.device)
         with without_lora(self.model):
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a bucket; a layer uses its weights once all have arrived."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Load a bucket."""

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.rollout.vllm.process import _PATCHED, EngineProcess
+from pl_grouprl.rollout.vllm.cpu import REPLACED_FUNCTIONS
+from pl_grouprl.rollout.vllm.process import EngineProcess
 from pl_grouprl.rollout.vllm.ranks import engine_arguments, engine_environment
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def nothing_is_frozen():
 def seen() -> dict:
     """All there is once in a process that vLLM is known to change, or might."""
     return {
-        **{name: attrgetter(name)(torch) for name in _PATCHED},
+        **{name: attrgetter(name)(torch) for name in REPLACED_FUNCTIONS},
         "environment": dict(os.environ),
         "python": random.getstate(),
         "numpy": np.random.get_state()[1].tolist(),
