@@ -129,13 +129,13 @@ def test_each_option_changes_the_threshold(change):
         ({"max_size": math.nan}, r"group_max_size \(max_size\) is nan"),
         (
             {"group_variance_threshold": 50.0},
-            r"group_variance_threshold is 50.0, outside of min_threshold \(0.1\) and max_threshold \(10.0\)",
+            r"group_variance_threshold is 50.0, outside min_threshold \(0.1\) and max_threshold \(10.0\)",
         ),
         (
             {"group_variance_threshold": 2.0, "min_threshold": 3.0},
-            r"group_variance_threshold is 2.0, outside of min_threshold \(3.0\) and max_threshold \(10.0\)",
+            r"group_variance_threshold is 2.0, outside min_threshold \(3.0\) and max_threshold \(10.0\)",
         ),
-        ({"group_variance_threshold": 0.5, "min_threshold": 3.0}, "group_variance_threshold is 0.5, outside of"),
+        ({"group_variance_threshold": 0.5, "min_threshold": 3.0}, "group_variance_threshold is 0.5, outside "),
         ({"adaptive_threshold": False, "threshold_lr": -5.0}, "threshold_lr is -5.0"),
         ({"adaptive_threshold": False, "threshold_lr": math.nan}, "threshold_lr is nan"),
         ({"adaptive_threshold": False, "min_threshold": 0.0}, "min_threshold is 0.0"),
