@@ -1,4 +1,4 @@
-"""Merging the adapters of one module into a copy of its weights, by PEFT's own arithmetic."""
+"""Merges the adapters of one module into a copy of its weights, using PEFT's arithmetic."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def merged(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[tuple[
     Args:
         layer: A PEFT layer; only its structure is read.
         name: Its name in the model.
-        weights: All its weights by their names in the layer, whole. Emptied, so that they can be freed.
+        weights: All its whole weights, by their names in the layer. Emptied, so they can be freed.
 
     Yields:
-        Name in the model without adapters, and value, detached.
+        Name in the model without adapters, and detached value.
     """
     holder: Any = nn.Module()
     holder.layer = _bare(layer, weights)
@@ -39,7 +39,7 @@ def merged(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[tuple[
 
 
 def _bare(module: nn.Module, weights: dict[str, Tensor]) -> Any:
-    """Copy a module's structure around other weights, without its own and without hooks of a sharding strategy."""
+    """Copy a module's structure with other weights, and without hooks of a sharding strategy."""
     bare = object.__new__(type(module))
     nn.Module.__init__(bare)
     for name, value in vars(module).items():

@@ -316,9 +316,9 @@ def test_refusals_come_before_anything_is_read():
         raise AssertionError
         yield
 
-    with pytest.raises(ValueError, match=r"adapter='separate'\) is to be 'merged'; take base_weights and adapter_weig"):
+    with pytest.raises(ValueError, match=r"adapter='separate'\) must be 'merged'; use base_weights and adapter_weig"):
         checkpoint_weights(tiny_model(), never(), adapter="separate")
-    with pytest.raises(TypeError, match=r"Linear is no transformers model \(no save_pretrained\)"):
+    with pytest.raises(TypeError, match=r"Linear is not a transformers model \(no save_pretrained\)"):
         checkpoint_weights(nn.Linear(2, 2), never())
     with pytest.raises(ValueError, match="LlamaForCausalLM has 0 active adapters"):
         adapter_weights(tiny_model(), never())
@@ -348,7 +348,7 @@ def test_a_form_that_cannot_be_reversed():
 
     model = tiny_model()
     model._weight_conversions = [WeightConverter("mlp.up_proj", "mlp.up_proj", operations=[OneWay()])]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM keeps weights in another form than its checkpoints, .*Not"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM stores weights differently than its checkpoints, .*Not"):
         checkpoint_weights(model, raw(model))
     checked = [Transpose(0, 1, check_dims=True)]  # looks at the shape that the model has
     model._weight_conversions = [WeightConverter("mlp.wi.weight", "mlp.up_proj.weight", operations=checked)]
