@@ -28,7 +28,7 @@ class StopRequest:
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # works where Python code no longer runs, in a collective too
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # works even if no Python code runs, as in a collective
         if not self.signum:
             self.signum = signum
             name = signal.Signals(signum).name

@@ -190,7 +190,7 @@ def test_a_model_that_decodes_other_than_it_is_scored_is_refused(make_model):
     )
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=4)
     with pytest.raises(
-        ValueError, match=r"cannot sample from LlamaForCausalLM: behind its cache a log-probability diff"
+        ValueError, match=r"cannot sample from LlamaForCausalLM: with its cache a log-probability diff"
     ):
         engine.generate([[1, 2]], sampling, num_generations=1, seed=0)
     attention.forward = forward
