@@ -110,7 +110,10 @@ def test_each_option_changes_the_threshold(change):
         ({"target_compression": 0.3}, r"target_compression is 0.3; no threshold reaches .* 0.5 and 0.9375"),
         ({"target_compression": 0.9, "max_size": 8}, r"0.9; groups of at most 8 tokens compress by at most 0.875"),
         ({"target_compression": 1.0}, r"1.0; groups of at most 16 tokens .* change group_max_size \(max_size\)"),
-        ({"target_compression": -0.1}, "target_compression is -0.1; it is a fraction of the tokens, from 0 to 1. Set it"),
+        (
+            {"target_compression": -0.1},
+            "target_compression is -0.1; it is a fraction of the tokens, from 0 to 1. Set it",
+        ),
         ({"target_compression": 1.2}, "target_compression is 1.2; it is a fraction of the tokens, from 0 to 1. Set it"),
         ({"target_compression": math.nan}, "target_compression is nan; it is a fraction of the tokens"),
         (
