@@ -352,7 +352,9 @@ def test_a_form_that_cannot_be_reversed():
         checkpoint_weights(model, raw(model))
     checked = [Transpose(0, 1, check_dims=True)]  # looks at the shape that the model has
     model._weight_conversions = [WeightConverter("mlp.wi.weight", "mlp.up_proj.weight", operations=checked)]
-    reason = r"keeps 'model.layers.0.mlp.up_proj.weight' in .*reads 'model.layers.0.mlp.wi.weight' off the model"
+    reason = (
+        r"stores 'model.layers.0.mlp.up_proj.weight' differently .*reads 'model.layers.0.mlp.wi.weight' off the model"
+    )
     with pytest.raises(ValueError, match=reason):
         list(checkpoint_weights(model, raw(model)))
 
