@@ -214,8 +214,8 @@ class TrainPromptLoader:
         ]
         if differences:
             raise ValueError(
-                f"The checkpoint was saved with other training data: {'; '.join(differences)}. Its position in the data "
-                "is meaningless here; restore these settings, or start a new run from the checkpoint's weights."
+                f"The checkpoint was saved with other training data: {'; '.join(differences)}. Its position in the "
+                "data is meaningless here; restore these settings, or start a new run from the checkpoint's weights."
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
         batches = -(-position // self._settings["updates_per_rollout"])
