@@ -59,8 +59,8 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
             reason = str(error)
             if "sharing=" not in reason:  # not an error of ours
                 reason = (
-                    "its layers cannot run a packed row, perhaps because they compute with the attention mask "
-                    f"themselves ({type(error).__name__}: {error})"
+                    "its layers cannot run a packed row: they compute with the attention mask themselves, or fail "
+                    f"otherwise ({type(error).__name__}: {error})"
                 )
             raise refusal(model, _without_remedy(reason)) from error
     pairs = [

@@ -1,9 +1,9 @@
-"""Self-checks: whether what is computed quickly is what is computed plainly.
+"""Self-checks that compare fast paths with plain ones.
 
-`parity` compares shared and repeated prefixes, `decoding_check` sampling with a cache and forwards without one,
-`sampler_parity` another program's sampler and the policy; `model_introspection` reads facts off a short run. The check
-of layers, which `shared_prefix` runs when it is first entered, is `attention.layer_check`. All of them take their
-limits from `utilities.tolerances` and run models by `utilities.modes`.
+`parity` compares shared with repeated prefixes, `decoding_check` sampling with a cache with forwards without one, and
+`sampler_parity` a separate sampler with the policy; `model_introspection` reads facts off a short run. The check of
+layers, which `shared_prefix` runs when first entered, is `attention.layer_check`. All of them take their tolerances
+from `utilities.tolerances` and run models by `utilities.modes`.
 """
 
 from pl_grouprl.checks.parity import check_parity, compare_paths

@@ -1,7 +1,7 @@
-"""Sample a few tokens as rollouts do, and compare their log-probabilities with those of forwards without a cache.
+"""Samples a few tokens as in rollouts, and compares their log-probabilities with those of forwards without a cache.
 
-Configs do not say whether decoding continues exactly from a padded, copied cache: models keep states of their own, read
-masks in their own way, or compute a single token by other arithmetic.
+Configs do not say whether decoding continues exactly from a padded, copied cache: models may keep extra states, read
+masks in their own way, or compute single tokens differently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pl_grouprl.utilities.modes import is_whole, uncompiled
 from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_of
 
 LENGTHS = (3, 8, 9)
-"""Of the prompts: the last two are padded to one batch where the model allows it, and all three are decoded in one."""
+"""Prompt lengths. The last two prompts are padded to one batch if the model allows it; all three are decoded in one."""
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 LONGEST = max(LENGTHS) + SAMPLING.max_new_tokens
@@ -39,12 +39,12 @@ def check_decoding(
 ) -> None:
     """Compare log-probabilities of a few sampled tokens with those of forwards without a cache, once per model.
 
-    Models whose weights are not whole here (sharded, on meta, quantized) are skipped.
+    Skips models whose weights are sharded, on meta or quantized.
 
     Args:
         model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.
         sample: Samples one rollout per prompt or more, without end tokens.
-        placeholders: Tokens that `sample` never draws (those that stand for images).
+        placeholders: Tokens that `sample` never draws (image placeholders).
         scoring: Context of the forwards without a cache.
 
     Raises:
@@ -64,8 +64,8 @@ def check_decoding(
             )
     if worst > _allowed(model):
         raise ValueError(
-            f"HFRolloutEngine cannot sample from {type(model).__name__}: behind its cache a log-probability differs by "
-            f"{worst:.1e} from that of a forward over the whole sequence, so rollouts would not be what is scored. "
+            f"HFRolloutEngine cannot sample from {type(model).__name__}: with its cache a log-probability differs by "
+            f"{worst:.1e} from that of a forward over the whole sequence, so rollouts would not match their scores. "
             "Choose another rollout engine for this model."
         )
     _PASSED.add(model)
@@ -89,5 +89,5 @@ def _difference(model: Any, prompt: list[int], rollout: Rollout, placeholders: C
 def _allowed(model: Any) -> float:
     dtype = computing_dtype(model)
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.float16  # TF32 rounds factors to as many bits
+        dtype = torch.float16  # TF32 rounds factors to as many bits as float16
     return tolerance_of(dtype).decoded_logprob

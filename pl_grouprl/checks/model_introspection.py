@@ -1,6 +1,6 @@
-"""Read facts off a forward pass of a few tokens: the width of states, whether they are causal, what a head reads.
+"""Reads facts off a forward pass of a few tokens: the width of states, whether they are causal, what a head reads.
 
-Configs are not reliable here: a family may project its last states, pool them, or look ahead.
+Configs are not reliable for this: a family may project its last states, pool them, or look ahead.
 
 Legend: L tokens of a probe, D hidden size, C labels.
 """
@@ -23,7 +23,7 @@ _LENGTH = 4
 
 
 def hidden_size(decoder: Any) -> int:
-    """Width of the states that a decoder returns. Its config's `hidden_size` is that of its layers, which may differ.
+    """Width of the states that a decoder returns, which may differ from the layers' `hidden_size` in the config.
 
     Args:
         decoder: A transformers decoder without a language model head, in any mode, patched or not.
@@ -35,7 +35,7 @@ def hidden_size(decoder: Any) -> int:
 def check_causal(decoder: Any, owner: str) -> None:
     """Refuse a model whose state at a token depends on later tokens.
 
-    Two sequences that differ in their last token alone must have the same states before it.
+    Two sequences that differ only in their last token must have the same states before it.
 
     Args:
         decoder: A transformers model without a head.
@@ -50,7 +50,7 @@ def check_causal(decoder: Any, owner: str) -> None:
     error = compare(other, one).relative_largest
     if not error <= tolerance_of(decoder.dtype).causal:
         raise ValueError(
-            f"{owner}: {type(decoder).__name__} is not causal: two sequences that differ in their last token alone "
+            f"{owner}: {type(decoder).__name__} is not causal: two sequences that differ only in their last token "
             f"have states before it that differ by {error:.1e} of the largest; use a decoder, such as Qwen2."
         )
 
@@ -58,7 +58,7 @@ def check_causal(decoder: Any, owner: str) -> None:
 def check_score_head(model: Any, head: nn.Linear, owner: str) -> None:
     """Refuse a classifier whose scores are not its head applied to the state at the last token.
 
-    Encoders score otherwise: they read the first token, or put a pooler before the head.
+    Encoders score differently: they read the first token, or have a pooler before the head.
 
     Args:
         model: A `...ForSequenceClassification`.
@@ -74,7 +74,7 @@ def check_score_head(model: Any, head: nn.Linear, owner: str) -> None:
             expected_C = model(input_ids=row).logits[0].float()
             states_LD = _states(decoder, row)
             read_C = head(states_LD[-1].to(head.weight.dtype)).float()
-        # Relative to the largest possible product: a score itself may be near zero.
+        # Relative to the largest possible product, since a score may be near zero.
         scale = (head.weight.float().norm(dim=1) * states_LD[-1].norm()).max()
         error = compare(read_C, expected_C).largest / max(scale.item(), 1e-30)
         if not error <= tolerance_of(model.dtype).score:
@@ -82,12 +82,12 @@ def check_score_head(model: Any, head: nn.Linear, owner: str) -> None:
                 f"{owner}: {type(model).__name__} scores the tokens {row[0].tolist()} with {_rounded(expected_C)}, and "
                 f"its head gives {_rounded(read_C)} at the last of them: it reads its score elsewhere, or through "
                 "further layers, as encoders do. Use a decoder's ForSequenceClassification, such as "
-                "Qwen2ForSequenceClassification; a reward function of your own can call any other model."
+                "Qwen2ForSequenceClassification; a custom reward function can call any other model."
             )
 
 
 def _probe_rows(model: Any) -> tuple[Tensor, Tensor]:
-    """Two sequences [1, L] that differ in their last token; without the padding token, which classifiers read over."""
+    """Two sequences [1, L] that differ in their last token; without the padding token, which classifiers skip."""
     embeddings = model.get_input_embeddings()
     pad = model.config.get_text_config().pad_token_id
     known = [token for token in range(min(embeddings.num_embeddings, _LENGTH + 2)) if token != pad]
@@ -104,7 +104,7 @@ def _states(decoder: Any, row: Tensor) -> Tensor:
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """Run a model as it is in evaluation, without sharing."""
+    """Run a model in evaluation mode, without sharing."""
     with examining(model), sharing_paused(model):
         yield
 

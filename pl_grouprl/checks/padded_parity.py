@@ -28,7 +28,7 @@ _MARGIN = 8
 
 
 class _Rows(NamedTuple):
-    """Prompts padded on the left, completions on the right; columns before `start` hold prompts."""
+    """Prompts padded on the left, completions on the right; prompts are in the columns before `start`."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -54,7 +54,7 @@ def padded_parity(
 
     Args:
         model: A causal language model.
-        patch: A context that is not in force.
+        patch: A context that is not active.
         groups: A few short prompts with their rollouts.
         weights: The parameters whose gradients are compared.
         longest: Most tokens that a row may have; None for no limit.
@@ -70,7 +70,7 @@ def padded_parity(
     expected_N, expected = run(sharing_paused(model))
     found_N, found = run(patch)
     difference = compare(found_N, expected_N)
-    call = (in_force(model) or patch).last_call  # an outer context, if there is one, runs the calls
+    call = (in_force(model) or patch).last_call  # an outer context, if any, runs the calls
     return PaddedParity(
         difference.largest,
         difference.mean,

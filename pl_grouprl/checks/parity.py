@@ -1,6 +1,6 @@
-"""Compare log-probabilities and gradients of a small group on the repeated and the shared path.
+"""Compares log-probabilities and gradients of a small group on the repeated and the shared path.
 
-Legend: N response tokens of all rollouts one after another.
+Legend: N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_COMPARED_WEIGHTS = 200_000_000
-"""Gradients of larger models are compared on the first and the last decoder layer only."""
+"""In larger models, only gradients of the first and last decoder layers are compared."""
 
 MAX_SPANNED = {"cpu": 1024, "cuda": 8192}
-"""The default groups are longer than the model's windows and chunks, where those are not longer than this."""
+"""The default groups are longer than the model's windows and chunks, unless these exceed this length."""
 
 
 def check_parity(
@@ -40,24 +40,24 @@ def check_parity(
     backend: str = "auto",
     padded_rows: bool = True,
 ) -> ParityReport:
-    """Run groups through the repeated path, one sequence at a time, and through the shared one, and compare.
+    """Run groups with repeated prefixes, one sequence at a time, and with shared prefixes, and compare.
 
-    Then a short padded batch is run with and without a `shared_prefix` context, as in a training loop that does not
-    pack rows itself.
+    Then run a short padded batch with and without a `shared_prefix` context, as in a training loop that does not pack
+    rows itself.
 
-    The logits are the model's own on both paths. Nothing of the model changes: no gradient is left behind. A model
-    with dropout, or with reentrant activation checkpointing (which knows only `backward`), is compared in eval mode,
-    otherwise in the mode that it is in.
+    Both paths use the model's own logits. The model does not change, and no gradients remain. Models with dropout, or
+    with reentrant activation checkpointing (which only supports `backward`), are compared in eval mode, others in their
+    current mode.
 
     Args:
         model: A causal language model.
-        groups: What to compare on; by default two small random groups, one rollout of them empty.
+        groups: Groups to compare on; by default two small random groups with one empty rollout.
         backend: Attention backend of the shared path.
-        padded_rows: Whether to compare the padded batch; code that packs rows itself never runs one in the context.
+        padded_rows: Whether to compare the padded batch; not needed for code that packs rows itself.
 
     Raises:
         UnsupportedModelError: If the model cannot share prefixes.
-        ValueError: If there is no rollout in `groups`, or nothing in the model is trained.
+        ValueError: If `groups` has no rollouts, or nothing in the model is trained.
     """
 
     def from_sequence(tokens: Tensor, prompt_length: int) -> Tensor:
@@ -89,14 +89,14 @@ def compare_paths(
     backend: str = "auto",
     quantity: str = "log-probabilities",
 ) -> ParityReport:
-    """Compare any quantity of about 1 that belongs to response tokens, and its gradients, on both paths.
+    """Compare any per-token quantity of size about 1, and its gradients, on both paths.
 
     Args:
         model: A decoder, with or without a head.
-        from_sequence: Takes the tokens [1, L] of one sequence and the length of its prompt; returns one number for
-            each token after it.
+        from_sequence: Takes the tokens [1, L] of one sequence and the length of its prompt; returns one number per
+            response token.
         from_batch: Takes a packed batch; returns one number for each of its N response tokens.
-        groups: As in `check_parity`, like all that is raised.
+        groups: As in `check_parity`, as are the errors.
         backend: Attention backend of the shared path.
         quantity: Its name in the report.
     """
@@ -113,7 +113,7 @@ def compare_paths(
     weights = _compared_weights(model)
     dtype = computing_dtype(model)
     patch = shared_prefix(model, backend)
-    # Frequencies that depend on the longest sequence of a call are those of the longest for all.
+    # If frequencies depend on the longest sequence of a call, use those of the longest for all.
     width = max(batch.layout.repeated_lengths) if frequencies_move(decoder) else 0
     with _comparable_mode(model), torch.enable_grad():
         repeated_N = torch.cat(
@@ -151,7 +151,7 @@ def compare_paths(
 
 
 def _sequences(groups: Sequence[RolloutGroup], model: PreTrainedModel) -> Iterator[tuple[Tensor, int]]:
-    """The tokens [1, L] of each sequence, and where its rollout begins."""
+    """The tokens [1, L] of each sequence, and the start of its rollout."""
     for group in groups:
         for rollout in group.rollouts:
             tokens = torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device)
@@ -173,10 +173,10 @@ def _shared_run(
 ) -> tuple[float, float, float]:
     """Largest and mean difference of the quantity, and the relative one of the gradients.
 
-    With a kind of layer given, all attention of other kinds runs the oracle; None is the model as it trains.
+    Given a kind of layer, attention of all other kinds runs the oracle; None is the model as in training.
     """
     patch.only = kind
-    # A compiled layer does not choose among backends by its kind.
+    # Compiled layers cannot choose a backend by kind.
     stance = nullcontext() if kind is None else torch.compiler.set_stance("force_eager")
     try:
         with stance:
@@ -201,10 +201,9 @@ def _spans(config: Any) -> list[int]:
 def random_groups(
     vocabulary: int, seed: int = 0, *, spanned: int = 0, longest: int | None = None
 ) -> list[RolloutGroup]:
-    """Two groups of random tokens: four rollouts of uneven length, one of them empty, and one rollout alone.
+    """Two groups of random tokens: four rollouts of uneven length, one of them empty, and a single rollout.
 
-    The first prompt alone is longer than `spanned` tokens. With a `longest` of less than 64 all lengths are smaller, so
-    that no sequence has more tokens.
+    Only the first prompt is longer than `spanned` tokens. A `longest` below 64 reduces all lengths.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -231,7 +230,7 @@ def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def _comparable_mode(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Evaluation mode where the model's own mode is not deterministic, or its checkpointing knows only `backward`."""
+    """Evaluation mode if the model's mode is not deterministic, or its checkpointing only supports `backward`."""
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     attention_drops = any(
         getattr(model.config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")

@@ -1,4 +1,4 @@
-"""What a parity check found, and whether rounding explains it."""
+"""Results of a parity check, and whether rounding explains them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pl_grouprl.utilities.tolerances import Tolerance
 
 
 class ParityError(RuntimeError):
-    """The shared and the repeated path differ by more than the dtype explains."""
+    """The shared and the repeated path differ by more than the dtype's rounding."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class LayerParity:
     """Differences with layers of one kind on the chosen backend, and all other attention on the `reference`.
 
     Attributes:
-        kind: What the layers' attention is: `full`, `window 512, sinks`, `with a state` and the like.
-        count: How many layers are of that kind.
+        kind: Kind of the layers: `full`, `window 512, sinks`, `with a state` and so on.
+        count: Number of layers of that kind.
         backend: What ran them.
-        max_logprob_difference: As in `ParityReport`, like the others.
-        mean_logprob_difference: Mean of the same.
-        gradient_difference: Of all gradients of the model.
+        max_logprob_difference: As in `ParityReport`.
+        mean_logprob_difference: As in `ParityReport`.
+        gradient_difference: As in `ParityReport`, over all gradients of the model.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class PaddedParity:
         max_logprob_difference: Largest difference of a log-probability.
         mean_logprob_difference: Mean difference of the log-probabilities.
         gradient_difference: Relative difference of all gradients.
-        reason: Why the batch was run unchanged, or None if its prefixes were shared.
+        reason: Why the batch went through untouched, or None if its prefixes were shared.
     """
 
     max_logprob_difference: float
@@ -68,17 +68,17 @@ class ParityReport:
     Attributes:
         model: Class of the model.
         backend: Attention backend of the shared path.
-        dtype: In which it computes: that of the weights, or of autocast where it is on.
+        dtype: Compute dtype: that of the weights, or of autocast if it is on.
         device: Where it ran.
         max_logprob_difference: Largest difference of a response token's log-probability, in nats.
         mean_logprob_difference: Mean of the same.
         gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
         compared_weights: Weights whose gradients were compared.
         token_ratio: Tokens of the repeated path over tokens of the shared one.
-        tolerance: What was allowed.
-        quantity: What was compared where it was not log-probabilities.
+        tolerance: The tolerances.
+        quantity: The quantity that was compared.
         longest_sequence: Tokens of the longest sequence that was compared.
-        longest_span: Tokens of the model's longest window or chunk, which shows in longer sequences only; 0 if it has
+        longest_span: Tokens of the model's longest window or chunk, which only affects longer sequences; 0 if it has
             none.
         layers: The same by kind of layer.
         padded: The same for a short batch padded on the left and the right; None if not compared.
@@ -102,7 +102,7 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are what rounding explains (a NaN is not)."""
+        """Whether rounding explains all differences (never a NaN)."""
         own = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
         parts: list[LayerParity | PaddedParity] = [*self.layers, *([self.padded] if self.padded else [])]
         return all(self._within(*differences) for differences in (own, *(part.differences for part in parts)))
@@ -112,7 +112,7 @@ class ParityReport:
         return (largest if exact else mean) <= self.tolerance.logprob and gradient <= self.tolerance.gradient
 
     def __str__(self) -> str:
-        """Everything a person needs to judge: a line for each kind of layer, then the whole model."""
+        """A table with a line per kind of layer, then the whole model."""
         whole = LayerParity(
             "whole model",
             sum(layer.count for layer in self.layers),
@@ -150,10 +150,10 @@ class ParityReport:
         return f"  a padded batch differs by {largest} (mean {mean}), its gradients by {gradient}{verdict}"
 
     def raise_if_failed(self) -> None:
-        """Stop a run whose shared path differs.
+        """Raise if the paths differ.
 
         Raises:
-            ParityError: With the numbers.
+            ParityError: Gives the numbers.
         """
         if not self.passed:
             raise ParityError(f"{self}\nTrain this model with sharing='repeated', or choose another attention backend.")

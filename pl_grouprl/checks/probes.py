@@ -1,4 +1,4 @@
-"""What the checks compute from logits, and a loss that lets no error cancel."""
+"""Log-probabilities for the checks, and a loss in which errors do not cancel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compare log-probabilities of a sampler that is a program of its own with the policy's.
+"""Compares the log-probabilities of a separate sampler with the policy's.
 
-Equal weights do not make an equal model. Another program may read the config in its own way (a window of one token
-more, rotary positions on a part of each head), and what it samples would be scored as if it were the policy's.
+Equal weights do not make an equal model. Another program may interpret the config differently (a window of one more
+token, rotary positions on a part of each head), and its samples would be scored as if they were the policy's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Score = Callable[[RolloutGroup], Sequence[Tensor]]
 
 
 def can_compare(sampling: SamplingConfig) -> bool:
-    """Whether log-probabilities of single tokens say anything: not under top-k or min-p."""
+    """Whether log-probabilities of single tokens are comparable: not with top-k or min-p."""
     return not (sampling.top_k or sampling.min_p)
 
 
@@ -31,23 +31,23 @@ def sampler_difference(score: Score, groups: Sequence[RolloutGroup], sampling: S
 
     Args:
         score: Runs the policy, with the temperature of `sampling`.
-        groups: What was just sampled from the policy's present weights.
-        sampling: How.
+        groups: Groups just sampled from the policy's current weights.
+        sampling: Their sampling options.
 
     Returns:
-        None where no rollout has tokens with log-probabilities.
+        The difference, or None if no rollout has tokens with log-probabilities.
     """
     chosen = _longest(groups)
     return None if chosen is None else mean_difference(score(chosen), chosen, sampling)
 
 
 def mean_difference(expected: Sequence[Tensor], group: RolloutGroup, sampling: SamplingConfig) -> float:
-    """Mean absolute difference over the tokens of a group, apart from what top-p explains.
+    """Mean absolute difference over the tokens of a group, allowing for top-p.
 
     Args:
         expected: The policy's log-probabilities, one tensor per rollout.
-        group: With the sampler's.
-        sampling: Its `top_p` makes the tokens that it keeps likelier, by 1 / top_p at most.
+        group: Group with the sampler's log-probabilities.
+        sampling: Its `top_p` makes the kept tokens more likely, by at most 1 / top_p.
     """
     ours = torch.cat([own.cpu().double() for own in expected])
     theirs = torch.cat([torch.tensor(rollout.logprobs, dtype=torch.float64) for rollout in group.rollouts])
@@ -56,7 +56,7 @@ def mean_difference(expected: Sequence[Tensor], group: RolloutGroup, sampling: S
 
 
 def _longest(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
-    """The group with the longest sequence, and a few of its rollouts; None where there is nothing to compare."""
+    """The group with the longest sequence, with a few of its rollouts; None if there is nothing to compare."""
     candidates = [
         RolloutGroup(group.prompt_ids, reported[:_ROLLOUTS], media=group.media)
         for group in groups

@@ -1,4 +1,4 @@
-"""A digest of the data: the same in every process for the same rows."""
+"""A digest of the data, equal in every process for equal rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pl_grouprl.data.sources import SourceRow
 def digest_rows(rows: Sequence[SourceRow]) -> str:
     """Hash all columns of all rows, in order, but not the files and lines they came from.
 
-    Images and videos are hashed by their bytes or paths; a decoded image by its size and mode, and any other object by
-    its class, so that nothing has to be decoded.
+    To avoid decoding, images and videos are hashed by their bytes or paths, decoded images by size and mode, and any
+    other object by its class.
 
     Returns:
         SHA-256 in hexadecimal.
@@ -27,7 +27,7 @@ def digest_rows(rows: Sequence[SourceRow]) -> str:
         try:
             text = _encode(values)
         except (RecursionError, ValueError) as error:
-            raise ValueError(f"{where}: nested too deep or within itself ({error}); correct the row.") from error
+            raise ValueError(f"{where}: nested too deep or in itself ({error}); correct the row.") from error
         digest.update(text.encode("ascii"))
         digest.update(b"\n")
     return digest.hexdigest()

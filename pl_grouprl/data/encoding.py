@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """How rows become prompts; the fields are documented at `PromptDataModule`."""
+    """How to convert rows to prompts; see `PromptDataModule` for the fields."""
 
     prompt_column: str = "prompt"
     add_special_tokens: bool = True
@@ -37,7 +37,7 @@ class EncodingOptions:
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def media_columns(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """The column of each kind of media in a row; the singular (TRL's) where that is all there is."""
+        """The column of each kind of media in a row; the singular (TRL's) if only that exists."""
         columns = {"image": self.image_column, "video": self.video_column}
         for kind, column in columns.items():
             if column == f"{kind}s" and values.get(column) is None and kind in values:
@@ -52,22 +52,22 @@ def encode_rows(
     load_processor: Callable[[], Any] | None = None,
     reads_media: bool = False,
 ) -> list[Prompt]:
-    """Turn rows with TRL's or verl's columns into prompts.
+    """Convert rows with TRL's or verl's columns to prompts.
 
     Args:
-        rows: The prompt column holds a string, which is tokenized as it is, or messages, which go through the
-            tokenizer's chat template. All other columns are kept for reward functions.
+        rows: The prompt column is a string, which is tokenized directly, or messages, which go through the tokenizer's
+            chat template. All other columns are kept for reward functions.
         tokenizer: A transformers tokenizer.
         options: Column names, tokenizer and template options.
         load_processor: Returns a transformers processor; called if a row has images or videos, or `reads_media`.
-        reads_media: Whether the model reads images or videos: text is then searched for tags and tokens of them.
+        reads_media: Whether the model reads images or videos; their tags and tokens are then searched for in texts.
 
     Returns:
-        A prompt for each row, of any length. Images and videos are processed when a prompt is opened.
+        One prompt per row, of any length. Images and videos are processed when a prompt is opened.
 
     Raises:
-        ValueError: If a row lacks the prompt, the prompt is malformed or has no tokens, or if images or videos cannot
-            be read or placed. The row is named.
+        ValueError: If a row lacks the prompt, the prompt is malformed or has no tokens, or images or videos cannot be
+            read or placed; names the row.
     """
     read = [_read_prompt(row, options) for row in rows]
     made: dict[int, Prompt] = {}
@@ -94,7 +94,7 @@ def _text_prompts(
     options: EncodingOptions,
     processor: Any,
 ) -> dict[int, Prompt]:
-    """The prompts of some rows, by their index; none of them may hold a token that the processor has for images."""
+    """The prompts of some rows, by index; refuses the processor's image tokens in them."""
     wheres = [rows[index].where for index in indices]
     token_ids = _tokenize([read[index] for index in indices], wheres, tokenizer, options, processor)
     return {
@@ -110,7 +110,7 @@ def _media_prompts(
     options: EncodingOptions,
     load_processor: Callable[[], Any] | None,
 ) -> dict[int, MediaPrompt]:
-    """The prompts with images or videos, by the index of their row."""
+    """The prompts with images or videos, by row index."""
     made: dict[int, MediaPrompt] = {}
     processor: Any = None
     for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
@@ -153,22 +153,22 @@ def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: Enc
     names = " or ".join(repr(name) for name in options.media_columns(values).values())
     raise ValueError(
         f"{where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=... to "
-        "PromptDataModule, train a model that reads images, remove the column, or, if it holds something else, set "
+        "PromptDataModule, train a model that reads images, remove the column, or, if it has other contents, set "
         "image_column and video_column to other names."
     )
 
 
 def _find(load_processor: Callable[[], Any] | None) -> Any:
-    """The processor, or None where it cannot be loaded: text alone does without."""
+    """The processor, or None if it cannot be loaded; text does not need it."""
     try:
         return load_processor() if load_processor is not None else None
-    except Exception as error:  # a run on text alone does not fail for a processor that it does not use
+    except Exception as error:  # a text-only run must not fail for a processor that it does not use
         log.info("Texts are not searched for the tokens of images: %s", error)
         return None
 
 
 def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions, reads_media: bool) -> None:
-    """Refuse places for images and videos in a row without any. A tag is one if the row has a column for them."""
+    """Refuse places for images and videos in a row without any. Tags count if the row has a column for media."""
     columns = options.media_columns(row.values)
     tags = (reads_media or any(name in row.values for name in columns.values())) and has_tags(prompt)
     if tags or (not isinstance(prompt, str) and has_parts(prompt)):
@@ -176,7 +176,7 @@ def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions
         raise ValueError(
             f"{row.where}: the prompt has places for images or videos (parts of a message, or tags <image> and "
             f"<video>), and the columns {names} are empty; put the images there, name the columns with image_column "
-            "and video_column, or take the places out."
+            "and video_column, or remove the places."
         )
 
 
@@ -215,14 +215,14 @@ def _tokenize(
     if chats and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"{wheres[chats[0]]}: the prompt is a list of messages and the tokenizer has no chat template; use a "
-            "tokenizer that has one, set tokenizer.chat_template, or give prompts as strings."
+            "tokenizer that has one, set tokenizer.chat_template, or pass prompts as strings."
         )
     texts = {index: prompts[index] for index in plain} | {
         index: _render(prompts[index], wheres[index], tokenizer, options) for index in chats
     }
     for index, text in texts.items() if processor is not None else ():
         check_tokens({}, str(text), processor, wheres[index])
-    # A template writes the special tokens itself.
+    # Templates write special tokens themselves.
     for indices, special in ((plain, options.add_special_tokens), (chats, False)):
         if indices:
             encoded = tokenizer([texts[index] for index in indices], add_special_tokens=special)["input_ids"]
@@ -232,7 +232,7 @@ def _tokenize(
 
 
 def _render(messages: Any, where: str, template: Any, options: EncodingOptions) -> str:
-    """Write messages as the model reads them; a last message of the assistant is left open to be continued."""
+    """Render messages by the chat template; a final assistant message is left open for continuation."""
     open_ended = messages[-1]["role"] == "assistant"
     try:
         return template.apply_chat_template(
@@ -242,5 +242,5 @@ def _render(messages: Any, where: str, template: Any, options: EncodingOptions) 
             continue_final_message=open_ended,
             **options.chat_template_kwargs,
         )
-    except Exception as error:  # templates are small programs that raise errors of their own
+    except Exception as error:  # templates are programs that may raise anything
         raise ValueError(f"{where}: the chat template refused the messages ({error}); correct the row.") from error

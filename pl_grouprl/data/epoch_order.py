@@ -1,4 +1,4 @@
-"""The order in which an epoch takes its rows, and how it changes when other rows are dropped."""
+"""The order of an epoch's rows, and how it changes when other rows are dropped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 class EpochOrder:
     """The order of the training rows in each epoch.
 
-    The order is drawn for all rows, dropped ones included, from (seed, epoch) alone, and dropped rows are then left
-    out; so the remaining rows keep their order when another length limit drops others. If the limit changes within an
-    epoch, rows of batches that were already begun stay in front, in the order they had, and the others follow.
+    The order is drawn for all rows, including dropped ones, from (seed, epoch) alone, and then dropped rows are left
+    out, so the others keep their order under another length limit. If the limit changes mid-epoch, rows of batches
+    already begun stay in front, in their order, and the others follow.
 
     Args:
-        rows: The row of each prompt that is used, counted from 0, ascending.
-        num_rows: Number of rows, dropped ones included.
+        rows: The row of each prompt in use, counted from 0, ascending.
+        num_rows: Number of rows, including dropped ones.
         seed: Determines the orders, together with the epoch.
-        shuffle: If False, every epoch takes the rows in the order given.
+        shuffle: If False, every epoch takes the rows in the given order.
     """
 
     def __init__(self, rows: Sequence[int], num_rows: int, *, seed: int, shuffle: bool) -> None:
@@ -36,7 +36,7 @@ class EpochOrder:
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: rows in use, and those of batches begun before the length limit changed."""
+        """The order of an epoch: rows in use, and those of batches that began before the length limit changed."""
         order = self.kept(self.all_rows(epoch))
         if self._begun is None or self._begun[0] != epoch:
             return order
@@ -52,5 +52,5 @@ class EpochOrder:
         return self._prompt_of[self.kept(rows)].tolist()
 
     def begin_with(self, epoch: int, rows: Sequence[int]) -> None:
-        """Put the rows that an epoch has already begun in front of its order."""
+        """Move the rows that an epoch has already begun to the front of its order."""
         self._begun = (epoch, np.asarray(rows, dtype=np.int64))

@@ -17,8 +17,8 @@ def read_file(file: Path) -> list[tuple[str, Any]]:
     """Read all rows of a file.
 
     Returns:
-        For each row its place, such as `data/train.jsonl, line 17` (lines are counted from 1, rows of other files from
-        0), and its value.
+        Place and value of each row. A place is such as `data/train.jsonl, line 17` (lines count from 1, rows of other
+            files from 0).
 
     Raises:
         ValueError: If the file type is unknown, or its content is damaged.
@@ -29,12 +29,12 @@ def read_file(file: Path) -> list[tuple[str, Any]]:
         raise ValueError(f"{file}: unknown file type {file.suffix!r}; use .jsonl, .json or .parquet.")
     rows = list(readers[file.suffix](file))
     if not rows:
-        rank_zero_warn(f"{file} holds no rows.")
+        rank_zero_warn(f"{file} has no rows.")
     return rows
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    """Read one row group at a time, so that a damaged one can be named. Page checksums are verified if present."""
+    """Read one row group at a time, to name a damaged one. Verifies page checksums if present."""
     from pyarrow import parquet
 
     with open(file, "rb"):  # a plain OSError if it cannot be opened
@@ -44,7 +44,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         names, expected = opened.schema_arrow.names, opened.metadata.num_rows
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
     except Exception as error:  # a damaged footer raises almost anything
-        raise ValueError(f"{file}: not a readable parquet file ({_first_line(error)}); write it anew.") from error
+        raise ValueError(f"{file}: not a readable parquet file ({_first_line(error)}); write it again.") from error
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"{file}: has several columns with the names {repeated}; rename them.")
@@ -55,16 +55,16 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         except Exception as error:  # decompression, decoding, UTF-8, or out of memory for damaged sizes
             raise ValueError(
                 f"{file}, row group {group} (rows {start} to {start + size - 1}): damaged ({_first_line(error)}); "
-                "write the file anew."
+                "write the file again."
             ) from error
         yield from ((f"{file}, row {start + index}", values) for index, values in enumerate(rows))
         start += len(rows)
     if start != expected:
-        raise ValueError(f"{file}: damaged, it holds {start} rows and its footer says {expected}; write it anew.")
+        raise ValueError(f"{file}: damaged, it has {start} rows and its footer says {expected}; write it again.")
 
 
 def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
-    """Read JSON lines, or a single JSON array (which only a `.json` file may hold)."""
+    """Read JSON lines, or a single JSON array (only in a `.json` file)."""
     try:
         text = file.read_text(encoding="utf-8-sig")  # a byte order mark is skipped
     except UnicodeDecodeError as error:
@@ -80,7 +80,7 @@ def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
-    """Parse the elements of a JSON array one by one, so that a broken one can be named."""
+    """Parse the elements of a JSON array one by one, to name a broken one."""
     place, mark, index = _skip_space(text, text.index("[") + 1), ",", 0
     if text[place : place + 1] == "]":
         place, mark = place + 1, "]"
@@ -101,7 +101,7 @@ def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(text: str, start: int, where: str, *, ends: bool = False) -> tuple[Any, int]:
-    """Parse the value at a position; returns it and where it ends. With `ends`, nothing may follow it."""
+    """Parse the value at a position; returns it and its end. With `ends`, nothing may follow it."""
     try:
         return (_DECODER.decode(text), len(text)) if ends else _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""What happens to prompts that are too long: they are dropped, truncated or refused, and counted."""
+"""Drops, truncates or refuses prompts that are too long, and counts them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OverlongPrompts = Literal["drop", "truncate", "error"]
 
 @dataclass(frozen=True)
 class KeptPrompts:
-    """What a length policy left of the rows of a split.
+    """The rows of a split after a length policy.
 
     Attributes:
         prompts: The prompts in use.
         rows: The row of each, counted from 0 over the whole split.
         num_rows: Rows before anything was dropped.
-        num_truncated: How many of the prompts were cut.
+        num_truncated: Number of truncated prompts.
     """
 
     prompts: list[Prompt]
@@ -35,12 +35,12 @@ class KeptPrompts:
         return self.num_rows - len(self.prompts)
 
     def describe(self, split: str, max_prompt_length: int | None, in_no_batch: int = 0) -> str:
-        """Say in one line what became of the rows.
+        """Describe the result in one line.
 
         Args:
             split: Name of the split.
             max_prompt_length: The limit.
-            in_no_batch: Number of prompts that each epoch leaves out because they do not fill a batch.
+            in_no_batch: Number of prompts that each epoch skips because they do not fill a batch.
         """
         line = f"{split}: {self.num_rows} rows, {len(self.prompts)} kept, {self.num_dropped} dropped"
         if self.num_dropped:
@@ -53,7 +53,7 @@ class KeptPrompts:
 
 @dataclass(frozen=True)
 class LengthPolicy:
-    """What happens to long prompts; the fields are documented at `PromptDataModule`."""
+    """How to treat long prompts; see `PromptDataModule` for the fields."""
 
     max_prompt_length: int | None = None
     overlong_prompts: OverlongPrompts = "drop"
@@ -74,16 +74,16 @@ class LengthPolicy:
         )
 
     def apply(self, prompts: Sequence[Prompt], split: str) -> KeptPrompts:
-        """Drop, cut or refuse the prompts that are longer than the limit.
+        """Drop, truncate or refuse the prompts that are longer than the limit.
 
-        Images and videos are processed once to count their tokens, and not kept.
+        Processes images and videos once to count their tokens, without keeping them.
 
         Args:
-            prompts: One per row; those that are cut are changed in place.
+            prompts: One per row; truncated in place.
             split: Name of the data, for messages.
 
         Raises:
-            ValueError: If a prompt is too long and `overlong_prompts` says so; if none, or too few, would be left.
+            ValueError: If a prompt is too long and `overlong_prompts` is `error`, or if none, or too few, would remain.
         """
         limit, everything = self.max_prompt_length, range(len(prompts))
         if limit is None:

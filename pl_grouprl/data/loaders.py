@@ -1,4 +1,4 @@
-"""Batches of prompts: what the training and the evaluation loops iterate over."""
+"""Loaders of prompt batches for training and evaluation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pl_grouprl.utilities.copying import private_copy
 class PromptBatch:
     """This rank's prompts of one rollout.
 
-    A plain object and no collection on purpose: Lightning walks through collections and dataclasses to move tensors
-    and to guess a batch size, token by token. Pass `batch_size` when logging.
+    Deliberately a plain object: Lightning walks through collections and dataclasses, token by token, to move tensors
+    and to guess a batch size. Pass `batch_size` when logging.
 
     Attributes:
         prompts: Prompts of this rank; copies, because callbacks receive the batch.
-        rollout_number: Counts rollouts from the start of the training, over all epochs; equal on all ranks. In
-            evaluation, counts batches.
-        update_index: How often this batch has come already: 0 when a rollout begins.
-        num_updates: How often this batch comes in all.
+        rollout_number: Index of the rollout since the start of training, over all epochs; equal on all ranks. In
+            evaluation, the index of the batch.
+        update_index: How often this batch has already been yielded: 0 when a rollout begins.
+        num_updates: How often this batch is yielded in total.
     """
 
     __slots__ = ("num_updates", "prompts", "rollout_number", "update_index")
@@ -47,24 +47,24 @@ class PromptBatch:
 
 
 class TrainPromptLoader:
-    """Yields each batch of prompts as often as it is trained on, epoch after epoch, and knows where it stands.
+    """Yields each batch of prompts as often as it is trained on, epoch after epoch, with a resumable position.
 
-    Lightning sees `len(loader)` batches per epoch. The order of the prompts depends on (seed, epoch) and on which rows
-    are used, see `EpochOrder`. Each rank takes every `num_replicas`-th prompt of a batch, so ranks may have one prompt
-    more or less.
+    Lightning sees `len(loader)` batches per epoch. The order of the prompts depends on (seed, epoch) and the rows in
+    use; see `EpochOrder`. Each rank takes every `num_replicas`-th prompt of a batch, so their numbers may differ by
+    one.
 
-    It is not a torch DataLoader: those get samplers injected, and an unsized one is fetched one batch ahead, which
-    would start a rollout one optimizer step too early. The epoch comes through `set_epoch`, which Lightning calls on
-    the attribute `sampler`. The position goes into checkpoints through `state_dict`. It is valid for any number of
-    ranks, and if other rows are dropped: the epoch then continues with prompts that it has not had.
+    Not a torch DataLoader: those get samplers injected, and an unsized one is fetched one batch ahead, which would
+    start a rollout one optimizer step too early. Lightning sets the epoch by calling `set_epoch` on the attribute
+    `sampler`. Checkpoints save the position (`state_dict`). It is valid for any number of ranks, and if other rows are
+    dropped: the epoch then continues with prompts that it has not used.
 
     Args:
         prompts: All prompts in use, the same on every rank.
         batch_size: Prompts of one rollout, over all ranks.
-        updates_per_rollout: How often each batch is yielded in a row.
+        updates_per_rollout: How often each batch is repeated.
         shuffle: Draw a new order in each epoch.
         seed: Determines the orders.
-        drop_last: Leave out the prompts of an epoch that do not fill a batch.
+        drop_last: Skip the prompts of an epoch that do not fill a batch.
         num_replicas: Number of ranks that share the data.
         rank: This rank.
         rows: The data row of each prompt, ascending, if rows were dropped. None: no row was dropped.
@@ -119,10 +119,10 @@ class TrainPromptLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; nothing happens if it is the one that was begun last.
+        """Begin an epoch; no-op if it has already begun.
 
-        The first call sets the number. After a resume only a *change* of the number counts: Lightning 2.6 skips one
-        when it resumes, under `max_steps`, from a checkpoint that was made at the end of an epoch.
+        The first call sets the number. After a resume only a *change* of the number counts, because Lightning 2.6 skips
+        one when it resumes, under `max_steps`, from a checkpoint at the end of an epoch.
         """
         if self._announced_epoch is None:
             self._epoch, self._position, self._first_rollout = epoch, 0, epoch * self.rollouts_per_epoch
@@ -133,8 +133,8 @@ class TrainPromptLoader:
     def __iter__(self) -> Iterator[PromptBatch]:
         """Iterate over one epoch; without `set_epoch`, each iteration is the next one.
 
-        The first iteration after `load_state_dict` continues where the state was taken. (Nothing is read before the
-        first batch is asked for: Lightning makes iterators before it sets the epoch.)
+        The first iteration after `load_state_dict` continues from that state. (Reads nothing before the first batch is
+        requested, because Lightning creates iterators before it sets the epoch.)
         """
         if not self._resumed or self._position >= len(self):
             self._begin_next_epoch()
@@ -151,24 +151,23 @@ class TrainPromptLoader:
             )
 
     def peek(self, rollout_number: int) -> list[Prompt]:
-        """Return this rank's prompts of a rollout, whether or not it has come; nothing moves."""
+        """Return this rank's prompts of a past or future rollout, without changing the position."""
         return self._share(self._rows_of(rollout_number))
 
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
-        """Draw prompts beside a rollout's regular ones, to replace groups that teach nothing (dynamic sampling).
+        """Draw additional prompts for a rollout, to replace groups without signal (dynamic sampling).
 
-        The draw depends on the seed, the rollout, the attempt, the ranks and the count alone: it has no state, so a
-        resumed run draws the same. No prompt comes twice in one call. As far as the data goes, these are disjoint:
-        the draws of different ranks; those of different attempts, if none asks for more than a rank's share of a
-        batch (rounded up); and every draw and the rollout's regular batch. Where the data ends, this rank's own share
-        of the other prompts is left first, then the regular batch is taken in.
+        The draw depends only on seed, rollout, attempt, ranks and count, so a resumed run draws the same prompts. No
+        prompt comes twice in one call. As far as the data suffices, draws of different ranks are disjoint, as are those
+        of different attempts (if none exceeds a rank's share of a batch, rounded up), and draws and the rollout's
+        regular batch. If the data does not suffice, first other ranks' shares and then the regular batch are used.
 
-        All prompts take part, those outside an epoch's full batches and beyond Lightning's `overfit_batches` too.
+        Draws from all prompts, even those outside an epoch's full batches and beyond Lightning's `overfit_batches`.
 
         Args:
-            count: Prompts that this rank wants; ranks may want different numbers.
+            count: Prompts for this rank; may differ between ranks.
             rollout_number: The `PromptBatch.rollout_number` of the regular prompts.
-            attempt: Counts the draws for this rollout, from 0.
+            attempt: Number of the draw for this rollout, from 0.
 
         Returns:
             `count` prompts, in random order, or all if there are fewer.
@@ -179,7 +178,7 @@ class TrainPromptLoader:
         for name, value in (("count", count), ("rollout_number", rollout_number), ("attempt", attempt)):
             if value < 0:
                 raise ValueError(f"draw_extra: {name} is {value}; it must be 0 or larger.")
-        # The last number keeps this stream apart from those of the epochs' orders: seeds are filled up with zeros.
+        # The last number separates this stream from those of the epochs' orders, since seeds are padded with zeros.
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
         order = self._order.kept(rng.permutation(self._order.num_rows))
         regular = np.isin(order, self._rows_of(rollout_number))
@@ -201,12 +200,12 @@ class TrainPromptLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, on any number of ranks.
 
-        The rows in use may differ from those when it was saved. Batches that the epoch has begun stay as they were and
-        do not come again. The epoch takes its new length, and is over if it already had that many batches.
+        The rows in use may have changed. Batches that the epoch has begun stay the same and are not repeated. The epoch
+        has its new length, and is over if it already had that many batches.
 
         Raises:
-            ValueError: If the settings differ, so that the position would mean other prompts; or if the epoch is over
-                while its current batch still has updates left.
+            ValueError: If the settings differ, so the position would mean other prompts; or if the epoch is over while
+                its current batch still has updates left.
         """
         differences = [
             f"{name} was {state_dict.get(name)!r} and is {value!r}"
@@ -215,12 +214,12 @@ class TrainPromptLoader:
         ]
         if differences:
             raise ValueError(
-                f"The checkpoint was made with other training data: {'; '.join(differences)}. Its position in the data "
-                "has no meaning here; set what it was, or start a new run from the checkpoint's weights."
+                f"The checkpoint was saved with other training data: {'; '.join(differences)}. Its position in the "
+                "data is meaningless here; restore these settings, or start a new run from the checkpoint's weights."
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
         batches = -(-position // self._settings["updates_per_rollout"])
-        # States without these two come from runs that dropped no row.
+        # States without these two come from runs that dropped no rows.
         begun = state_dict.get("begun", self._order.all_rows(epoch)[: batches * self._settings["batch_size"]])
         first = state_dict.get("first_rollout", epoch * self._num_batches(self._order.num_rows))
         self._announced_epoch, self._resumed = state_dict["announced_epoch"], True
@@ -237,7 +236,7 @@ class TrainPromptLoader:
         self._epoch, self._position, self._first_rollout = epoch + 1, 0, first + batches
 
     def _begin_next_epoch(self) -> None:
-        """Go to the start of the next epoch, or stay there if nothing of the present one was read."""
+        """Go to the start of the next epoch, or stay if nothing of the current one was read."""
         if self._position > 0:
             self._first_rollout += self.rollouts_per_epoch
             self._epoch, self._position, self._resumed = self._epoch + 1, 0, False
@@ -260,7 +259,7 @@ class TrainPromptLoader:
         return [self.prompts[index] for index in self._order.prompts(rows[self.rank :: self.num_replicas])]
 
     def _deal(self, indices: np.ndarray, attempt: int) -> np.ndarray:
-        """Put this rank's share of the indices first, from where the attempt begins, and the other ranks' after it."""
+        """Order the indices: this rank's share first, starting at the attempt's offset, then the other ranks'."""
         own = np.arange(len(indices)) % self.num_replicas == self.rank
         step = attempt * -(-self._settings["batch_size"] // self.num_replicas)
         return np.concatenate([np.roll(part, -step) for part in (indices[own], indices[~own])])
@@ -285,12 +284,12 @@ class TrainPromptLoader:
 class EvalPromptLoader:
     """Yields every prompt once, in order, in batches of about equal size.
 
-    No prompt comes twice and none is padded: each rank takes every `num_replicas`-th prompt of a batch. All ranks see
-    the same number of batches, which sharded models need; with fewer prompts than ranks a rank's batch is empty.
+    Without repetition or padding: each rank takes every `num_replicas`-th prompt of a batch. All ranks have the same
+    number of batches, as sharded models need; with fewer prompts than ranks, some ranks' batches are empty.
 
     Args:
         prompts: All prompts, the same on every rank.
-        batch_size: Largest number of prompts in a batch, over all ranks.
+        batch_size: Maximum number of prompts in a batch, over all ranks.
         num_replicas: Number of ranks that share the data.
         rank: This rank.
     """

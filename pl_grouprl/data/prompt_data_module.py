@@ -1,4 +1,4 @@
-"""The LightningDataModule that feeds prompts to training, validation and test."""
+"""The LightningDataModule with prompts for training, validation and test."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("tes
 class PromptDataModule(LightningDataModule):
     """Prompts from files, data sets in memory, or built-in tasks.
 
-    Two sets of columns are understood. TRL's: `prompt`, a string or messages; every other column reaches the reward
-    functions. verl's: `prompt` as messages, `data_source` (under which validation metrics are reported),
-    `reward_model` with `ground_truth`, `extra_info`. Prompts are tokenized once, when the run is set up, so a bad row
-    ends it before any training step.
+    Supports two sets of columns. TRL's: `prompt`, a string or messages; every other column is passed to the reward
+    functions. verl's: `prompt` as messages, `data_source` (under which validation metrics are reported), `reward_model`
+    with `ground_truth`, `extra_info`. Prompts are tokenized once, at setup, so a bad row fails before any training
+    step.
 
     Images and videos are in the columns `images` and `videos`: lists of PIL images, paths, or dictionaries with `bytes`
     or `path`; a video may be a list of frames. Their places in messages are parts `{"type": "image"}`, or tags
-    `<image>` and `<video>` in the text; without any they come first. At setup files are opened and places counted;
-    images are decoded and processed when their prompt is sampled, and not kept. (Only `max_prompt_length` takes one
-    processing of every row at setup, to count tokens.)
+    `<image>` and `<video>` in the text; without any they come first. Setup opens files and counts places; images are
+    decoded and processed when their prompt is sampled, and not kept. (`max_prompt_length` requires processing every row
+    once at setup, to count tokens.)
 
-    In training each batch of prompts comes `updates_per_rollout` times in a row, an attribute of the LightningModule
-    (1 if it has none). Batches are `PromptBatch` objects.
+    In training each batch of prompts is repeated `updates_per_rollout` times, an attribute of the LightningModule (1 by
+    default). Batches are `PromptBatch` objects.
 
     Args:
         train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
@@ -47,22 +47,22 @@ class PromptDataModule(LightningDataModule):
         test: The same, for the test stage. The predict stage uses it too, or `val` if it is None.
         batch_size: Prompts per rollout, over all ranks together (verl's `train_batch_size`). Need not be a multiple of
             the number of ranks.
-        val_batch_size: Largest number of prompts in one batch of validation or test, over all ranks.
-        prompt_column: Column that holds the prompt.
-        image_column: Column that holds a prompt's images, or its image. Without `images` a row's `image` is read (TRL).
-        video_column: Column that holds a prompt's videos, or its video; without `videos`, `video`.
-        max_prompt_length: Longest prompt in tokens, template, images and videos included; None for no limit.
-        overlong_prompts: What happens to longer ones: `drop` leaves them out, `truncate` keeps their last
-            `max_prompt_length` tokens (of text; with images it is an error), `error` refuses the data. The counts are
-            printed at the start and logged as `data/...`. Both options may change when a run is resumed.
-        max_dropped_share: Largest share of a split's prompts that `drop` may leave out, from 0 to 1; more is an error.
+        val_batch_size: Maximum number of prompts in a validation or test batch, over all ranks.
+        prompt_column: Column of the prompt.
+        image_column: Column of a prompt's images, or image. Rows without `images` may have `image` (TRL).
+        video_column: Column of a prompt's videos, or video. Rows without `videos` may have `video`.
+        max_prompt_length: Maximum prompt length in tokens, including template, images and videos; None for no limit.
+        overlong_prompts: How to treat longer prompts: `drop` skips them, `truncate` keeps their last
+            `max_prompt_length` tokens (an error with images), `error` refuses the data. The counts are printed at the
+            start and logged as `data/...`. Both options may change when a run is resumed.
+        max_dropped_share: Maximum fraction of a split's prompts that `drop` may skip, from 0 to 1; more is an error.
         add_special_tokens: Let the tokenizer add its special tokens to string prompts. (For messages the chat template
             writes them.)
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
         shuffle: Draw a new order of the training prompts in each epoch, from `seed` and the epoch's number.
         seed: Determines the orders.
-        drop_last: Leave out the training prompts of an epoch that do not fill a batch; other ones in each epoch if
-            `shuffle` is on.
+        drop_last: Skip the training prompts of an epoch that do not fill a batch; with `shuffle`, different ones in
+            each epoch.
         tokenizer: A transformers tokenizer, or the path or name of one; by default the LightningModule's `tokenizer`.
         processor: A transformers processor, or the path or name of one, for images and videos; by default that of the
             LightningModule's policy, loaded if a row has any or the policy reads them.
@@ -121,7 +121,7 @@ class PromptDataModule(LightningDataModule):
         self._train_loader: TrainPromptLoader | None = None
 
     def setup(self, stage: str) -> None:
-        """Read and tokenize what a stage needs (once), and print how many of its prompts are used.
+        """Read and tokenize a stage's data (once), and print how many of its prompts are used.
 
         Raises:
             ValueError: If the data is missing, malformed, empty, too small for a batch, or not the same on all ranks.
@@ -133,7 +133,7 @@ class PromptDataModule(LightningDataModule):
         self._compare_ranks(device)
 
     def _compare_ranks(self, device: Any) -> None:
-        """Refuse ranks that read other rows: they would wait for each other in vain."""
+        """Refuse ranks with different rows, which would deadlock."""
         facts = {split: kept.num_rows for split, kept in self.kept.items()} | self.resume_facts()
         for rank, own in enumerate(gather_plain(facts, device)):
             for name in (name for name in facts if own.get(name) != facts[name]):
@@ -150,13 +150,13 @@ class PromptDataModule(LightningDataModule):
             if self.sources[split] is not None and split not in self.prompts:
                 self._load(split)
         if "train" in splits:
-            self.train_dataloader()  # its checks belong here, before anything else of the run
+            self.train_dataloader()  # run its checks before anything else of the run
         for split in (split for split in splits if split in self.kept):
             left_out = len(self.prompts[split]) % self.batch_size if split == "train" and self.drop_last else 0
             rank_zero_info(self.kept[split].describe(split, self.length_policy.max_prompt_length, left_out))
 
     def train_dataloader(self) -> TrainPromptLoader:
-        """Return the loader of the training prompts; it knows its epoch and position, and saves them."""
+        """Return the loader of the training prompts, which saves its epoch and position."""
         kept = self.kept["train"]
         self._train_loader = TrainPromptLoader(
             self.prompts["train"],
@@ -172,7 +172,7 @@ class PromptDataModule(LightningDataModule):
         return self._train_loader
 
     def resume_facts(self) -> dict[str, Any]:
-        """What a resumed run must have in common, as plain values: the training rows, their batches and encoding.
+        """Facts that a resumed run must share, as plain values: the training rows, their batches and encoding.
 
         Rows are taken before the length policy, so `max_prompt_length` and `overlong_prompts` may change.
 
@@ -206,12 +206,12 @@ class PromptDataModule(LightningDataModule):
         return self._loader().peek(rollout_number)
 
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
-        """Draw training prompts of this rank beside a rollout's regular ones; see `TrainPromptLoader.draw_extra`.
+        """Draw additional training prompts of this rank for a rollout; see `TrainPromptLoader.draw_extra`.
 
         Args:
-            count: Prompts that this rank wants.
-            rollout_number: The rollout for which they are.
-            attempt: Counts the draws for this rollout, from 0.
+            count: Prompts for this rank.
+            rollout_number: The rollout.
+            attempt: Number of the draw for this rollout, from 0.
 
         Returns:
             `count` prompts, or all if there are fewer.
@@ -231,7 +231,7 @@ class PromptDataModule(LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> EvalPromptLoader:
-        """Return the loader of the prompts to sample for: the test prompts, or `val`'s if there are none."""
+        """Return the loader for prediction: the test prompts, or `val`'s if there are none."""
         return self._eval_loader(self._predicted())
 
     def _predicted(self) -> str:
@@ -242,7 +242,7 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def num_train_batches(self) -> int:
-        """Batches per epoch; a batch that is yielded several times counts each time."""
+        """Batches per epoch, counting repeated batches each time."""
         return len(self._loader())
 
     def _loader(self) -> TrainPromptLoader:
@@ -292,10 +292,10 @@ class PromptDataModule(LightningDataModule):
         return self.processor
 
     def _reads_media(self) -> bool:
-        """Whether images and videos have a meaning in this run, even if no row has any.
+        """Whether this run supports images and videos, even if no row has any.
 
         Raises:
-            ValueError: If a processor was named that cannot be loaded.
+            ValueError: If a named processor cannot be loaded.
         """
         if self.processor is None:
             return reads_media(getattr(self._module(), "policy_source", None))
@@ -305,6 +305,6 @@ class PromptDataModule(LightningDataModule):
         return getattr(self.trainer, "lightning_module", None)
 
     def _ranks(self) -> dict[str, int]:
-        """Return number and rank of the processes that share the data, as the Trainer's strategy counts them."""
+        """Return number and rank of the processes that share the data, from the Trainer's strategy."""
         kwargs = getattr(self.trainer, "distributed_sampler_kwargs", None) or {}
         return {"num_replicas": kwargs.get("num_replicas", 1), "rank": kwargs.get("rank", 0)}

@@ -1,4 +1,4 @@
-"""Checks that apply to every row, whatever its columns mean."""
+"""Checks of every row, independent of the meaning of its columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pl_grouprl.utilities.text import shorten
 
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments that reward functions with TRL's signature get in addition to the columns."""
+"""Arguments passed to reward functions with TRL's signature in addition to the columns."""
 
 
 def check_values(values: Any, where: str) -> None:
@@ -20,7 +20,7 @@ def check_values(values: Any, where: str) -> None:
         where: Its place, for the error.
 
     Raises:
-        ValueError: If it is not a mapping, a column name is not a string, or a text holds a lone surrogate.
+        ValueError: If it is not a mapping, a column name is not a string, or a text has a lone surrogate.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -32,13 +32,13 @@ def check_values(values: Any, where: str) -> None:
         broken = _broken_text(name) or _broken_text(value)
         if broken:
             raise ValueError(
-                f"{where}: column {name!r} holds the code point {broken}, half of a surrogate pair, which is no "
+                f"{where}: column {name!r} has the code point {broken}, half of a surrogate pair, which is not a "
                 "character and cannot be encoded; correct the row or the program that wrote it."
             )
 
 
 def check_columns_of(values: Mapping[str, Any], prompt_column: str, where: str) -> None:
-    """Check the columns other than the prompt that have a meaning of their own.
+    """Check the columns other than the prompt that have a special meaning.
 
     Args:
         values: The row.
@@ -51,7 +51,7 @@ def check_columns_of(values: Mapping[str, Any], prompt_column: str, where: str) 
     taken = [name for name in _ARGUMENTS if name in values and name != prompt_column]
     if taken:
         raise ValueError(
-            f"{where}: the column {taken[0]!r} has the name of an argument that reward functions are given; rename it."
+            f"{where}: the column {taken[0]!r} has the name of an argument of reward functions; rename it."
         )
     source = values.get("data_source")
     if source is not None and not isinstance(source, (str, int)):
@@ -60,13 +60,13 @@ def check_columns_of(values: Mapping[str, Any], prompt_column: str, where: str) 
     if model is not None and not isinstance(model, Mapping):
         raise ValueError(
             f"{where}: column 'reward_model' is {shorten(model)}; it must be a mapping such as "
-            "{'ground_truth': ...}, or the column have another name."
+            "{'ground_truth': ...}; correct it, or rename the column."
         )
     references = {name: values.get(name) for name in ("ground_truth", "answer")}
     references["reward_model.ground_truth"] = (model or {}).get("ground_truth")
     for name, reference in references.items():
         if isinstance(reference, float) and math.isnan(reference):
-            raise ValueError(f"{where}: {name!r} is NaN, no reference; write the answer, or null for none.")
+            raise ValueError(f"{where}: {name!r} is NaN, which is not a reference; write the answer, or null for none.")
 
 
 def _broken_text(value: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Where prompts come from: files, objects that make rows, or rows in memory. Everything becomes a list of rows."""
+"""Reads prompt sources (files, objects that create rows, or rows in memory) into a list of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PromptSource(Protocol):
     def rows(self, split: str) -> Any:
         """Return the rows of a split (`train`, `val` or `test`): a sequence of dictionaries.
 
-        (The annotation is `Any` so that a class in a YAML file may annotate its own `rows` as it likes.)
+        (Annotated as `Any`, so a class in a YAML file may annotate its `rows` freely.)
         """
 
 
@@ -27,10 +27,10 @@ Source = str | list[str] | PromptSource | Sequence[dict[str, Any]]
 
 
 class SourceRow(NamedTuple):
-    """A row and where it is from.
+    """A row and its origin.
 
     Attributes:
-        where: For error messages: `data/train.jsonl, line 17` or `train, row 17` (rows are counted from 0).
+        where: For error messages: `data/train.jsonl, line 17` or `train, row 17` (rows count from 0).
         values: The columns.
     """
 
@@ -43,11 +43,11 @@ def read_source(source: Any, split: str) -> list[SourceRow]:
 
     Args:
         source: See `Source`.
-        split: `train`, `val` or `test`; names the rows in error messages and is handed to a PromptSource.
+        split: `train`, `val` or `test`; names the rows in error messages and is passed to a PromptSource.
 
     Raises:
         FileNotFoundError: If a path or pattern matches no file.
-        ValueError: If a file's type is unknown, a file is damaged, a row is malformed, or there is no row at all.
+        ValueError: If a file's type is unknown, a file is damaged, a row is malformed, or there are no rows.
         OSError: If a file cannot be opened.
         TypeError: If the source is none of the above.
     """
@@ -61,7 +61,7 @@ def read_source(source: Any, split: str) -> list[SourceRow]:
         rows = [SourceRow(f"{split}, row {index}", values) for index, values in enumerate(_iterate(source, split))]
         origin = type(source).__name__
     if not rows:
-        raise ValueError(f"PromptDataModule(`{split}`): {origin} holds no rows; give a data set with at least one.")
+        raise ValueError(f"PromptDataModule(`{split}`): {origin} has no rows; pass a data set with at least one.")
     for where, values in rows:
         check_values(values, where)
     return rows
@@ -101,7 +101,7 @@ def _find_files(patterns: list[str | Path], split: str) -> list[Path]:
             )
         if not found:
             raise FileNotFoundError(
-                f"PromptDataModule(`{split}`): no file matches {str(pattern)!r}; give the path (or a pattern with *) "
+                f"PromptDataModule(`{split}`): no file matches {str(pattern)!r}; pass the path (or a pattern with *) "
                 f"of a .jsonl, .json or .parquet file, absolute or relative to {Path.cwd()}."
             )
         files.extend(found)

@@ -1,1 +1,1 @@
-"""Mathematics on tensors, without models, trainers or padding: pure functions and thin classes over them."""
+"""Mathematics on tensors, without models or trainers: pure functions and thin classes over them."""

@@ -1,4 +1,4 @@
-"""From one loss per token to the loss of a step, with a denominator that the whole step shares.
+"""Aggregates per-token losses into the loss of a step, with a common denominator for the whole step.
 
 Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding), |i| trained tokens of rollout i.
 
@@ -9,11 +9,11 @@ Legend: B rollouts, N response tokens of all rollouts in one row (flat, no paddi
 | `seq-mean-token-mean` | sum over rollouts of (their sum / |i|) / denominator | trained rollouts of the step |
 | `seq-mean-token-sum-norm` | sum over rollouts of their sums / norm / denominator | trained rollouts of the step |
 
-The denominator counts the step: all micro-batches, all ranks. The parts then add up to the whole, however the step was
-cut. Rollouts of the step are those with a trained token, so that a rollout without reward, an empty one or a filler on
-another rank changes nothing (as verl's `agg_loss` on its own; TRL, and verl's trainers through `global_batch_size`,
-count the others too: pass such a denominator to get their number). In `seq-mean-token-sum-norm` TRL divides by the
-rollouts and the norm; verl has versions that do and versions that divide by the norm alone.
+The denominator counts the whole step, over all micro-batches and ranks, so the parts add up to the same loss however
+the step is split. Only rollouts with a trained token count, so a rollout without reward, an empty one or a dummy on
+another rank changes nothing. This matches verl's `agg_loss` alone; TRL, and verl's trainers through
+`global_batch_size`, count all rollouts: pass such a denominator to match them. In `seq-mean-token-sum-norm` TRL divides
+by the rollouts and the norm; some versions of verl do so too, others divide by the norm alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 
 class LossPreset(NamedTuple):
-    """What one of TRL's `loss_type` names stands for.
+    """The options behind one of TRL's `loss_type` names.
 
     Attributes:
         scale: `scale` of `group_relative_advantages`.
@@ -53,12 +53,12 @@ LOSS_PRESETS: dict[str, LossPreset] = {
 }
 """TRL's `loss_type` names. Where they differ from TRL:
 
-- `scale_rewards` is a separate option in TRL, `group` whatever the loss. Here `dr_grpo` implies `none`, as its paper
-  has it.
+- `scale_rewards` is a separate option in TRL, `group` for every loss. Here `dr_grpo` implies `none`, as in its paper.
 - `grpo`, `sapo`, `dr_grpo`, `bnpo`: TRL averages the averages of micro-batches and ranks; here the denominator is the
-  step's. With micro-batches of equal numbers of rollouts that is the same for the first three. It is not for `bnpo`,
-  which therefore is `dapo` here.
-- `gspo` is no `loss_type` of TRL but `importance_sampling_level="sequence"` with `loss_type="grpo"`.
+  step's. With equal numbers of rollouts per micro-batch, this is the same for the first three, but not for `bnpo`,
+  which
+    is therefore `dapo` here.
+- `gspo` is not a `loss_type` in TRL but `importance_sampling_level="sequence"` with `loss_type="grpo"`.
 - `cispo`: TRL's `epsilon_high` is the upper bound of the weight itself, here named `epsilon_max`.
 """
 
@@ -81,12 +81,12 @@ def aggregate(
         rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be whole.
         mode: One of `LOSS_AGG_MODES`.
         num_rollouts: B, the rollouts of this call.
-        denominator: What the step's sum is divided by (`loss_denominator`, summed over micro-batches and ranks). To
-            undo the averaging of gradients over ranks, divide it by their number. None takes that of this call alone.
+        denominator: Divides the step's sum (`loss_denominator`, summed over micro-batches and ranks). To undo the
+            averaging of gradients over ranks, divide it by their number. None uses that of this call alone.
         norm: The constant of `seq-mean-token-sum-norm` (Dr. GRPO), in tokens; needed there, refused elsewhere.
 
     Returns:
-        A scalar. 0, with a zero gradient, where the denominator is 0.
+        A scalar; 0 with a zero gradient if the denominator is 0.
 
     Raises:
         ValueError: If shapes differ, the mode is unknown, or `norm` does not fit the mode.
@@ -106,7 +106,7 @@ def aggregate(
 
 
 def loss_denominator(mask_N: Tensor, rollout_index_N: Tensor, num_rollouts: int, mode: str) -> Tensor:
-    """Count what `aggregate` divides by. Sum it over the micro-batches and ranks of a step.
+    """Count the denominator of `aggregate`. Sum it over the micro-batches and ranks of a step.
 
     Args:
         mask_N: True for trained tokens, bool, shape [N].

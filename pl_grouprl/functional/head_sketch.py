@@ -1,4 +1,4 @@
-"""A random sketch of each token's score: the gradient of its log-probability by the weights of the language-model head.
+"""A random sketch of each token's score, the gradient of its log-probability with respect to the head's weights.
 
 Legend: N tokens, D hidden size, V vocabulary, S size of the sketch.
 """
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class HeadSketch:
-    """Squeezes the gradient (e_a - p) h^T, a matrix [V, D] per token, into S numbers that keep inner products.
+    """Compresses the gradient (e_a - p) h^T, a matrix [V, D] per token, into S numbers that preserve inner products.
 
         phi_j = (r_j . h) * (s_j . (e_a - p)) / sqrt(S)
 
     with independent signs r_j over the hidden size and s_j over the vocabulary (Kar and Karnick, AISTATS 2012; bounds
     by Meister, Sarlos and Woodruff, NeurIPS 2019). The expectation of phi(x) . phi(y) over the signs is the
-    inner product of the two gradients, and its standard deviation falls with 1 / sqrt(S). As for the score norm, the
-    factor 1 / temperature is left out, and the head is taken as linear in h.
+    inner product of the two gradients, and its standard deviation falls as 1 / sqrt(S). As in the score norm, the
+    factor 1 / temperature is left out, and the head is treated as linear in h.
 
-    The signs follow from the seed, on every device alike. They are made at first use and kept, one byte each.
+    The seed determines the signs, on every device. They are created on first use and cached, one byte each.
 
     Args:
         dim: S, at least 1.
-        seed: Of the signs.
+        seed: Seed of the signs.
 
     Raises:
         ValueError: If dim is less than 1.
@@ -53,9 +53,9 @@ class HeadSketch:
         """Sketch the scores of some tokens.
 
         Args:
-            hidden_ND: What the head reads, shape [N, D].
+            hidden_ND: Hidden states, the head's input, shape [N, D].
             targets_N: Token ids, shape [N].
-            other_N: Sum of p_v over all v but the target: 1 - p_a, which would cancel where p_a is near 1.
+            other_N: Sum of p_v over all v but the target: 1 - p_a, without its cancellation for p_a near 1.
             mean_NS: Sum of p_v s_v over the same v, shape [N, S].
             vocabulary: V.
 

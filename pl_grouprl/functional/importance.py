@@ -1,7 +1,7 @@
-"""Weights that correct for a sampler whose probabilities are not the trainer's.
+"""Weights that correct for differences between the sampler's and the trainer's probabilities.
 
-With w the ratio of a token's probability under the trainer before the update to that under the sampler, and W the
-product of w over a rollout's trained tokens:
+With w a token's probability under the trainer before the update over that under the sampler, and W the product of w
+over a rollout's trained tokens:
 
 | kind | weight of a token | known as | TRL's `vllm_importance_sampling_mode` |
 |---|---|---|---|
@@ -35,19 +35,19 @@ MAX_LOG_RATIO = 20.0
 
 
 class ImportanceWeights(NamedTuple):
-    """Weights of the policy loss, and how far sampler and trainer disagree.
+    """Weights of the policy loss, and metrics of the disagreement between sampler and trainer.
 
     Attributes:
         weights_N: Weight of each token, without gradient, shape [N]; 0 outside the mask.
-        mask_N: Trained tokens that were not thrown out by a `..._mask` kind, bool, shape [N]. In TRL those thrown out
-            still count in the denominator of the loss: aggregate with the mask that came in for TRL's numbers, or with
-            this one to leave them out (as verl's rejection sampling does).
+        mask_N: Trained tokens that a `..._mask` kind did not reject, bool, shape [N]. In TRL, rejected tokens still
+            count in the denominator of the loss: aggregate with the input mask to match TRL, or with this one to leave
+            them out (as in verl's rejection sampling).
         metrics: Pairs (sum, count) by name, to be added over micro-batches and ranks and then divided:
             `sampling/sampling_logp_difference/mean` over trained tokens, and `sampling/importance_sampling_ratio/mean`
             over trained tokens or, for the sequence kinds, rollouts with a trained token. The ratio is the one after
             the bounds, as in TRL; for `none` it is w.
-        extremes: Scalars by name, to be reduced by the maximum (`.../max`) or the minimum (`.../min`). Where nothing is
-            trained they are neutral: 0 for a maximum, infinity for the minimum.
+            extremes: Scalars by name, to be reduced by the maximum (`.../max`) or the minimum (`.../min`). Neutral if
+                nothing is trained: 0 for a maximum, infinity for the minimum.
     """
 
     weights_N: Tensor
@@ -68,11 +68,11 @@ def importance_weights(
     low: float | None = None,
     high: float | None = 3.0,
 ) -> ImportanceWeights:
-    """Weigh each token by trainer over sampler, bounded; the module's table gives the formulas.
+    """Weight each token by the bounded ratio of trainer to sampler; the module's table gives the formulas.
 
     Args:
         old_logprobs_N: Log-probabilities under the trainer before the update, shape [N].
-        rollout_logprobs_N: The same as the sampler reported them, shape [N].
+        rollout_logprobs_N: Those reported by the sampler, shape [N].
         kind: One of `IMPORTANCE_KINDS`.
         mask_N: True for trained tokens, bool, shape [N]; log-probabilities elsewhere may be NaN.
         rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole for the sequence kinds.
@@ -111,13 +111,13 @@ def importance_weights(
 
 
 def check_importance_options(kind: str, low: float | None, high: float | None, prefix: str = "") -> None:
-    """Refuse an unknown kind and bounds that do not fit it.
+    """Refuse an unknown kind, and bounds that do not match it.
 
     Args:
         kind: One of `IMPORTANCE_KINDS`.
         low: Lower bound of the ratio; None sets none.
         high: Upper bound of the ratio; None sets none.
-        prefix: What the caller's names of the bounds begin with.
+        prefix: Prefix of the caller's names of the bounds.
 
     Raises:
         ValueError: If the kind is unknown, `none` has a lower bound, another kind has no bound at all, or the bounds
@@ -140,7 +140,7 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
 
 
 def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Return the bounded ratio, and whether it is still in use."""
+    """Return the bounded ratio, and whether it was not rejected."""
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     everything = torch.ones_like(ratio, dtype=torch.bool)
     if kind == "none":
@@ -155,7 +155,7 @@ def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None
 def _statistics(
     difference_N: Tensor, mask_N: Tensor, ratios: Tensor, is_counted: Tensor
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Return sums with counts, and extremes; the ratios are those of tokens or of rollouts."""
+    """Return sums with counts, and extremes, of the ratios of tokens or rollouts."""
     metrics = {
         "sampling/sampling_logp_difference/mean": (masked_sum(difference_N, mask_N), mask_N.sum()),
         "sampling/importance_sampling_ratio/mean": (masked_sum(ratios, is_counted), is_counted.sum()),

@@ -12,10 +12,9 @@ With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Ap
 
 The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
 
-What TRL and verl do: TRL has `k3` only, without any clamp. verl has all of these, limits x to [-20, 20] in `k3` and
-then its value to at most 10. Here x is limited in the same way (e^20 is 4.9e8; beyond it TRL's value differs), and
-the value is not, unless `max_value=10.0` asks for verl's. Where a limit acts, the gradient of a kind without `+` is
-zero.
+TRL has only `k3`, without any clamp. verl has all of these; in `k3` it clamps x to [-20, 20] and then the value to at
+most 10. Here x is clamped the same way (e^20 is 4.9e8; beyond it TRL's value differs), but the value only with
+`max_value=10.0`. Where a clamp is active, the gradient of a kind without `+` is zero.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to plus or minus this before `exp`, in nats (as in verl)."""
+"""Log-ratios are clamped to plus or minus this before `exp`, in nats (as in verl)."""
 
 KL_KINDS = ("k1", "abs", "k2", "k3")
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
@@ -36,8 +35,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
     Args:
         logp: Log-probabilities of the sampled tokens under the policy, in nats, any shape.
         ref_logp: The same under the reference, same shape.
-        kind: `k1`, `abs`, `k2` or `k3`, or verl's names `kl`, `mse`, `low_var_kl`. A `+` at the end keeps the value and
-            takes the gradient of `k2`, that is (logp - ref_logp) times the gradient of logp.
+        kind: `k1`, `abs`, `k2` or `k3`, or verl's names `kl`, `mse`, `low_var_kl`. A trailing `+` keeps the value and
+            uses the gradient of `k2`, that is (logp - ref_logp) times the gradient of logp.
         max_value: Upper limit of the value for `k3`; 10 gives verl's numbers, None (TRL) sets none.
 
     Returns:
@@ -64,7 +63,7 @@ def check_kl_kind(kind: str, argument: str = "kind") -> str:
     """Return our name of a kind, without `+`.
 
     Raises:
-        ValueError: If it is unknown, with the name of the caller's argument.
+        ValueError: If it is unknown; names the caller's argument.
     """
     name = kind.removesuffix("+")
     base = _ALIASES.get(name, name)
@@ -83,5 +82,5 @@ def _value(logp: Tensor, ref_logp: Tensor, base: str, max_value: float | None) -
     if base == "k2":
         return 0.5 * difference.square()
     log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    value = torch.expm1(log_ratio) - log_ratio  # expm1: no cancellation where the two policies are close
+    value = torch.expm1(log_ratio) - log_ratio  # expm1 avoids cancellation if the two policies are close
     return value if max_value is None else value.clamp(max=max_value)

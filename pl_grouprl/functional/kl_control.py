@@ -24,7 +24,7 @@ DEFAULT_HORIZON = 10_000
 
 
 class FixedKLController:
-    """A coefficient that stays what it is.
+    """A constant coefficient.
 
     Args:
         coef: Weight of the KL, 0 or larger.
@@ -53,8 +53,8 @@ class AdaptiveKLController:
 
     Args:
         coef: Weight of the KL at the start, larger than 0 (0 could never rise).
-        target: The KL to reach, in the unit of what `update` is given.
-        horizon: How many rollouts it takes to react, larger than 0.
+        target: Target KL, in the unit passed to `update`.
+        horizon: Time scale of the reaction, in rollouts, larger than 0.
 
     Raises:
         ValueError: If one of them is not positive.
@@ -69,11 +69,11 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, kl: float, num_rollouts: int) -> None:
-        """Move the coefficient after a rollout phase.
+        """Adapt the coefficient after a rollout phase.
 
         Args:
-            kl: Measured KL of the phase, the same on all ranks. NaN (nothing was measured) changes nothing.
-            num_rollouts: Rollouts of the phase, on all ranks together.
+            kl: Measured KL of the phase, the same on all ranks. NaN (no measurement) changes nothing.
+            num_rollouts: Rollouts of the phase, over all ranks.
 
         Raises:
             ValueError: If the phase has so many rollouts that the coefficient could turn 0 or negative.
@@ -93,19 +93,19 @@ class AdaptiveKLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a saved coefficient; a run that had a fixed one until now starts from the configuration's."""
+        """Continue from a saved coefficient; without one (it was fixed before), start from the configuration's."""
         self.coef = float(state.get("coef", self.coef))
 
 
 def make_kl_controller(
     coef: float, target: float | None = None, horizon: int | None = None
 ) -> FixedKLController | AdaptiveKLController:
-    """Build an adaptive controller where there is a target, else a fixed one.
+    """Build an adaptive controller if there is a target, else a fixed one.
 
     Args:
         coef: Weight of the KL (at the start).
-        target: The KL to reach; None keeps the coefficient fixed.
-        horizon: How many rollouts it takes to react; None takes `DEFAULT_HORIZON`. Only with a target.
+        target: Target KL; None keeps the coefficient fixed.
+        horizon: Time scale of the reaction, in rollouts; None is `DEFAULT_HORIZON`. Only with a target.
 
     Returns:
         The controller.

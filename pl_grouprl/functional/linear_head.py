@@ -1,4 +1,4 @@
-"""Scores of tokens under a head that is one matrix, in blocks of the vocabulary.
+"""Scores of tokens for a plain matrix head, in blocks of the vocabulary.
 
 Legend: N tokens, D hidden size, V vocabulary, C columns (token ids) of one block.
 """
@@ -16,14 +16,14 @@ from pl_grouprl.functional.running_softmax import Sums, Targets, check_targets
 from pl_grouprl.functional.softmax_scores import Outputs, ScoreOptions, Softmax, finish, mark_detached
 
 BLOCK = 4096
-"""Token ids of one block: enough for matrix products at full speed."""
+"""Token ids per block: enough for matrix products at full speed."""
 
 
 class Head:
-    """Hidden states and the head's weight, and the logits of one block of the vocabulary at a time.
+    """Computes logits from hidden states and the head's weight, one block of the vocabulary at a time.
 
     Args:
-        hidden_ND: What the head reads, shape [N, D].
+        hidden_ND: Hidden states, shape [N, D].
         weight_VD: The head's weight, shape [V, D].
         dtype: Of the matrix products and the logits.
     """
@@ -39,7 +39,7 @@ class Head:
         return self.weight_VD[start : start + BLOCK].to(self.dtype)
 
     def logits(self, start: int, *, own: bool = False) -> Tensor:
-        """Return the block's logits, shape [N, C]; with `own` room, or until the next call."""
+        """Return the block's logits, shape [N, C]; valid until the next call unless `own` allocates new memory."""
         rows_CD = self.rows(start)
         size = (len(self.states_ND), len(rows_CD))
         if own:
@@ -59,17 +59,17 @@ class Head:
         keep: Callable[[int, Tensor], None] | None = None,
         first_kept: int = 0,
     ) -> tuple[Softmax, Outputs, Sums]:
-        """Sum up the vocabulary.
+        """Sum over the vocabulary.
 
         Args:
             targets_N: Token ids, shape [N].
-            options: What is asked for.
-            mean_row: Sum up the rows of the weight too.
-            keep: Takes the first token id and the logits of each block from `first_kept` on.
-            first_kept: A token id.
+            options: The requested scores.
+            mean_row: Also sum the rows of the weight.
+            keep: Called with the first token id and the logits of each block from `first_kept` on.
+            first_kept: First token id of the blocks to keep.
 
         Returns:
-            What the gradient needs, the scores, and the sums over all tokens but the targets.
+            Quantities for the gradient, the scores, and the sums over all tokens but the targets.
         """
         vocabulary = len(self.weight_VD)
         check_targets(targets_N, vocabulary)
@@ -86,7 +86,7 @@ class Head:
                 keep(start, logits_NC)
             others = sums if others is None else others.add_(sums)
             target_N = z_N if target_N is None else torch.where(targets.inside_N1[:, 0], z_N, target_N)
-        assert others is not None  # the vocabulary is not empty
+        assert others is not None  # vocabularies are not empty
         assert target_N is not None
         return *finish(others, target_N, options, self.hidden_ND, targets_N, vocabulary), others
 
@@ -94,8 +94,8 @@ class Head:
 class LinearHeadScores(torch.autograd.Function):
     """Scores of tokens under softmax(h W^T / temperature), with one block of logits [N, C] at a time.
 
-    The backward pass computes each block of logits again, but for the last ones, which are kept as far as there is
-    room, and writes each row of the weight's gradient once.
+    The backward pass recomputes the blocks of logits, except for the last ones, which are kept as far as room allows,
+    and writes each row of the weight's gradient once.
     """
 
     @staticmethod
@@ -108,16 +108,16 @@ class LinearHeadScores(torch.autograd.Function):
         options: ScoreOptions,
         room: int,
     ) -> Outputs:
-        """Return log-probabilities, entropy, score norm and sketch; the last three None unless asked for.
+        """Return log-probabilities, entropy, score norm and sketch; the last three None unless requested.
 
         Args:
-            ctx: Of the function.
-            hidden_ND: What the head reads, shape [N, D].
+            ctx: Autograd context.
+            hidden_ND: Hidden states, shape [N, D].
             weight_VD: The head's weight, shape [V, D].
             targets_N: Token ids, shape [N].
-            dtype: Of the matrix products and the logits.
-            options: What is asked for.
-            room: Logits that may stay alive until the backward pass.
+            dtype: Dtype of the matrix products and the logits.
+            options: The requested scores.
+            room: Number of logits that may be kept for the backward pass.
         """
         head = Head(hidden_ND, weight_VD, dtype)
         blocks = room // max(len(hidden_ND) * BLOCK, 1)
@@ -133,13 +133,13 @@ class LinearHeadScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients by the hidden states and the weight."""
+        """Return the gradients with respect to hidden states and weight."""
         hidden_ND, weight_VD, targets_N, *saved = ctx.saved_tensors
         softmax, head = Softmax(*saved), Head(hidden_ND, weight_VD, ctx.dtype)
         by_hidden_ND = torch.zeros_like(hidden_ND, dtype=softmax.logprobs_N.dtype) if ctx.needs_input_grad[0] else None
         by_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         for start in head.starts:
-            logits_NC = ctx.kept.pop(start, None)  # once: it is overwritten
+            logits_NC = ctx.kept.pop(start, None)  # popped: it is overwritten
             if logits_NC is None:
                 logits_NC = head.logits(start)
             targets = Targets(targets_N, start, logits_NC.shape[1])
@@ -155,9 +155,9 @@ class LinearHeadScores(torch.autograd.Function):
 class FrozenHeadScores(torch.autograd.Function):
     """`LinearHeadScores` for a weight without gradient, whose backward pass needs no logits.
 
-    The gradient by a hidden state is the upstream gradient times (W_a - sum_v p_v W_v) / temperature, and that mean row
-    is summed up in the forward pass, as FlashAttention (arXiv:2205.14135) sums up values. A gradient of the entropy
-    would need a second such sum: not served here.
+    The gradient with respect to a hidden state is the upstream gradient times (W_a - sum_v p_v W_v) / temperature. The
+    forward pass sums that mean row, as FlashAttention (arXiv:2205.14135) sums values. A gradient of the entropy would
+    need a second such sum, and is not supported.
     """
 
     @staticmethod
@@ -179,7 +179,7 @@ class FrozenHeadScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradient by the hidden states."""
+        """Return the gradient with respect to the hidden states."""
         (unit_ND,) = ctx.saved_tensors
         by_hidden_ND = None if gradients[0] is None else (unit_ND * gradients[0][:, None]).to(unit_ND.dtype)
         return by_hidden_ND, None, None, None, None

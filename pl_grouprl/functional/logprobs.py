@@ -1,10 +1,10 @@
-"""Log-probabilities, entropy and scores of given tokens, from hidden states, without a matrix of all logits.
+"""Log-probabilities, entropy and scores of given tokens, from hidden states, without materializing all logits.
 
 Legend: N response tokens (flat), D hidden size, V vocabulary, M tokens of one chunk, S size of a sketch.
 
-At most about `chunk_size` * V logits exist at a time. A head of any kind gives the logits of `chunk_size` tokens; with
-gradient enabled a chunk, but for the last, keeps only its hidden states, and its logits are computed again in the
-backward pass. A head that is one matrix is taken by blocks of the vocabulary, all tokens at once: see `linear_head`.
+At most about `chunk_size` * V logits exist at a time. Any head can run on chunks of `chunk_size` tokens; with gradient
+enabled, all chunks but the last keep only their hidden states and recompute their logits in the backward pass. A plain
+matrix head runs in blocks of the vocabulary, all tokens at once: see `linear_head`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pl_grouprl.functional.softmax_scores import LogitsScores, Outputs, ScoreOpt
 
 
 class TokenScores(NamedTuple):
-    """What one pass over the response tokens gives, each in float32 (float64 for float64 logits).
+    """Scores of the response tokens, in float32 (float64 for float64 logits).
 
     Attributes:
-        logprobs_N: Log-probability of each token, in nats, with gradient where it is enabled.
-        entropy_N: Entropy of the distribution that each token was drawn from, in nats; None unless asked for.
-        score_norm_N: Squared norm of the gradient of the log-probability with respect to the logits divided by the
-            temperature, 1 - 2 p_a + sum_v p_v^2, detached; None unless asked for.
-        sketch_NS: Random sketch of the gradient of the log-probability with respect to the head's weights (see
-            `HeadSketch`), shape [N, S], detached; None unless asked for.
+        logprobs_N: Log-probability of each token, in nats, with gradient if enabled.
+        entropy_N: Entropy of each token's distribution, in nats; None unless requested.
+        score_norm_N: Squared norm of the log-probability's gradient with respect to the logits over the temperature,
+            1 - 2 p_a + sum_v p_v^2, detached; None unless requested.
+        sketch_NS: Random sketch of the log-probability's gradient with respect to the head's weights (see
+            `HeadSketch`), shape [N, S], detached; None unless requested.
     """
 
     logprobs_N: Tensor
@@ -58,23 +58,16 @@ def token_scores(
     Args:
         hidden_ND: The hidden states that predict the targets, shape [N, D]; N may be 0.
         targets_N: Token ids in [0, V), int64, shape [N].
-        logits_fn: The model's head: hidden states [M, D] to logits [M, V], soft-capping included, each row from its own
-            hidden state alone. It is called once per chunk, once for N = 0 too, so that its parameters are always part
-            of the graph.
+        logits_fn: The model's head: hidden states [M, D] to logits [M, V], including soft caps, row by row. Called once
+            per chunk, and once for N = 0, so its parameters are always in the graph.
         temperature: Divides the logits before the softmax. 0 (greedy decoding) is scored as 1.
-        chunk_size: Tokens whose logits may exist at the same time; changes memory, not the result.
+        chunk_size: Most tokens with logits in memory at a time; does not change the result.
         entropy: Also return the entropy of each distribution.
         entropy_grad: Let gradients flow through the entropy (an entropy bonus); costs memory. Needs `entropy`.
         score_norm: Also return the score norm.
         sketch: Also return this sketch of the score.
-        weight_VD: The head's weight, shape [V, D], where the head is `hidden @ weight_VD.T` and nothing else. Then
-            `logits_fn` is not called.
-
-    Returns:
-        The scores; the softmax is taken in float32 whatever the dtype of the logits.
-
-    Raises:
-        ValueError: If shapes or dtypes do not fit, or an option is out of range.
+        weight_VD: The head's weight, shape [V, D], if the head is exactly `hidden @ weight_VD.T`; `logits_fn` is then
+            not called.
     """
     _check(hidden_ND, targets_N, temperature, chunk_size, entropy, entropy_grad)
     options = ScoreOptions(temperature or 1.0, entropy, entropy_grad, score_norm, sketch)

@@ -1,4 +1,4 @@
-"""Masked sums and whitening, and the shape checks that every function on the flat token axis begins with.
+"""Masked sums and whitening, and shape checks for functions on the flat token axis.
 
 Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
 """
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 Reduce = Callable[[Tensor], Tensor]
-"""Adds up a small 1-D tensor of sums over all ranks; every rank calls it equally often."""
+"""Sums a small 1-D tensor over all ranks; collective."""
 
-_ROUNDING = 1e-12  # a standard deviation below this share of the mean is what rounding leaves of equal values
+_ROUNDING = 1e-12  # a standard deviation below this fraction of the mean is rounding error of equal values
 
 
 def check_flat(**tensors: Tensor) -> None:
     """Refuse arguments that do not share one flat axis.
 
     Args:
-        **tensors: Arguments by name; the first one sets the length that the others must have.
+        **tensors: Arguments by name; all must have the length of the first.
 
     Raises:
         ValueError: If one is not one-dimensional, or the lengths differ.
@@ -39,7 +39,7 @@ def check_flat(**tensors: Tensor) -> None:
 
 
 def check_mask(mask_N: Tensor) -> None:
-    """Refuse a mask of another dtype than bool: on integers `~` means something else.
+    """Refuse a mask that is not bool: `~` differs for integers.
 
     Args:
         mask_N: True for tokens to train.
@@ -52,11 +52,11 @@ def check_mask(mask_N: Tensor) -> None:
 
 
 def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Sum the values where the mask is true; NaN and infinities elsewhere do not reach the sum or its gradient.
+    """Sum the values where the mask is true; NaN and infinities elsewhere affect neither the sum nor its gradient.
 
     Args:
         values_N: Any values, shape [N].
-        mask_N: Which to add, bool, shape [N].
+        mask_N: Which values to add, bool, shape [N].
 
     Returns:
         A scalar; 0 if the mask is false everywhere.
@@ -82,7 +82,7 @@ def sum_per_rollout(values_N: Tensor, rollout_index_N: Tensor, num_rollouts: int
 
 
 def bool_mask(mask: Tensor) -> Tensor:
-    """Turn a mask of 0 and 1, which other projects' masks are, into bool.
+    """Convert a mask of 0 and 1, as other projects use, to bool.
 
     Args:
         mask: Any shape; bool, or 0 and 1 of another dtype.
@@ -91,7 +91,7 @@ def bool_mask(mask: Tensor) -> Tensor:
         The same shape, bool.
 
     Raises:
-        ValueError: If it holds anything else, such as weights.
+        ValueError: If it has other values, such as weights.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -106,21 +106,20 @@ def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None)
     """Subtract the mean of the valid entries and divide by their standard deviation.
 
     Equal to verl's and TRL's `masked_whiten`: (x - mean) / sqrt(variance + 1e-8) with the unbiased variance (n - 1).
-    Here the statistics are taken in float64 and over all ranks, and what stands outside the mask (NaN included) stays
-    out of them. Where verl raises an error, for fewer than two valid entries, and where all are equal, what is left
-    is the centred value: exactly 0.
+    Here the statistics are taken in float64 over all ranks, and entries outside the mask (even NaN) do not count. For
+    fewer than two valid entries, where verl raises an error, and if all are equal, the result is the centred value:
+    exactly 0.
 
     Args:
         values: Any shape and unit; not changed.
         mask: True for valid entries, the shape of the values; bool, or 0 and 1 of another dtype.
-        reduce: Adds up sums over ranks, so that each whitens by the statistics of all; None for this rank alone. It is
-            called twice, whatever the mask.
+        reduce: Sums over ranks, to whiten by the statistics of all; None for this rank alone. Always called twice.
 
     Returns:
         The shape of the values, in their dtype (at least float32), without gradient, 0 outside the mask.
 
     Raises:
-        ValueError: If the shapes differ, or the mask holds anything but 0 and 1.
+        ValueError: If the shapes differ, or the mask has other values than 0 and 1.
     """
     if mask.shape != values.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)} and values {tuple(values.shape)}; pass one per value.")

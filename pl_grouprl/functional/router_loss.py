@@ -14,17 +14,17 @@ from torch import Tensor
 def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int, weights_T: Tensor | None = None) -> Tensor:
     """Penalize routers that prefer some experts (Switch Transformer, arXiv:2101.03961, eq. 4-6, for top-k routing).
 
-    E * sum_e f_e P_e, where f_e is the share of tokens that choose expert e among their k and P_e the mean probability
-    of e, both weighted means over the tokens of all layers together, as transformers' `load_balancing_loss_func` takes
-    them. It is k where all experts are used alike. Gradients flow through P alone; f counts.
+    E * sum_e f_e P_e, where f_e is the fraction of tokens that choose expert e among their k and P_e the mean
+    probability of e, both weighted means over the tokens of all layers together, as in transformers'
+    `load_balancing_loss_func`. It is k if all experts are used equally. Gradients flow only through P.
 
-    A token of weight w counts as w tokens: the number of sequences that hold it, so that a prefix that is encoded once
-    weighs what its copies would; 0 at padding.
+    A token of weight w counts as w tokens: use the number of sequences that contain it, so a prefix that is encoded
+    once counts as all of its copies; 0 at padding.
 
     Args:
-        router_logits: What each layer's router gives the softmax, shape [T, E] each.
+        router_logits: Router logits of each layer, before the softmax, shape [T, E] each.
         top_k: Experts of each token, 1 to E.
-        weights_T: How often each token counts, 0 or more, shape [T]; None for once each.
+        weights_T: Weight of each token, 0 or more, shape [T]; None is 1 for each.
 
     Returns:
         A scalar, in float32 (float64 for float64 logits); 0 if all weights are 0.

@@ -1,6 +1,6 @@
-"""Between the flat token axis and one row per rollout, which recursions over time are written for.
+"""Converts between the flat token axis and one row per rollout, as needed by recursions over time.
 
-Legend: B rollouts, T length of the longest row, N response tokens of all rollouts one after another (flat, no padding).
+Legend: B rollouts, T length of the longest row, N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def to_rows(values_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Lay each rollout's values into a row of its own.
+    """Put each rollout's values into a separate row.
 
     Args:
-        values_N: Any dtype, shape [N] (or [N, S], a vector per token), the rollouts one after another.
+        values_N: Any dtype, shape [N] (or [N, S], a vector per token), rollouts concatenated.
         lengths_B: Tokens of each rollout, int64, shape [B], adding up to N.
 
     Returns:
-        Shape [B, T] (or [B, T, S]), 0 (False) behind each rollout's end.
+        Shape [B, T] (or [B, T, S]), 0 (False) after each rollout's end.
 
     Raises:
         ValueError: If the lengths do not add up to N.
@@ -34,7 +34,7 @@ def to_rows(values_N: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def from_rows(values_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """Undo `to_rows`: the first `lengths_B` entries of each row, one row after another, shape [N]."""
+    """Undo `to_rows`: concatenate the first `lengths_B` entries of each row, shape [N]."""
     return values_BT[_inside(lengths_B, values_BT.shape[1])]
 
 
@@ -45,27 +45,27 @@ def _inside(lengths_B: Tensor, width: int | None = None) -> Tensor:
 
 
 class Compacted(NamedTuple):
-    """Where the tokens of a mask stand when each row's gaps are closed.
+    """Indices that close the gaps in each row of a mask.
 
     Attributes:
-        index_BT: The original position of the t-th valid token, int64; what stands behind the last one is arbitrary.
-        mask_BT: True for the first tokens of each row, as many as it has valid ones.
+        index_BT: The original position of the t-th valid token, int64; arbitrary after the last one.
+        mask_BT: True for the first tokens of each row, as many as are valid.
     """
 
     index_BT: Tensor
     mask_BT: Tensor
 
     def close(self, values_BT: Tensor) -> Tensor:
-        """Move each row's valid values to its front; 0 behind them."""
+        """Move each row's valid values to its front, followed by 0."""
         return values_BT.gather(1, self.index_BT).masked_fill(~self.mask_BT, 0)
 
     def reopen(self, values_BT: Tensor, fill: float = 0) -> Tensor:
-        """Undo `close`: valid values at their own positions, `fill` elsewhere."""
+        """Undo `close`: valid values at their original positions, `fill` elsewhere."""
         return torch.full_like(values_BT, fill).scatter(1, self.index_BT, values_BT.masked_fill(~self.mask_BT, fill))
 
 
 def compact(mask_BT: Tensor) -> Compacted:
-    """Close the gaps of each row, so that a recursion sees the valid tokens one after another.
+    """Close the gaps of each row, to make its valid tokens contiguous.
 
     Args:
         mask_BT: True for valid tokens, bool, shape [B, T].
@@ -76,22 +76,22 @@ def compact(mask_BT: Tensor) -> Compacted:
 
 
 def reverse_scan(values_BT: Tensor, decay_BT: Tensor) -> Tensor:
-    """Solve x_t = values_t + decay_t * x_{t+1} with x = 0 behind the end, in log2(T) steps without a loop over tokens.
+    """Solve x_t = values_t + decay_t * x_{t+1} with x = 0 after the end, in log2(T) steps without a loop over tokens.
 
     Args:
         values_BT: Shape [B, T].
         decay_BT: Shape [B, T].
 
     Returns:
-        x, shape [B, T]. Exact up to rounding: each step joins neighbouring stretches of the recursion into twice as
-        long ones (Hillis and Steele, 1986).
+        x, shape [B, T]. Exact up to rounding: each step doubles the length of the solved segments of the recursion
+            (Hillis and Steele, 1986).
     """
     result_BT, decay_BT, step = values_BT, decay_BT, 1
     length = values_BT.shape[1]
     while step < length:
         joined_BT = result_BT.clone()
         joined_BT[:, :-step] += decay_BT[:, :-step] * result_BT[:, step:]
-        longer_BT = torch.zeros_like(decay_BT)  # a stretch that reaches the end hands nothing on
+        longer_BT = torch.zeros_like(decay_BT)  # nothing propagates past the end
         longer_BT[:, :-step] = decay_BT[:, :-step] * decay_BT[:, step:]
         result_BT, decay_BT, step = joined_BT, longer_BT, 2 * step
     return result_BT

@@ -1,14 +1,14 @@
-"""Softmax over a vocabulary that comes in blocks: the sums that scores of tokens need.
+"""Softmax over a vocabulary in blocks: the sums from which scores of tokens are computed.
 
 Legend: N tokens, C columns (token ids) of one block, R rows of one tile, S size of a sketch.
 
 With z the logits over the temperature and m their maximum so far, the sums over token ids of e^(z-m), of its square and
-of (z-m) e^(z-m) give log-probability, score norm and entropy. Each block is summed up by itself; two sets of sums are
-scaled to the larger maximum and added (online softmax: Milakov and Gimelshein, arXiv:1805.02867). The target is kept
-out of the sums until the end, as 1 - p_a and what follows from it would cancel where p_a is near 1.
+of (z-m) e^(z-m) give log-probability, score norm and entropy. Each block is summed separately; two sets of sums are
+scaled to the larger maximum and added (online softmax: Milakov and Gimelshein, arXiv:1805.02867). The sums exclude the
+target until the end, because 1 - p_a and what depends on it would cancel for p_a near 1.
 
-A block is worked on a tile of a few rows at a time, which stays in the processor's cache, in float32 (float64 for
-float64 logits).
+Blocks are processed in tiles of a few rows, which fit into the processor's cache, in float32 (float64 for float64
+logits).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-_TILE = 2**18  # elements for each thread of a CPU
-LOWEST = -1e30  # stands for -inf: its exponential is 0, and 0 times it is 0
+_TILE = 2**18  # elements per CPU thread
+LOWEST = -1e30  # in place of -inf: its exponential is 0, and 0 times it is 0
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Sums:
     Attributes:
         max_N: m, the largest z, at least -1e30.
         exp_N: Sum of e^(z-m).
-        square_N: Sum of e^2(z-m); None unless asked for, like what follows.
+        square_N: Sum of e^2(z-m); None unless requested, like the rest.
         moment_N: Sum of (z-m) e^(z-m).
         signed_NS: Sum of e^(z-m) times the token id's signs in a sketch.
         row_ND: Sum of e^(z-m) times the token id's row of the head's weight.
@@ -47,7 +47,7 @@ class Sums:
     row_ND: Tensor | None = None
 
     def scale_(self, max_N: Tensor) -> Sums:
-        """Set the sums in relation to another maximum, which is not smaller."""
+        """Rescale the sums to another maximum, which is not smaller."""
         below_N = self.max_N - max_N
         scale_N = below_N.exp()
         self.max_N = max_N
@@ -62,7 +62,7 @@ class Sums:
         return self
 
     def add_(self, other: Sums) -> Sums:
-        """Add the sums over further token ids; `other` is used up."""
+        """Add the sums over further token ids; consumes `other`."""
         max_N = torch.maximum(self.max_N, other.max_N)
         self.scale_(max_N)
         other.scale_(max_N)
@@ -73,13 +73,13 @@ class Sums:
 
 
 def check_targets(targets_N: Tensor, vocabulary: int) -> None:
-    """Refuse token ids outside of the vocabulary; on CUDA by an assertion that the host does not wait for.
+    """Refuse token ids outside the vocabulary; on CUDA by an asynchronous assertion.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there are any.
     """
     valid = ((targets_N >= 0) & (targets_N < vocabulary)).all()
-    message = f"targets_N has token ids outside of the head's vocabulary; pass ids from 0 to {vocabulary - 1}."
+    message = f"targets_N has token ids outside the head's vocabulary; pass ids from 0 to {vocabulary - 1}."
     if targets_N.device.type != "cpu":
         torch._assert_async(valid, message)
     elif not valid:
@@ -87,7 +87,7 @@ def check_targets(targets_N: Tensor, vocabulary: int) -> None:
 
 
 class Targets:
-    """Where the targets are in a block.
+    """The targets' positions in a block.
 
     Args:
         targets_N: Token ids.
@@ -101,11 +101,11 @@ class Targets:
         self.column_N1 = local_N.clamp(0, width - 1)[:, None]
 
     def get(self, block_NC: Tensor) -> Tensor:
-        """Return the entry of each row's target, shape [N, 1]; anything where it is in another block."""
+        """Return the entry of each row's target, shape [N, 1]; arbitrary if it is in another block."""
         return block_NC.gather(1, self.column_N1)
 
     def put(self, block_NC: Tensor, value_N1: Tensor) -> None:
-        """Write the entry of each row's target, where it is in this block."""
+        """Write the entry of each row's target if it is in this block."""
         entry_N1 = torch.where(self.inside_N1, value_N1.to(block_NC.dtype), self.get(block_NC))
         block_NC.scatter_(1, self.column_N1, entry_N1)
 
@@ -120,11 +120,11 @@ def sum_block(
     signs_CS: Tensor | None = None,
     keep_exp: bool = False,
 ) -> tuple[Sums, Tensor]:
-    """Sum up a block without the targets.
+    """Sum over a block, excluding the targets.
 
     Args:
         logits_NC: The block, shape [N, C].
-        targets: Of the block.
+        targets: The block's targets.
         temperature: Divides the logits.
         square: Whether to sum the squares.
         moment: Whether to sum (z-m) e^(z-m).
@@ -132,7 +132,7 @@ def sum_block(
         keep_exp: Leave e^(z-m) in `logits_NC`, 0 in the target's place.
 
     Returns:
-        The sums, and z of each target, which means nothing where the target is in another block.
+        The sums, and z of each target, arbitrary if the target is in another block.
     """
     dtype = torch.promote_types(logits_NC.dtype, torch.float32)
     own_N1 = targets.get(logits_NC).to(dtype) / temperature
@@ -165,7 +165,7 @@ def sum_block(
 
 
 def fused(block_NC: Tensor) -> ModuleType | None:
-    """Return the Triton kernels for blocks on CUDA, where Triton is installed, as it is beside PyTorch for CUDA."""
+    """Return the Triton kernels for blocks on CUDA, if Triton is installed (PyTorch for CUDA brings it)."""
     fits = block_NC.is_cuda and block_NC.dtype != torch.float64 and block_NC.stride(1) == 1
     if not fits or not _has_triton():
         return None
@@ -180,7 +180,7 @@ def _has_triton() -> bool:
 
 
 def tile_like(block_NC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return room for as many rows of the block as are worked on together, shape [R, C]."""
+    """Allocate a tile for the rows of the block that are processed together, shape [R, C]."""
     rows, width = block_NC.shape
     if block_NC.device.type == "cpu":
         rows = min(rows, max(_TILE * torch.get_num_threads() // max(width, 1), 1))
@@ -188,7 +188,7 @@ def tile_like(block_NC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tiles(logits_NC: Tensor, dtype: torch.dtype, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of the block and a copy of them over the temperature; each copy takes the place of the one before."""
+    """Yield rows of the block and a copy divided by the temperature; each copy overwrites the previous one."""
     tile_RC = tile_like(logits_NC, dtype)
     height = max(len(tile_RC), 1)
     for start in range(0, len(logits_NC), height):

@@ -1,4 +1,4 @@
-"""From sums over the vocabulary to log-probability, entropy, score norm and sketch, with their gradient by the logits.
+"""Log-probability, entropy, score norm and sketch from sums over the vocabulary, with gradients of the logits.
 
 Legend: N tokens, V vocabulary, D hidden size, S size of a sketch.
 """
@@ -27,7 +27,7 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class ScoreOptions(NamedTuple):
-    """What is asked for beside log-probabilities; see `token_scores`."""
+    """Scores requested besides log-probabilities; see `token_scores`."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -38,7 +38,7 @@ class ScoreOptions(NamedTuple):
     def sum_block(
         self, logits_NC: Tensor, targets: Targets, signs_VS: Tensor | None, start: int = 0, *, keep_exp: bool = False
     ) -> tuple[Sums, Tensor]:
-        """Take the sums that the scores need; see `running_softmax.sum_block`."""
+        """Compute the sums that the scores need; see `running_softmax.sum_block`."""
         dtype = torch.promote_types(logits_NC.dtype, torch.float32)
         return sum_block(
             logits_NC,
@@ -51,18 +51,18 @@ class ScoreOptions(NamedTuple):
         )
 
     def signs(self, hidden_ND: Tensor, vocabulary: int) -> Tensor | None:
-        """Return the signs of all token ids, shape [V, S], where a sketch is asked for."""
+        """Return the signs of all token ids, shape [V, S], if a sketch is requested."""
         return None if self.sketch is None else self.sketch.signs(hidden_ND.shape[1], vocabulary, hidden_ND.device)[1]
 
 
 class Softmax(NamedTuple):
-    """What the gradient needs of each token's distribution.
+    """Quantities of each token's distribution for the gradient.
 
     Attributes:
         log_total_N: Log of the sum of e^z over the vocabulary.
         logprobs_N: log p_a of the target a.
         other_N: 1 - p_a.
-        entropy_N: H; None unless asked for.
+        entropy_N: H; None unless requested.
     """
 
     log_total_N: Tensor
@@ -79,15 +79,15 @@ class Softmax(NamedTuple):
         grad_N: Tensor | None,
         entropy_grad_N: Tensor | None,
     ) -> None:
-        """Write the gradient by a block of logits.
+        """Write the gradient with respect to a block of logits.
 
         With the upstream gradients g of the log-probability and k of the entropy H,
             dL/dlogit_v = (g (1[v = a] - p_v) - k p_v (log p_v + H)) / temperature
 
         Args:
             logits_NC: The block.
-            result_NC: Where to write; may be `logits_NC`.
-            targets: Of the block.
+            result_NC: Output; may be `logits_NC`.
+            targets: The block's targets.
             temperature: Divides the logits.
             grad_N: g; None is zero.
             entropy_grad_N: k; None is zero.
@@ -140,13 +140,13 @@ def finish(
     targets_N: Tensor,
     vocabulary: int,
 ) -> tuple[Softmax, Outputs]:
-    """Put the targets to the sums over all other token ids.
+    """Add the targets to the sums over all other token ids, and compute the scores.
 
     Args:
-        others: Those sums; used up.
+        others: Those sums; consumed.
         target_N: z of each target.
-        options: What is asked for.
-        hidden_ND: What the head reads, for the sketch.
+        options: The requested scores.
+        hidden_ND: Hidden states, for the sketch.
         targets_N: Token ids.
         vocabulary: V.
     """
@@ -181,14 +181,14 @@ class LogitsScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, hidden_ND: Tensor, options: ScoreOptions) -> Outputs:
-        """Return log-probabilities, entropy, score norm and sketch; the last three None unless asked for.
+        """Return log-probabilities, entropy, score norm and sketch; the last three None unless requested.
 
         Args:
-            ctx: Of the function.
+            ctx: Autograd context.
             logits_NV: Logits before the temperature.
             targets_N: Token ids.
-            hidden_ND: What the head read, detached, for the sketch.
-            options: What is asked for.
+            hidden_ND: Hidden states, detached, for the sketch.
+            options: The requested scores.
         """
         vocabulary = logits_NV.shape[1]
         check_targets(targets_N, vocabulary)
@@ -203,7 +203,7 @@ class LogitsScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradient by the logits."""
+        """Return the gradient with respect to the logits."""
         logits_NV, targets_N, *saved = ctx.saved_tensors
         targets = Targets(targets_N, 0, logits_NV.shape[1])
         result_NV = torch.empty_like(logits_NV)

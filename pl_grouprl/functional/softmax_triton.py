@@ -1,4 +1,4 @@
-"""The passes over a block of logits as Triton kernels: each logit is read once and written once, computed in float32.
+"""Triton kernels for a block of logits: read and write each logit once, compute in float32.
 
 Legend: N tokens, C columns (token ids) of one block.
 """
@@ -18,15 +18,15 @@ except ModuleNotFoundError:
     triton = tl = Absent("triton")
 
 _WIDTH = 4096
-"""Logits that one program holds at a time: 16 for each of its 256 threads."""
+"""Logits per program: 16 for each of its 256 threads."""
 
 
 def sum_rows(logits_NC: Tensor, column_N: Tensor, temperature: float, keep_exp: bool) -> tuple[Tensor, ...]:
     """Return max, exp, square and moment of `running_softmax.Sums`, each [N] in float32.
 
     Args:
-        logits_NC: The block, its columns side by side.
-        column_N: Column of each row's target, which is left out; any other number where it is in no column.
+        logits_NC: The block, contiguous along C.
+        column_N: Column of each row's target, which is excluded; any invalid column if it is in another block.
         temperature: Divides the logits.
         keep_exp: Leave e^(z-m) in `logits_NC`, 0 in the target's place.
     """
@@ -52,8 +52,8 @@ def write_rows(
     """Write p (a + b z') with z' = z - log_total and p = e^z' to `result_NC`, which may be `logits_NC`.
 
     Args:
-        logits_NC: The block, its columns side by side.
-        result_NC: Where to write, strided alike.
+        logits_NC: The block, contiguous along C.
+        result_NC: Output, with the same strides.
         log_total_N: Log of the sum of e^z over the vocabulary.
         temperature: Divides the logits.
         factor_N: a.

@@ -1,11 +1,11 @@
-"""What k answers per prompt are worth: their mean, the best of them, the score of the majority.
+"""Scores of k answers per prompt: their mean, the best, and the majority's.
 
 From n answers per prompt, `best` and `majority` of k < n are expectations over a random choice of k of them, in
-closed form. Two ways of choosing:
-- without replacement (default): the unbiased estimator of what k fresh answers give (as pass@k, arXiv:2107.03374);
-  for k = n it is the best, or the majority, of the answers as they are;
-- with replacement: what verl estimates by 1000 bootstrap samples under `best@k/mean` and `maj@k/mean`; biased, since
-  even for k = n some answers are drawn twice and others never.
+closed form, drawn in one of two ways:
+- without replacement (default): the unbiased estimator for k fresh answers (as pass@k, arXiv:2107.03374); for k = n it
+  is simply the best, or the majority, of the answers;
+- with replacement: verl estimates this by 1000 bootstrap samples, as `best@k/mean` and `maj@k/mean`; biased, since even
+  for k = n some answers are drawn twice and others never.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def mean_at_k(scores: Sequence[Sequence[float]]) -> float:
 
 
 def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replacement: bool = False) -> float:
-    """Expect the highest score among k answers of a prompt, averaged over prompts.
+    """Expected highest score among k answers of a prompt, averaged over prompts.
 
     Args:
         scores: The scores of each prompt's answers, any unit.
@@ -57,14 +57,14 @@ def majority_at_k(
     *,
     replacement: bool = False,
 ) -> float:
-    """Expect the score of the most frequent answer among k answers of a prompt, averaged over prompts.
+    """Expected score of the most frequent answer among k answers of a prompt, averaged over prompts.
 
-    Equally frequent answers win with equal probability (verl takes the one drawn first, which is the same in
-    expectation). If answers that are equal have different scores, their mean counts.
+    Ties are broken uniformly (verl takes the first drawn, which is the same in expectation). If equal answers have
+    different scores, their mean counts.
 
     Args:
         scores: The scores of each prompt's answers, any unit.
-        answers: What is voted on, one per score; None (no answer found) is a vote like any other.
+        answers: The votes, one per score; None (no answer found) is a vote like any other.
         k: How many answers are drawn; None draws as many as the prompt has.
         replacement: Draw with replacement, as verl's bootstrap does.
 
@@ -136,7 +136,7 @@ def _win_probabilities(counts: tuple[int, ...], k: int, replacement: bool) -> di
 def _ways_not_to_exceed(others: list[int], top: int, remaining: int, ways: Callable[[int, int], float]) -> float:
     """Count the ways to draw `remaining` votes from the other answers, none more than `top` times.
 
-    A way in which u of them are drawn exactly `top` times counts 1 / (u + 1): the tie is broken at random.
+    If u of them are drawn exactly `top` times, a way counts 1 / (u + 1), as ties are broken at random.
     """
     table = {(0, 0): 1.0}  # (votes drawn, answers tied at the top) -> ways
     for count in others:

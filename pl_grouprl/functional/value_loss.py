@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains.
+"""The critic's loss, and the explained variance of the returns.
 
 Legend: N response tokens of all rollouts in one row (flat, no padding).
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from pl_grouprl.functional.masked import check_flat, check_mask
 
 _ROUNDING = 8
-"""A spread of the returns below so many units in the last place of returns and values is rounding: none at all."""
+"""A spread of the returns below this many ulps of returns and values counts as zero, being rounding error."""
 
 
 class ValueLoss(NamedTuple):
     """A value loss before aggregation.
 
     Attributes:
-        per_token_N: Loss of each token, shape [N], to be minimised; 0 outside the mask. Give it to `aggregate`.
+        per_token_N: Loss of each token, shape [N], to be minimized; 0 outside the mask. Pass it to `aggregate`.
         metrics: Detached sum `value/clip_ratio`: tokens whose clipped value has the larger error. Add over
             micro-batches and ranks, and divide by the sum of `metric_count`.
         metric_count: Tokens in the mask.
@@ -41,7 +41,7 @@ def clipped_value_loss(
     mask_N: Tensor,
     cliprange: float | None = None,
 ) -> ValueLoss:
-    """Square the error of each value, and of the value held near the old one; take the larger (PPO's value loss).
+    """PPO's value loss: the larger squared error of each value and of its clipped version.
 
     L = 0.5 max((V - R)^2, (clip(V, old - cliprange, old + cliprange) - R)^2), as in OpenAI's baselines (ppo2), TRL and
     verl (`cliprange_value`). Without a range, 0.5 (V - R)^2.
@@ -49,7 +49,7 @@ def clipped_value_loss(
     Args:
         values_N: Values of the critic, with gradient, shape [N].
         old_values_N: The same before the update, shape [N].
-        returns_N: What the values should be, shape [N].
+        returns_N: Targets of the values, shape [N].
         mask_N: True where there is a loss, bool, shape [N]; everything elsewhere may be NaN.
         cliprange: How far a value may move from the old one, in units of the return; None sets no limit.
 
@@ -81,19 +81,19 @@ def explained_variance(
     mask_N: Tensor,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Measure the share of the returns' variance that the values explain, 1 - Var(R - V) / Var(R).
+    """Fraction of the returns' variance that the values explain, 1 - Var(R - V) / Var(R).
 
-    1 is a perfect critic (up to a constant), 0 one that is as good as a constant, below 0 a worse one. Means first,
-    squares around them after, in float64. verl adds 1e-5 to Var(R); here it is exact.
+    1 is a perfect critic (up to a constant), 0 is as good as a constant, below 0 is worse. Computed in float64, means
+    first and then squares around them. verl adds 1e-5 to Var(R); here it is exact.
 
     Args:
         values_N: Values of the critic, shape [N].
         returns_N: Returns, shape [N].
         mask_N: Which tokens count, bool, shape [N]; everything elsewhere may be NaN.
-        reduce: Adds a 1-D float64 tensor of sums up over the ranks, and is called twice; None for one rank.
+        reduce: Sums a 1-D float64 tensor over ranks; called twice. None for one rank.
 
     Returns:
-        A float64 scalar; NaN where the returns are equal up to rounding (of returns and values) or there are none.
+        A float64 scalar; NaN if the returns are equal up to rounding, or there are none.
 
     Raises:
         ValueError: If the shapes differ.

@@ -1,4 +1,4 @@
-"""Images and videos as data sets hold them: PIL images, paths, and dictionaries with bytes or a path."""
+"""Images and videos in the formats of data sets: PIL images, paths, and dictionaries with bytes or a path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def as_list(value: Any) -> list[Any]:
-    """List the images or videos of a row: a list as it is, a single one in a list, None as an empty list."""
+    """Return a row's images or videos as a list: a single one in a list, None as an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""What a model that reads images and videos takes: which arguments it has, and those for one prompt.
+"""Image and video arguments of models: checks, and the arguments for one prompt.
 
 Shapes: S tokens of one prompt.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-"""Names in a model's config of the tokens that stand for images, videos and sound."""
+"""Names in a model's config of the placeholder tokens of images, videos and sound."""
 
 
 def placeholder_ids(model: PreTrainedModel) -> dict[str, int]:
-    """Tokens that the model replaces by images and videos, by their names in its config; empty for text models."""
+    """Placeholder tokens of images and videos, by their names in the model's config; empty for text models."""
     config = getattr(find_backbone(model), "config", None)
     ids = {name: getattr(config, name, None) for name in PLACEHOLDERS}
     return {name: token for name, token in ids.items() if isinstance(token, int)}
@@ -42,7 +42,7 @@ def media_key(media: Media) -> bytes:
 
 
 def _untaken(model: Any, names: Collection[str]) -> list[str]:
-    """Those of some names that the model takes no argument for."""
+    """The given names that are not arguments of the model."""
     return sorted(names - inspect.signature(find_backbone(model).forward).parameters.keys())
 
 
@@ -50,8 +50,8 @@ def check_prompt_media(model: Any, prompts: Sequence[Sequence[int]], media: Sequ
     """Refuse a request with media that the model does not take.
 
     Raises:
-        ValueError: If there is not one entry per prompt, a value is no tensor or has not one number per token where it
-            should, or the model takes no such argument.
+        ValueError: If there is not one entry per prompt, a value is not a tensor or has the wrong shape, or the model
+            has no such argument.
     """
     if len(media) != len(prompts):
         raise ValueError(
@@ -81,7 +81,7 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
     """Refuse a batch whose images and videos the model cannot place.
 
     Raises:
-        ValueError: If the model takes no such argument, or a rollout holds the token in whose place it puts an image.
+        ValueError: If the model has no such argument, or a rollout contains a placeholder token.
     """
     untaken = _untaken(model, batch.media.keys())
     if untaken:
@@ -94,8 +94,8 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
         if places and batch.media:
             rollout = int(batch.rollout_index_N[places[0]])
             raise ValueError(
-                f"rollout {rollout} of the batch (counted from 0, through the groups in order) holds token {token}, "
-                f"the model's {name}, for which there is no image or video; forbid the sampler to draw it."
+                f"rollout {rollout} of the batch (counted from 0, over all groups in order) has token {token}, "
+                f"the model's {name}, for which there is no image or video; exclude it from sampling."
             )
 
 

@@ -1,4 +1,4 @@
-"""Where images and videos stand in a prompt: parts of its messages, tags in its text, the model's own tokens."""
+"""Places of images and videos in a prompt: parts of its messages, tags in its text, the model's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN = ("image", "video", "url", "path", "base64")
 def check_contents(messages: Messages, where: str) -> None:
     """Check the contents of messages.
 
-    The output of tools is left to the chat template.
+    Tool outputs are left to the chat template.
 
     Args:
         messages: Each has `role` and `content`.
@@ -26,7 +26,7 @@ def check_contents(messages: Messages, where: str) -> None:
 
     Raises:
         ValueError: If a user's content is None, a content is neither text nor a list of parts, a part has no type, or a
-            part holds an image in the format of a web API.
+            part has an image in the format of a web API.
     """
     for number, message in enumerate(messages):
         content, place = message["content"], f"{where}: messages[{number}].content"
@@ -57,24 +57,24 @@ def has_parts(messages: Messages) -> bool:
 
 
 def has_tags(prompt: str | Messages) -> bool:
-    """Whether a text holds the tag of an image or video (verl)."""
+    """Whether a text has the tag of an image or video (verl)."""
     contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     return any(_TAGS.search(text) for content in contents for text in _texts(content))
 
 
 def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Messages:
-    """Give every image and video its place among the parts of the messages.
+    """Assign every image and video a place among the parts of the messages.
 
     Places are the parts `{"type": "image"}` and `{"type": "video"}` of a message, or the tags `<image>` and `<video>`
-    in its text (verl). Where there is no place at all, all come before the text of the first message of the user (TRL).
+    in its text (verl). Without any places, all come before the text of the user's first message (TRL).
 
     Args:
-        messages: Left as they are.
-        counts: How many images and videos there are.
+        messages: The messages; not modified.
+        counts: Number of images and videos.
         where: Names the row.
 
     Raises:
-        ValueError: If there are not as many places as images and videos of each kind, or a part holds one itself.
+        ValueError: If the numbers of places and of images or videos differ, or a part contains one itself.
     """
     placed = [{**message, "content": _parts(message["content"])} for message in messages]
     parts = [part for message in placed for part in _own_parts(message["content"])]
@@ -83,7 +83,7 @@ def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Me
         own = [name for name in _OWN if part["type"] in KINDS and part.get(name) is not None]
         if own:
             raise ValueError(
-                f"{where}: a part of type {part['type']!r} holds {own[0]!r}, and the row has {part['type']}s in a "
+                f"{where}: a part of type {part['type']!r} has {own[0]!r}, and the row has {part['type']}s in a "
                 f"column too; put them all into the column, and write {{'type': {part['type']!r}}} in their places."
             )
     users = [message for message in placed if message["role"] == "user"]
@@ -100,16 +100,16 @@ def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Me
 
 
 def check_tokens(counts: Mapping[str, int], text: str, processor: Any, where: str) -> None:
-    """Compare the images and videos of a row with the model's own tokens for them.
+    """Compare the numbers of a row's images and videos with those of the model's tokens for them.
 
     Args:
-        counts: How many of each kind there are; none of a kind that is missing.
-        text: The prompt, as the model reads it.
-        processor: A transformers processor; knows the tokens.
+        counts: Number of each kind; 0 if missing.
+        text: The rendered prompt.
+        processor: A transformers processor, which defines the tokens.
         where: Names the row.
 
     Raises:
-        ValueError: If the text has another number of tokens of a kind, or there is no such token.
+        ValueError: If the numbers differ, or there is no such token.
     """
     for kind in (*KINDS, "audio"):
         count, token = counts.get(kind, 0), getattr(processor, f"{kind}_token", None)
@@ -118,13 +118,13 @@ def check_tokens(counts: Mapping[str, int], text: str, processor: Any, where: st
                 raise ValueError(f"{where}: {type(processor).__name__} has no {kind} token; remove the {kind}s.")
         elif (there := text.count(str(token))) != count:
             raise ValueError(
-                f"{where}: the row has {count} {kind}s, and its text as the model reads it has {there} times "
-                f"the {kind} token {str(token)!r}; correct the row, or use a chat template that writes that token."
+                f"{where}: the row has {count} {kind}s, and its rendered text has {there} times the {kind} token "
+                f"{str(token)!r}; correct the row, or use a chat template that writes that token."
             )
 
 
 def without_empty_keys(messages: Messages) -> Messages:
-    """The messages without the keys that parquet fills up in their parts; templates ask which keys there are."""
+    """Remove the empty keys that parquet adds to parts, because templates test which keys exist."""
     return [{**message, "content": _without_none(message["content"])} for message in messages]
 
 
@@ -135,7 +135,7 @@ def _without_none(content: Any) -> Any:
 
 
 def _parts(content: Any) -> Any:
-    """A content as a list of parts, split at tags; what a tool returned otherwise is left as it is."""
+    """A content as a list of parts, split at tags; other tool outputs are unchanged."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -158,7 +158,7 @@ def _texts(content: Any) -> list[str]:
 
 
 def _own_parts(content: Any) -> Sequence[dict[str, Any]]:
-    """The parts of a content that is made of them; none of a string, or of anything else."""
+    """The parts of a content that is a list of parts; otherwise empty."""
     is_parts = isinstance(content, (list, tuple)) and all(_is_part(part) for part in content)
     return content if is_parts else ()
 

@@ -1,7 +1,7 @@
 """Rotary positions of prompts with images and videos, and of the rollouts that continue them.
 
-Legend: B rollouts, T packed tokens, L longest sequence, S prompts as they stand in a batch: those of a packed row, or
-that of each of the B padded rows.
+Legend: B rollouts, T packed tokens, L longest sequence, S prompts of a batch: those of a packed row, or one for each of
+the B padded rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PromptPositions(NamedTuple):
     """Rotary positions of prompts with images and videos.
 
     Attributes:
-        position_ids: For each token its place in time, height and width, shape [3, S, prompt tokens], int64.
+        position_ids: Time, height and width position of each token, shape [3, S, prompt tokens], int64.
         next_position_S: The position, on all three axes, of the first token after each prompt, int64.
     """
 
@@ -38,12 +38,12 @@ class PromptPositions(NamedTuple):
 def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | None:
     """Compute positions of a batch for models whose rotary positions depend on images and videos (Qwen-VL).
 
-    Those of a prompt come from the model's own `get_rope_index`; the tokens of a rollout continue after the prompt's
-    last token, equally in time, height and width, as in one forward of both. The vision tower is not run.
+    A prompt's positions come from the model's `get_rope_index`; a rollout's continue after the prompt's last token,
+    equally in time, height and width, as in one forward of both. Does not run the vision tower.
 
     Returns:
-        Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L], 0 at padding; None where the
-        batch has no images or videos, or the model's positions are those of text.
+        Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L], 0 at padding; None if the batch
+        has no images or videos, or the model uses text positions.
     """
     backbone = find_backbone(model)
     if not hasattr(backbone, "get_rope_index") or not any(name.endswith("grid_thw") for name in batch.media):
@@ -61,7 +61,7 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     def prompts(values: Tensor) -> Tensor:
         return pad_sequence([values[row, start : start + length] for row, start, length in spans], batch_first=True)
 
-    # On the CPU: it is a loop over images that reads numbers from tensors.
+    # On the CPU, because it loops over images and reads numbers from tensors.
     media = {name: value.cpu() for name, value in batch.media.items() if not name.startswith("pixel_values")}
     media = {name: prompts(value) if is_per_token(name) else value for name, value in media.items()}
     tokens = input_ids.cpu()
@@ -74,18 +74,18 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
 def prompt_positions(
     backbone: Any, input_ids_SL: Tensor, attention_mask_SL: Tensor, media: dict[str, Tensor]
 ) -> PromptPositions:
-    """Ask a model for the positions of prompts, one per row.
+    """Compute the positions of prompts, one per row, by the model.
 
     Args:
         backbone: A model with transformers' `get_rope_index`; see `find_backbone`.
         input_ids_SL: The prompts, padded on either side.
-        attention_mask_SL: 1 where a row holds its prompt.
-        media: Images and videos of all rows one after another; per-token entries of the shape of `input_ids_SL`.
+        attention_mask_SL: 1 at the tokens of each row's prompt.
+        media: Images and videos of all rows, concatenated; per-token entries have the shape of `input_ids_SL`.
     """
     accepted = inspect.signature(backbone.get_rope_index).parameters
     known = {name: value for name, value in media.items() if name in accepted}
     position_ids, deltas_S1 = backbone.get_rope_index(input_ids_SL, attention_mask=attention_mask_SL, **known)
-    # Text continues after the last token, although a long video may reach further; after an image, after the largest.
+    # Text continues after the last token, even if a long video has larger positions; after an image, after the largest.
     places = torch.arange(input_ids_SL.shape[1]).expand_as(input_ids_SL)
     last_S = (places * attention_mask_SL.cpu()).argmax(dim=1)
     rows_S = torch.arange(len(last_S))
@@ -100,7 +100,7 @@ def _continued(layout: SharedPrefixLayout, positions: PromptPositions, places: S
     """Continue the positions of the layout's prompts, found at `places`, in their rollouts, shape [3, T]."""
     prompts = iter(places)
     runs: list[Tensor] = []
-    following: list[Tensor] = []  # for each segment the position after its last token
+    following: list[Tensor] = []  # per segment, the position after its last token
     for segment in layout.segments:
         if segment.parent is None:
             prompt = next(prompts)

@@ -1,4 +1,4 @@
-"""The processor of a model that reads images and videos: where it comes from, and which options it takes."""
+"""Loads the processor of a multimodal model, and checks its options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from pl_grouprl.media.inputs import PLACEHOLDERS
 
 _GIVEN = ("text", "images", "videos", "return_tensors")
-"""Arguments that the processor gets for each prompt."""
+"""Arguments passed to the processor for each prompt."""
 
 
 def language_model_class(config: Any) -> str:
-    """Name transformers' auto class for a model that continues text, and images and videos if it reads them.
+    """Name of transformers' auto class for a language model, text-only or multimodal.
 
     Args:
         config: A transformers config.
@@ -25,7 +25,7 @@ def language_model_class(config: Any) -> str:
 
 
 def reads_media(source: Any) -> bool:
-    """Tell whether the policy of a source reads images or videos, by its processor or its config.
+    """Whether a source's policy reads images or videos, by its processor or its config.
 
     Args:
         source: A source of a policy, or None.
@@ -37,26 +37,26 @@ def reads_media(source: Any) -> bool:
         return False
     try:
         config = load_config()
-    except (OSError, ValueError):  # the policy itself says what is wrong with its path
+    except (OSError, ValueError):  # loading the policy will explain what is wrong with its path
         return False
     return any(isinstance(getattr(config, name, None), int) for name in PLACEHOLDERS)
 
 
 def load_processor(source: Any) -> Any:
-    """Load the processor that turns images, videos and text into a model's inputs.
+    """Load the processor that converts images, videos and text to a model's inputs.
 
     Args:
-        source: Path or hub name of a Hugging Face model, a source of a policy that names one (`PretrainedPolicy`), or
-            one with a method `load_processor` of its own.
+        source: Path or hub name of a Hugging Face model, a policy source that names one (`PretrainedPolicy`), or one
+            with a method `load_processor`.
 
     Raises:
-        ValueError: If the source names no model, or its model has no processor of images.
+        ValueError: If the source names no model, or its model has no image processor.
     """
     if callable(load := getattr(source, "load_processor", None)):
         return load()
     path = source if isinstance(source, str) else getattr(source, "path", None)
     if path is None:
-        raise ValueError(f"{source!r} does not say where a processor is from; pass processor=... to PromptDataModule.")
+        raise ValueError(f"{source!r} does not name a processor; pass processor=... to PromptDataModule.")
     from transformers import AutoProcessor
 
     options = {name: getattr(source, name) for name in ("revision", "trust_remote_code") if hasattr(source, name)}
@@ -67,19 +67,19 @@ def load_processor(source: Any) -> Any:
             f"the processor of {path!r} cannot be loaded: {error} (Processors with videos need torchvision.)"
         ) from error
     if not hasattr(processor, "image_processor"):
-        raise ValueError(f"{path!r} has no processor of images ({type(processor).__name__}); choose a model with one.")
+        raise ValueError(f"{path!r} has no image processor ({type(processor).__name__}); choose a model with one.")
     return processor
 
 
 def check_processor_options(processor: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that a processor would ignore, or refuse later.
+    """Refuse options that a processor would ignore, or only refuse later.
 
     Args:
-        processor: A transformers processor; one that does not say what it takes is left to refuse it itself.
+        processor: A transformers processor; one that does not declare its arguments must check them itself.
         options: Keyword arguments for it.
 
     Raises:
-        ValueError: If it takes no such argument.
+        ValueError: If it does not take an argument.
     """
     groups = getattr(getattr(processor, "valid_processor_kwargs", None), "__annotations__", None)
     if groups is None:
@@ -97,7 +97,7 @@ def check_processor_options(processor: Any, options: Mapping[str, Any]) -> None:
 
 
 def _names_in(processor: Any, group: str, declared: Any) -> set[str]:
-    """The options of a group such as `images_kwargs`: those of the processor's class, and those of its parts."""
+    """The options of a group such as `images_kwargs`, of the processor's class and its parts."""
     part = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}.get(group, "")
     both = (declared, getattr(getattr(processor, part, None), "valid_kwargs", None))
     return {name for source in both for name in getattr(source, "__annotations__", ())}
@@ -105,6 +105,6 @@ def _names_in(processor: Any, group: str, declared: Any) -> set[str]:
 
 def _unknown(name: str, processor: Any, known: list[str]) -> ValueError:
     return ValueError(
-        f"processor_kwargs: {type(processor).__name__} takes no {name!r}, or it is given already; choose among "
+        f"processor_kwargs: {type(processor).__name__} takes no {name!r}, or it is already set; choose among "
         f"{', '.join(known)}."
     )

@@ -1,4 +1,4 @@
-"""Prompts with images and videos: what a row has of them, and when they are processed."""
+"""Prompts with images and videos: checks of a row's media, and their processing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pl_grouprl.types import Media, Prompt, is_per_token
 
 @dataclass
 class MediaPrompt(Prompt):
-    """A prompt whose images and videos are read and processed when it is sampled, by `open`, and not kept.
+    """A prompt whose images and videos are read and processed by `open` when it is sampled, and not kept.
 
-    Its `token_ids` are those of the text, with one token in the place of each image or video.
+    Its `token_ids` are those of the text, with one token per image or video.
 
     Attributes:
-        encode: Reads and processes them; returns the tokens as the model reads them, and the media.
-        counted: Number of tokens with images and videos, if a length limit has counted them.
+        encode: Reads and processes them; returns the model's tokens, and the media.
+        counted: Number of tokens including images and videos, if a length limit has counted them.
     """
 
     encode: Callable[[], tuple[list[int], Media]] = field(kw_only=True, repr=False)
@@ -28,14 +28,14 @@ class MediaPrompt(Prompt):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens as the model reads them if `counted` is set; otherwise those of the text."""
+        """Number of the model's tokens if `counted` is set; otherwise those of the text."""
         return len(self.token_ids) if self.counted is None else self.counted
 
     def open(self) -> Prompt:
         """Read and process the images and videos.
 
         Raises:
-            ValueError: If one cannot be read, or the processor refuses them. Names the row.
+            ValueError: If one cannot be read, or the processor refuses them; names the row.
         """
         token_ids, media = self.encode()
         return Prompt(token_ids, self.prompt, self.columns, self.data_source, media, self.where)
@@ -64,17 +64,17 @@ def check_row_media(
 
     Args:
         values: The row.
-        text: Its prompt, with the processor's token in the place of each image and video.
+        text: Its prompt, with the processor's token for each image and video.
         processor: A transformers processor.
         columns: The column of each kind.
         options: Keyword arguments of the processor.
         where: Names the row.
 
     Returns:
-        What remains to be done: a function that returns the tokens as the model reads them, and the media.
+        A function that completes the processing, and returns the model's tokens and the media.
 
     Raises:
-        ValueError: If an image or video is missing or is none, or has no place in the text.
+        ValueError: If an image or video is missing or invalid, or has no place in the text.
     """
     media = {kind: as_list(values.get(columns[kind])) for kind in KINDS}
     check_tokens({kind: len(media[kind]) for kind in KINDS}, text, processor, where)
@@ -97,7 +97,7 @@ def _encode(
         }
         given = {name: items for name, items in read.items() if items}
         encoded = dict(processor(text=[text], return_tensors="pt", **given, **options))
-    except Exception as error:  # processors raise what their libraries raise
+    except Exception as error:  # processors raise any error of their libraries
         raise ValueError(f"{where}: the images or videos cannot be processed ({error}); correct the row.") from error
     token_ids = encoded.pop("input_ids")[0].tolist()
     encoded.pop("attention_mask", None)

@@ -1,11 +1,11 @@
-"""The policy's weights on their way from the trainer to a sampler that has a copy of them.
+"""Syncs the policy's weights from the trainer to a sampler with its own copy.
 
     strategy.named_weights      whole weights, one at a time, gathered by all ranks
-      -> stream                 checkpoint names and values; adapters merged (`merge`) or kept apart
-      -> transfer               cast to the sampler's dtype, checksummed, cut into buckets
-      -> the engine             by reference, HTTP or NCCL, into the sampler's layers
-      -> compare                checksums of what the layers compute with against those of what was sent
+      -> stream                 checkpoint names and values; adapters merged (`merge`) or separate
+        -> transfer               cast to the sampler's dtype, checksummed, split into buckets
+        -> the engine             by reference, HTTP or NCCL, into the sampler's layers
+        -> compare                checksums of the loaded weights against those sent
 
-`weight_sync` decides when that happens, and starts over if the sampler is lost; `sampler` says what an engine
-implements. docs/rollouts.md draws the route.
+`weight_sync` decides when to sync, and starts over if the sampler is lost; `sampler` is the interface of engines.
+docs/rollouts.md draws the route.
 """

@@ -1,8 +1,8 @@
-"""The form in which transformers saves a model: which weights, by what names, fused or separate.
+"""Converts a model's weights to the form in which transformers saves them: names, fused or separate.
 
-Transformers 5 keeps the weights of some models in memory in another form than in their checkpoints, such as all experts
-of a layer in one tensor. `CheckpointForm` reverses that as `save_pretrained` does, but for a stream: it never holds
-more than the weights that one conversion needs.
+Transformers 5 stores the weights of some models differently in memory than in checkpoints, such as all experts of a
+layer in one tensor. `CheckpointForm` reverses that like `save_pretrained`, but on a stream: it never keeps more than
+the weights of one conversion.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Gatherer(Generic[Key]):
     """Collects weights until all of a group have arrived.
 
     Args:
-        sizes: How many weights each group has.
+        sizes: Number of weights in each group.
     """
 
     def __init__(self, sizes: Mapping[Key, int]) -> None:
@@ -33,7 +33,7 @@ class Gatherer(Generic[Key]):
         """Add one weight.
 
         Returns:
-            All weights of the group by name if this was the last one, which are then forgotten; otherwise None.
+            All weights of the group by name if this was the last one (they are then dropped); otherwise None.
         """
         held = self._held.setdefault(group, {})
         held[name] = weight
@@ -41,15 +41,14 @@ class Gatherer(Generic[Key]):
 
 
 def saved_names(model: Any, names: Mapping[str, Hashable]) -> set[str]:
-    """Names under which `save_pretrained` saves weights: one for each, though a tied one has several in the model.
+    """Names under which `save_pretrained` saves weights: one each, even for tied weights with several names.
 
     Args:
         model: A transformers model.
-        names: Names of all weights, each with a key that the names of one tied weight share.
+        names: Names of all weights, each with a key shared by all names of a tied weight.
 
     Raises:
-        RuntimeError: If weights are tied that the model's class does not declare as tied, which transformers cannot
-            save.
+        RuntimeError: If weights are tied but not declared as tied by the model's class, which transformers cannot save.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -59,11 +58,11 @@ def saved_names(model: Any, names: Mapping[str, Hashable]) -> set[str]:
 
 
 class CheckpointForm:
-    """Turns a stream of a model's weights into what its checkpoints hold.
+    """Converts a stream of a model's weights to the contents of its checkpoint.
 
     Args:
         model: A transformers model. Its tensors are not read.
-        names: Names of all weights that the stream will have.
+        names: Names of all weights in the stream.
 
     Raises:
         ValueError: If the model is quantized, or its form cannot be reversed.
@@ -74,7 +73,7 @@ class CheckpointForm:
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError(
                 f"{self._owner} is quantized (quantization_config), so its weights are not those of a checkpoint; "
-                "load it without."
+                "load it without quantization."
             )
         self._conversions = _conversions(model)
         self._config = model.config
@@ -85,7 +84,7 @@ class CheckpointForm:
         """Yield names and weights as in a checkpoint; those that need no conversion immediately.
 
         Raises:
-            ValueError: If the model has weights in a form that cannot be reversed.
+            ValueError: If a weight's form cannot be reversed.
         """
         for name, weight in weights:
             if not self._conversions:
@@ -107,7 +106,7 @@ class CheckpointForm:
             yield name, reverted.pop(name)
 
     def _reversed_converters(self) -> list[Any]:
-        """Conversions that change more than names, in the order in which `revert_weight_conversion` tries them."""
+        """Conversions that change more than names, in the order of `revert_weight_conversion`."""
         from transformers.core_model_loading import WeightConverter
 
         try:
@@ -117,7 +116,7 @@ class CheckpointForm:
         return [own for own in backwards if isinstance(own, WeightConverter)]
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """A key that the weights of one conversion share: the first name that it writes."""
+        """A key for all weights of one conversion: the first name that it writes."""
         from transformers.core_model_loading import apply_converters
 
         target, pattern = apply_converters(name, self._converters)
@@ -125,19 +124,19 @@ class CheckpointForm:
 
     def _refuse(self, what: str, error: Exception) -> NoReturn:
         raise ValueError(
-            f"{self._owner} keeps {what} in another form than its checkpoints, and transformers cannot reverse that "
+            f"{self._owner} stores {what} differently than its checkpoints, and transformers cannot reverse that "
             f"from the weights alone ({type(error).__name__}: {error}); sample with HFRolloutEngine."
         ) from error
 
 
 _IRREVERSIBLE = (ValueError, NotImplementedError, RuntimeError, TypeError, re.error)
-"""Errors of transformers for conversions that have no reverse."""
+"""Errors that transformers raises for irreversible conversions."""
 
 
 class _Structure:
-    """What conversions may see of a model: its config, and the weights that they convert.
+    """The parts of a model that conversions may see: its config, and the weights to convert.
 
-    Nothing is read from the model itself, whose tensors may be shards.
+    The model itself is never read, because its tensors may be shards.
     """
 
     def __init__(self, config: Any, conversions: list[Any], weights: dict[str, Tensor]) -> None:
@@ -155,13 +154,13 @@ class _Structure:
 
 
 def _conversions(model: Any) -> list[Any]:
-    """How transformers converted the checkpoint's form to the model's; empty if they are the same."""
+    """The conversions from the checkpoint's form to the model's; empty if they are the same."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
         return list(conversions)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    # As `revert_weight_conversion`: a model that no checkpoint was read for is saved without prefixes.
+    # As in `revert_weight_conversion`: a model that was not loaded from a checkpoint is saved without prefixes.
     found = get_model_conversion_mapping(model, add_legacy=False)
     return [own for own in found if not isinstance(own, PrefixChange)]

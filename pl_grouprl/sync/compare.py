@@ -9,17 +9,17 @@ from pl_grouprl.sync.checksum import add
 from pl_grouprl.sync.sampler import WeightsMismatchError
 
 _NAMED = 5
-"""Differences that an error names."""
+"""Number of differences that an error lists."""
 
 
 class LoadedWeight(NamedTuple):
-    """What one worker of the sampler holds of one parameter.
+    """One worker's part of one parameter of the sampler.
 
     Attributes:
         name: The sampler's name of the parameter.
         parts: Names of the sent weights that it consists of.
-        checksum: Checksum of what this worker holds.
-        how: `sum`: the workers hold shards, whose checksums add up. `copy`: each worker holds all of it.
+        checksum: Checksum of this worker's part.
+        how: `sum`: workers have shards, whose checksums add up. `copy`: each worker has all of it.
     """
 
     name: str
@@ -29,11 +29,11 @@ class LoadedWeight(NamedTuple):
 
 
 def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequence]]) -> None:
-    """Refuse a sampler whose parameters are not exactly the weights that it was sent.
+    """Verify that a sampler loaded exactly the weights that it was sent.
 
     Args:
         expected: Checksum of each sent weight, by name, in the sampler's dtype.
-        workers: For each worker of the sampler, what it holds: `LoadedWeight`s, or sequences of their fields.
+        workers: The `LoadedWeight`s of each worker of the sampler, or sequences of their fields.
 
     Raises:
         WeightsMismatchError: If a parameter was not sent, differs from what was sent, or is missing. Names some of
@@ -50,8 +50,8 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
     if faults:
         shown = "; ".join(faults[:_NAMED]) + ("; ..." if len(faults) > _NAMED else "")
         raise WeightsMismatchError(
-            f"The sampler does not compute with the policy's weights, {len(faults)} differ: {shown}. Its rollouts must "
-            "not be trained on. Start the sampler with the policy's own config and dtype, without quantization."
+            f"The sampler did not load the policy's weights, {len(faults)} differ: {shown}. Its rollouts must not be "
+            "trained on. Start the sampler with the policy's config and dtype, without quantization."
         )
 
 
@@ -65,7 +65,7 @@ def _by_name(workers: Iterable[Iterable[Sequence]]) -> dict[str, list[LoadedWeig
 
 
 def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
-    """What is wrong with one parameter, which several workers may hold; None if it is right."""
+    """What is wrong with one parameter, which several workers may have; None if it is correct."""
     parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
     unknown = [part for part in parts if part not in expected]
     if not all(weight.parts for weight in loaded):
@@ -78,5 +78,5 @@ def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str |
     elif kinds == {"copy"}:
         equal = all(weight.checksum == add(*(expected[part] for part in weight.parts)) for weight in loaded)
     else:
-        return f"is held in different ways ({', '.join(sorted(kinds))})"
+        return f"is stored in different ways ({', '.join(sorted(kinds))})"
     return None if equal else f"differs from what was sent as {' + '.join(parts)}"

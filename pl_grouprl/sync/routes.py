@@ -1,4 +1,4 @@
-"""Where each weight of a model goes: to one or several names of a checkpoint, or into a merged layer."""
+"""Routes each weight of a model to one or several names in a checkpoint, or into a merged layer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pl_grouprl.strategies.weights import Weight, named_places, plain_name
 from pl_grouprl.sync.checkpoint_form import Gatherer
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts in front of the names of its models' parameters, and of those in its files."""
+"""PEFT's prefix of parameter names, in its models and files."""
 
 
 @dataclass(eq=False)
 class Route:
-    """Where one weight of the stream goes.
+    """The destinations of one weight.
 
     Attributes:
         names: Names under which it is yielded unchanged.
-        parts: Layers that it is merged into, and its name in each.
+        parts: Layers that it is merged into, with its name in each.
     """
 
     names: list[str] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Route:
 
 
 class Routes:
-    """Where all weights of a stream go.
+    """The routes of all weights of a stream.
 
     Args:
         owner: Name of the model's class, for errors.
-        layers: PEFT layers by name, for weights that are merged.
+        layers: PEFT layers by name, whose weights are merged.
     """
 
     def __init__(self, owner: str, layers: dict[str, Any] | None = None) -> None:
@@ -77,20 +77,20 @@ class Routes:
             del weight
         if awaited:
             raise ValueError(
-                f"the stream of weights has ended without {len(awaited)} of {self._owner}, such as "
+                f"the stream of weights ended without {len(awaited)} of {self._owner}, such as "
                 f"{next(iter(awaited.values()))!r}; pass all parameters and persistent buffers."
             )
 
 
 def plan_routes(base: nn.Module, *, merge: bool) -> tuple[Routes, dict[str, Hashable]]:
-    """Decide where weights go when adapters are merged or removed.
+    """Plan the routes of weights when adapters are merged or removed.
 
     Args:
         base: A transformers model, with or without PEFT layers.
         merge: Whether active adapters are merged; otherwise they are left out.
 
     Returns:
-        The routes, and all names that they produce, each with a key that the names of one tied weight share.
+        The routes, and all names that they produce, each with a key shared by all names of a tied weight.
     """
     routes = Routes(type(base).__name__, _outermost(base))
     outcome: dict[str, Hashable] = {}
@@ -115,13 +115,13 @@ def plan_routes(base: nn.Module, *, merge: bool) -> tuple[Routes, dict[str, Hash
 
 
 def _inside(layer: Any, inner: str, merge: bool) -> tuple[str | None, bool]:
-    """For a weight inside a PEFT layer: its name once PEFT is gone (None if it goes too), and whether it is merged."""
+    """A PEFT layer's weight: its name without PEFT (None if PEFT's own), and whether it is merged."""
     active = layer.active_adapters
-    if not hasattr(layer, "merge"):  # a module that is trained as a whole
+    if not hasattr(layer, "merge"):  # a module that PEFT trains whole
         chosen = f"modules_to_save.{active[0]}." if merge and active else "original_module."
         return (inner.removeprefix(chosen) if inner.startswith(chosen) else None), False
     base = ""
-    while hasattr(layer, "base_layer"):  # one layer for each of some experts' weights
+    while hasattr(layer, "base_layer"):  # nested layers: one per weight of the experts
         layer, base = layer.base_layer, f"{base}base_layer."
     if inner.startswith(base):
         return inner.removeprefix(base), merge
@@ -141,7 +141,7 @@ def _outermost(model: nn.Module) -> dict[str, Any]:
         if module not in layers or name.startswith(f"{last}."):
             continue
         if not hasattr(module, "merge") and not hasattr(module, "modules_to_save"):
-            raise TypeError(f"the {type(module).__name__} of PEFT at {name!r} can neither be merged nor taken off.")
+            raise TypeError(f"the {type(module).__name__} of PEFT at {name!r} can neither be merged nor removed.")
         found[name] = module
         last = name
     return found

@@ -1,4 +1,4 @@
-"""What a sampler with its own copy of the weights implements, and how it fails."""
+"""The interface of samplers with their own copy of the weights, and their errors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """A LoRA adapter on its way to a sampler, as PEFT would save it.
+    """A LoRA adapter to send to a sampler, in the form in which PEFT saves it.
 
     Attributes:
-        config: What its `adapter_config.json` would hold.
-        weights: Name, as in its `adapter_model.safetensors`, and whole value of each; read like the other weights, and
+        config: Contents of its `adapter_config.json`.
+        weights: Name, as in its `adapter_model.safetensors`, and whole value of each; read like the other weights,
             after them.
     """
 
@@ -25,15 +25,15 @@ class AdapterWeights:
 
 @runtime_checkable
 class SyncedSampler(Protocol):
-    """Holds a copy of the policy's weights, which it receives after updates.
+    """Has a copy of the policy's weights, synced after updates.
 
-    All ranks call `bind` and `update_weights` together. They exchange errors afterwards, so an engine whose ranks wait
-    for each other inside a method must release them all before it raises there. `bind` reads the policy's config; its
-    weights may be shards.
+    `bind` and `update_weights` are collective. Ranks exchange errors afterwards, so an engine whose ranks wait for each
+    other inside a method must release all of them before raising. `bind` reads the policy's config; its weights may be
+    shards.
 
     Attributes:
-        adapter: How it receives a policy with an adapter: `merged` into the weights, or `separate`, the adapter alone
-            once the base is there.
+        adapter: How it takes a policy's adapter: `merged` into the weights, or `separate`: the base once, then only
+            the adapter.
         version: Version of the sampler's weights, as far as this process knows; None if it has none of ours.
     """
 
@@ -41,7 +41,7 @@ class SyncedSampler(Protocol):
     version: int | None
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Name the policy; see `RolloutEngine.bind`."""
+        """Set the policy; see `RolloutEngine.bind`."""
         ...
 
     def update_weights(
@@ -50,31 +50,31 @@ class SyncedSampler(Protocol):
         """Load new weights into the sampler, and verify that it has them.
 
         Args:
-            weights: Name, as in a checkpoint in Hugging Face format, and whole value of each. Read once, in order; the
-                caller gathers what is left unread. A tensor may change once the next one is requested.
+            weights: Name, as in a Hugging Face checkpoint, and whole value of each. Read once, in order; the caller
+                exhausts what is left unread. A tensor may change once the next one is requested.
             version: Larger than any before.
-            adapter: The adapter on those weights if `self.adapter` is `separate`. The first time `weights` are the
+            adapter: The adapter for those weights if `self.adapter` is `separate`. The first time, `weights` are the
                 base; later they are empty, and the sampler keeps its base.
 
         Returns:
-            Figures for the log, `bytes` among them. (The caller measures `seconds`, which include gathering.)
+            Metrics, including `bytes`. (The caller measures `seconds`, including gathering.)
 
         Raises:
             SamplerLostError: If the sampler was restarted in the meantime.
-            WeightsMismatchError: If the weights that the sampler computes with are not those that were sent.
+            WeightsMismatchError: If the sampler did not load exactly the weights sent.
         """
         ...
 
     def close(self) -> None:
         """Release the sampler; the next call of `update_weights` starts it again.
 
-        Calling it again is harmless. A rank may call it alone, after an exception.
+        Idempotent. A rank may call it alone, after an exception.
         """
         ...
 
 
 class SamplerLostError(RuntimeError):
-    """The sampler was restarted and has lost the policy's weights: send them and sample again."""
+    """The sampler was restarted and lost the policy's weights: send them and sample again."""
 
 
 class WeightsMismatchError(RuntimeError):

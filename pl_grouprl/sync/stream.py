@@ -1,10 +1,9 @@
-"""A policy's weights as a stream in the form of a checkpoint, with adapters merged or kept apart.
+"""A policy's weights as a stream in checkpoint form, with adapters merged or separate.
 
-Each function takes a stream of a model's raw weights, and is a pure function of that stream and of the model's
-structure and config. The tensors inside the model are never read: they may be shards, or empty. Given the same stream,
-every rank yields the same without communication; only the raw stream itself is collective. It is read to its end, one
-weight at a time. At any moment only the weights of one module with an adapter are held, or those that one conversion
-of transformers needs (the experts of one layer).
+Each function is pure: it depends only on a stream of a model's raw weights and the model's structure and config, and
+never reads the model's tensors, which may be shards, or empty. Given the same stream, every rank yields the same
+without communication; only the raw stream itself is collective. The stream is read to its end, one weight at a time,
+keeping at most the weights of one module with an adapter, or of one transformers conversion (the experts of one layer).
 """
 
 from __future__ import annotations
@@ -26,68 +25,63 @@ Named = tuple[str, Tensor]
 
 
 def checkpoint_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
-    """Yield what a Hugging Face checkpoint holds of a model whose active adapters are merged into its weights.
+    """Yield the contents of a Hugging Face checkpoint of a model, with active adapters merged into its weights.
 
-    Names and values are those that `merged_copy(model).save_pretrained` writes, bit by bit. A tied weight comes once.
-    `base_weights` and `adapter_weights` serve an adapter that stays apart. All ranks that are given the same stream
-    yield the same.
+    Names and values are exactly those that `merged_copy(model).save_pretrained` writes. A tied weight comes once. For a
+    separate adapter see `base_weights` and `adapter_weights`.
 
     Args:
         model: A transformers model, with or without PEFT layers, or a `PeftModel`.
         weights: All parameters, by the names of `model.named_parameters()`, and persistent buffers, whole, on any
-            device. Tied ones come once; those of a module follow each other. Values must not change until the last
-            weight of their module was read. They are not modified.
+            device. Tied ones come once; those of a module are consecutive. Values must not change until the last weight
+            of their module was read. They are not modified.
 
     Yields:
-        Name and value, detached. One may be released when the next is requested.
+        Name and detached value. Each may be released when the next is requested.
 
     Raises:
-        ValueError: If the model is quantized or transformers cannot reverse its form, before anything is read; or, when
-            that is seen, if the stream lacks weights, has one twice, or has one that the model does not have.
-        TypeError: If it is not a transformers model, or PEFT has wrapped modules in a way that cannot be merged.
-        RuntimeError: If weights are tied that its class does not declare as tied.
+        ValueError: Before reading, if the model is quantized or transformers cannot reverse its form; while reading, if
+            a weight of the stream is missing, repeated, or not in the model.
+        TypeError: If it is not a transformers model, or PEFT wrapped modules in a way that cannot be merged.
+        RuntimeError: If weights are tied but not declared as tied by its class.
     """
     return _as_saved(model, weights, merge=True)
 
 
 def base_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
-    """Yield what a Hugging Face checkpoint holds of a model without its adapters.
-
-    All ranks that are given the same stream yield the same.
+    """Yield the contents of a Hugging Face checkpoint of a model without its adapters.
 
     Args:
         model: As in `checkpoint_weights`.
         weights: As in `checkpoint_weights`; adapters among them are left out.
 
     Yields:
-        Name and value, detached. Modules that PEFT trains as a whole are as they were before.
+        Name and detached value. Modules that PEFT trains whole have their original weights.
 
     Raises:
-        ValueError: As `checkpoint_weights` does, and if an adapter was merged into the weights (`merge_adapter`).
-        TypeError: As `checkpoint_weights` does.
-        RuntimeError: As `checkpoint_weights` does.
+        ValueError: As in `checkpoint_weights`, and if an adapter was merged into the weights (`merge_adapter`).
+        TypeError: As in `checkpoint_weights`.
+        RuntimeError: As in `checkpoint_weights`.
     """
     if any(getattr(layer, "merged", False) for layer in adapter_layers(model)):
         raise ValueError(
-            f"{type(base_of(model)).__name__} has an adapter merged into its weights, which are no base therefore; "
-            "call its unmerge_adapter first."
+            f"{type(base_of(model)).__name__} has an adapter merged into its weights, so they are not the base; call "
+            "its unmerge_adapter first."
         )
     return _as_saved(model, weights, merge=False)
 
 
 def adapter_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
-    """Yield what PEFT's file adapter_model.safetensors holds of a model's active adapter.
-
-    All ranks that are given the same stream yield the same.
+    """Yield the contents of PEFT's adapter_model.safetensors for a model's active adapter.
 
     Args:
         model: As in `checkpoint_weights`.
         weights: As in `checkpoint_weights`; only those of the adapter are yielded.
 
     Yields:
-        Name, such as `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`, and value, detached, in the dtype in
-        which it is trained. Modules that PEFT trains as a whole are included, as in its file. Embeddings that were
-        resized are not: they belong to the base here.
+        Name, such as `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`, and detached value, in its training
+        dtype. Modules that PEFT trains whole are included, as in its file; resized embeddings are not, as they belong
+        to the base here.
 
     Raises:
         ValueError: If the model has no adapter, or several are active; or for the stream, as in `checkpoint_weights`.
@@ -105,7 +99,7 @@ def adapter_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """What PEFT's file adapter_config.json holds of a model's active adapter, as plain JSON values.
+    """The contents of PEFT's adapter_config.json for a model's active adapter, as plain JSON values.
 
     Args:
         model: As in `checkpoint_weights`.
@@ -126,7 +120,7 @@ def _as_saved(model: Any, weights: Iterable[Named], *, merge: bool) -> Iterator[
     base = base_of(model)
     if not hasattr(base, "save_pretrained"):
         raise TypeError(
-            f"{type(base).__name__} is no transformers model (no save_pretrained), so it has no checkpoint."
+            f"{type(base).__name__} is not a transformers model (no save_pretrained), so it has no checkpoint."
         )
     routes, outcome = plan_routes(base, merge=merge)
     saved = saved_names(base, outcome)
@@ -142,19 +136,19 @@ def _active_config(base: Any) -> tuple[str, Any]:
     active = {name for layer in layers for name in layer.active_adapters}
     if len(active) != 1:
         raise ValueError(
-            f"{type(base).__name__} has {len(active)} active adapters ({', '.join(sorted(active)) or 'none'}), and one "
-            "is to be sent; choose it with set_adapter, or send the weights merged."
+            f"{type(base).__name__} has {len(active)} active adapters ({', '.join(sorted(active)) or 'none'}), but "
+            "only one can be sent; choose it with set_adapter, or send the weights merged."
         )
     name = active.pop()
     return name, base.peft_config[name]
 
 
 def _names_in_file(base: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The active adapter's weights, as PEFT chooses them, by their names in its file."""
+    """The active adapter's weights, as chosen by PEFT, by their names in its file."""
     from peft import get_peft_model_state_dict
 
     adapter, config = _active_config(base)
-    source, config.base_model_name_or_path = config.base_model_name_or_path, None  # for which PEFT would ask the hub
+    source, config.base_model_name_or_path = config.base_model_name_or_path, None  # PEFT would look it up on the hub
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")

@@ -1,4 +1,4 @@
-"""A stream of weights as it is sent: in the sampler's dtype, checksummed, in buckets."""
+"""Prepares a stream of weights for sending: cast to the sampler's dtype, checksummed, in buckets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from pl_grouprl.sync.checksum import checksum
 
 Bucket = list[tuple[str, Tensor]]
-"""Weights that travel together, by name."""
+"""Weights sent together, by name."""
 
 
 def cast(
@@ -20,7 +20,7 @@ def cast(
 
     Args:
         weights: Name and value of each.
-        dtype: Of floating-point weights; others keep theirs.
+        dtype: Dtype for floating-point weights; others keep theirs.
         checksums: Receives the checksum of each copy.
 
     Yields:

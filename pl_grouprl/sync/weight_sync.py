@@ -1,4 +1,4 @@
-"""When a sampler receives the policy's weights, and what happens if it has lost them."""
+"""Decides when a sampler receives the policy's weights, and recovers if it lost them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_RESTARTS = 3
 
 
 class PolicyOwner(Protocol):
-    """Whoever has the policy: a module, or a part of one."""
+    """Owner of the policy: a module, or a part of one."""
 
     @property
     def policy(self) -> Any:
@@ -51,18 +51,18 @@ class PolicyOwner(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where ranks communicate."""
+        """Device for communication."""
         ...
 
 
 class WeightSync:
     """Sends the policy's weights to a sampler before it samples, if they changed since the last time.
 
-    They have changed if any bit of them has, on any rank, whatever changed it. Nothing is assumed of the sampler at the
-    start of a run. All ranks take part in everything, and an error on one ends the run on all.
+    Any changed bit on any rank counts. At the start of a run, nothing is assumed about the sampler. All methods that
+    send weights are collective, and an error on one rank ends the run on all.
 
     Args:
-        timed: Charges what runs inside to the part `weight_sync` of the step's time.
+        timed: Context that charges time to the part `weight_sync` of the step.
     """
 
     def __init__(self, timed: Timed) -> None:
@@ -72,30 +72,31 @@ class WeightSync:
         self.forget()
 
     def forget(self) -> None:
-        """Assume nothing of the sampler: it receives all weights before it samples again."""
+        """Assume nothing about the sampler: it receives all weights before it samples again."""
         self._sent: int | None = None
         self._sent_base: int | None = None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return this rank's figures since the last call, summed.
+        """Return this rank's metrics since the last call, summed.
 
         Returns:
-            `sync/count` and `sync/seconds` of syncs, the engine's own figures (`sync/bytes`), and `sync/restarts`, how
-            often its sampler was lost.
+            `sync/count` and `sync/seconds`, the engine's metrics (`sync/bytes`), and `sync/restarts`, how often the
+            sampler was lost.
         """
         taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         return {f"sync/{name}": value for name, value in taken.items()}
 
     def sample(self, owner: PolicyOwner, engine: SyncedSampler, run: Callable[[], T]) -> T:
-        """Let all ranks sample from the policy's present weights.
+        """Sample on all ranks from the policy's current weights. Collective.
 
         Args:
-            owner: Has the policy.
-            engine: Has a copy of it.
-            run: Samples on this rank. Called again if the sampler was lost; it then returns the same.
+            owner: Owner of the policy.
+            engine: The engine, with a copy of the policy.
+            run: Samples on this rank. Called again if the sampler was lost; must then return the same.
 
         Raises:
-            RuntimeError: If the sampler is lost `MAX_RESTARTS` times, or another rank fails for another reason.
+            RuntimeError: If the sampler is lost `MAX_RESTARTS` times in a row, or another rank fails for another
+                reason.
         """
         for losses in range(1, MAX_RESTARTS + 1):
             try:
@@ -110,12 +111,12 @@ class WeightSync:
                 self.forget()
                 raise
         raise RuntimeError(
-            f"the sampler of {type(engine).__name__} was lost {MAX_RESTARTS} times in a row, the last time with: "
-            f"{lost}. See its own log for the reason."
+            f"the sampler of {type(engine).__name__} was lost {MAX_RESTARTS} times in a row, most recently: {lost}. "
+            "See its log for the reason."
         ) from lost
 
     def _update(self, owner: PolicyOwner, engine: SyncedSampler) -> None:
-        """Send weights, unless the sampler has the present ones of every rank."""
+        """Send weights, unless the sampler has the current ones of every rank."""
         policy, known = owner.policy, engine.version == self._version
         present, base = fingerprint(policy), fingerprint(policy, frozen_only=True)
         current, has_base = known and self._sent == present, known and self._sent_base == base
@@ -134,7 +135,7 @@ class WeightSync:
     def _send(self, owner: PolicyOwner, engine: SyncedSampler, with_base: bool) -> dict[str, float]:
         policy, separate = owner.policy, engine.adapter == "separate"
         passes = [owner.support.named_weights(policy) for _ in range(1 + (separate and with_base))]
-        # Lightning validates in inference mode, whose tensors could not be written to later.
+        # Lightning validates in inference mode, but inference tensors cannot be written to later.
         with torch.inference_mode(False), torch.no_grad(), read_to_the_end(*passes) as streams:
             engine.bind(policy, owner.tokenizer)
             if not separate:
@@ -150,12 +151,12 @@ class WeightSync:
 
 @contextmanager
 def read_to_the_end(*streams: Iterable[Named]) -> Iterator[list[Iterator[Named]]]:
-    """Pass streams to a reader, and read what it leaves: the other ranks are gathering the same weights.
+    """Pass streams to a reader, then exhaust them, because the other ranks gather the same weights.
 
     Args:
-        *streams: Weights that all ranks gather together, one stream after the other.
+        *streams: Collective streams of weights, in order.
     """
-    parts: list[Iterator[Named]] = [islice(stream, None) for stream in streams]  # which nobody can close
+    parts: list[Iterator[Named]] = [islice(stream, None) for stream in streams]  # readers cannot close these
     try:
         yield parts
     finally:
@@ -164,7 +165,7 @@ def read_to_the_end(*streams: Iterable[Named]) -> Iterator[list[Iterator[Named]]
 
 
 def _last_of(streams: list[Iterator[Named]]) -> Iterator[Named]:
-    """The last stream, after exhausting the others: ranks gather them in order, whether or not they were read."""
+    """The last stream, after exhausting the others, because ranks gather them in order."""
     *before, last = streams
     for stream in before:
         deque(stream, maxlen=0)
@@ -175,7 +176,7 @@ def check_adapter(engine: object, policy: nn.Module) -> None:
     """Refuse an engine that takes an adapter separately if the policy has none.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: Says what to change.
     """
     if isinstance(engine, SyncedSampler) and engine.adapter == "separate" and not has_adapters(policy):
         raise ValueError(
@@ -185,7 +186,7 @@ def check_adapter(engine: object, policy: nn.Module) -> None:
 
 
 def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> int:
-    """Checksum of this rank's part of a model's weights; it changes if one bit of them does.
+    """Checksum of this rank's part of a model's weights; any changed bit changes it.
 
     Args:
         model: Its weights may be shards.
@@ -198,10 +199,10 @@ def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> int:
 
 
 class CloseEngine(pl.Callback):
-    """Closes the module's sampler after an exception, where Lightning calls no `teardown`."""
+    """Closes the module's sampler after an exception, when Lightning does not call `teardown`."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Close the engine; if that fails too, the original exception is the one that is raised."""
+        """Close the engine; if that fails too, the original exception is still raised."""
         engine = getattr(pl_module, "engine", None)
         try:
             if isinstance(engine, SyncedSampler):

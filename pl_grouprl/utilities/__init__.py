@@ -1,1 +1,1 @@
-"""What every part may use and that knows nothing of rollouts: options, errors, files, processes, ranks, checkpoints."""
+"""General helpers that know nothing of rollouts: options, errors, files, processes, ranks, checkpoints."""

@@ -1,4 +1,4 @@
-"""Checks values against annotations: errors name what does not fit, and mappings become the configs they describe."""
+"""Checks values against annotations, and converts mappings to the configs they describe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     """Convert a value to its annotated type, or refuse it.
 
     Lists and tuples convert to each other, NumPy's numbers to Python's, paths to strings, and a mapping to the
-    dataclass whose fields it holds. A protocol accepts any object; its methods are checked where it is used.
+    dataclass whose fields it has. A protocol accepts any object; its methods are checked on use.
 
     Args:
         hint: An evaluated annotation.
@@ -65,7 +65,7 @@ def convert(hint: Any, value: Any, name: str) -> Any:
 
 
 def as_config(cls: type, value: Any, name: str) -> Any:
-    """Return an object of a config class as it is, or make one from a mapping of its fields.
+    """Return an object of a config class unchanged, or create one from a mapping of its fields.
 
     Raises:
         ArgumentError: If it is neither, or a field is unknown or refused; names the option.
@@ -90,7 +90,7 @@ def field_names(cls: type) -> list[str]:
 
 
 def describe_value(value: Any) -> str:
-    """Show a plain value, or the type of any other."""
+    """Show a plain value, or another value's type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, _PLAIN):
@@ -138,7 +138,7 @@ def _convert_union(union: Any, value: Any, name: str) -> Any:
             return convert(hint, value, name)
         except ArgumentError as error:
             errors.append((hint, error))
-    # The branch of the value's kind knows what is wrong inside it.
+    # The branch of the value's kind can tell what is wrong inside it.
     for hint, refusal in errors:
         is_list = get_origin(hint) in (list, tuple) and isinstance(value, list | tuple)
         if is_list or (dataclasses.is_dataclass(hint) and isinstance(value, Mapping)):

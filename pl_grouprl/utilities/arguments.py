@@ -21,8 +21,8 @@ __all__ = ["ArgumentError", "as_config", "checked_arguments"]
 def checked_arguments(cls: C) -> C:
     """Class decorator: the constructor checks its arguments against its annotations.
 
-    Values are converted as `convert` says. A constructor with `**kwargs` is taken to pass them to the next one in the
-    method resolution order; names that none of them takes are refused. The signature stays as it is.
+    Values are converted by `convert`. A constructor with `**kwargs` is assumed to pass them to the next one in the
+    method resolution order; names that none of them takes are refused. The signature does not change.
     """
     init: Callable[..., None] = vars(cls)["__init__"]
 
@@ -73,7 +73,7 @@ def suggestion(cls: type, name: str, first: type | None = None) -> str:
 
 
 def known_options(cls: type, first: type) -> tuple[dict[str, Any], bool]:
-    """Annotations by the names that the constructors take, and whether the last one takes any other name too."""
+    """Annotations by the names that the constructors take, and whether the last one takes any other name."""
     known: dict[str, Any] = {}
     for owner, constructor in _chain(cls, first):
         known |= {name: _hints(constructor, owner).get(name) for name in _parameters(constructor)}

@@ -1,8 +1,8 @@
 """Checkpoints on disk: written under a temporary name, renamed when complete, and checked by a manifest.
 
 A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` next to a file
-and `manifest.json` inside a folder, holds the size and the SHA-256 of each file. To check checkpoints by hand, or to
-accept folders as another program wrote them:
+and `manifest.json` inside a folder, has the size and the SHA-256 of each file. To check checkpoints manually, or to
+accept folders written by another program:
 
     python -m pl_grouprl.utilities.checkpoint_files PATH...
     python -m pl_grouprl.utilities.checkpoint_files --accept FOLDER...
@@ -35,7 +35,7 @@ def manifest_of(checkpoint: Path) -> Path:
 
 
 def process_name() -> str:
-    """Host and process id, which tell the unfinished files of a live run from those of a killed one."""
+    """Host and process id, which distinguish the unfinished files of a live run from those of a killed one."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
@@ -47,17 +47,17 @@ def unfinished_path(target: Path, owner: str) -> Path:
 def commit(unfinished: Path, target: Path, facts: dict[str, Any], owner: str) -> None:
     """Rename a written checkpoint to its final name; a complete one is there even if this is interrupted.
 
-    Everything is on the disk before anything is renamed. A file replaces the former one atomically; until then its
-    manifest lists both. A former folder is moved aside first; `finish_interrupted` completes an interrupted move.
+    Everything is on disk before anything is renamed. A file replaces the earlier one atomically; until then its
+    manifest lists both. An earlier folder is moved aside first; `finish_interrupted` completes an interrupted move.
 
     Args:
-        unfinished: What was written, file or folder.
-        target: Its name; a former checkpoint there is replaced.
-        facts: Plain values that the manifest keeps along with the hashes.
-        owner: The `process_name` of the process that writes.
+        unfinished: The written file or folder.
+        target: Its final name; replaces an earlier checkpoint there.
+        facts: Plain values stored in the manifest with the hashes.
+        owner: The `process_name` of the writing process.
 
     Raises:
-        OSError: If the file system refuses; the former checkpoint is still there.
+        OSError: If the file system refuses; the earlier checkpoint is still there.
     """
     for path in _files(unfinished).values():
         _sync(path)
@@ -67,7 +67,7 @@ def commit(unfinished: Path, target: Path, facts: dict[str, Any], owner: str) ->
         for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
             _sync(folder)
         _replace(unfinished, target, owner)
-        target.with_name(f"{target.name}.{_MANIFEST}").unlink(missing_ok=True)  # of a file that it has replaced
+        target.with_name(f"{target.name}.{_MANIFEST}").unlink(missing_ok=True)  # of a file that it replaced
     else:
         manifest = target.with_name(f"{target.name}.{_MANIFEST}")
         _write_manifest(manifest, [version, *_versions(manifest)], owner)
@@ -89,9 +89,9 @@ def remove(checkpoint: Path, owner: str) -> None:
 
 
 def corruption_reason(checkpoint: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if it is intact.
+    """What is wrong with a checkpoint; None if it is intact.
 
-    A file without a manifest, as Lightning's ModelCheckpoint saves it, is checked by the checksums inside it.
+    A file without a manifest, as saved by Lightning's ModelCheckpoint, is checked by the checksums inside it.
     """
     found = checkpoint.resolve()  # `last` may be a link
     if not found.exists():
@@ -135,14 +135,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Give complete checkpoints of killed runs the name that they were about to get or had just lost.
+    """Give complete checkpoints of killed runs the names that they were about to get or had just lost.
 
     Several processes may do this at once.
     """
     for leftover, name in _leftovers(folder):
         target = folder / name
         if leftover.is_dir() and not os.path.lexists(target) and corruption_reason(leftover) is None:
-            with contextlib.suppress(OSError):  # another process was faster
+            with contextlib.suppress(OSError):  # another process did it first
                 os.replace(leftover, target)
 
 

@@ -1,4 +1,4 @@
-"""Any object as plain values that two processes can compare: what it is, and what it was made with."""
+"""Describes any object, its class and arguments, as plain values that two processes can compare."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _LONGEST = 200
-"""Most characters of a value that is kept as it is; a longer one is replaced by its digest."""
+"""Longer values are replaced by their digest; in characters."""
 
 _MOST_ITEMS = 100
-"""Most items of a list or mapping that are described one by one; more are replaced by their digest."""
+"""Longer lists and mappings are replaced by their digest."""
 
 _DEEPEST = 3
-"""How many levels of nested objects get names; deeper ones are replaced by their digest."""
+"""Objects nested deeper than this are replaced by their digest."""
 
 
 class _Object(NamedTuple):
-    """What a value is, and descriptions of its parts by name."""
+    """A value's kind, and descriptions of its parts by name."""
 
     itself: Any
     parts: Mapping[Any, Any]
@@ -34,8 +34,8 @@ class _Object(NamedTuple):
 def describe(name: str, value: Any) -> dict[str, Any]:
     """Describe a value as plain values: itself, or an object's class and its constructor's arguments.
 
-    An object whose class has a method `run_options()` is described by the mapping that it returns. What cannot be read
-    is described by its class alone.
+    An object whose class has a method `run_options()` is described by the mapping that it returns, an unreadable object
+    only by its class.
 
     Args:
         name: Name of the option; an object's arguments are named after it with a dot.
@@ -53,12 +53,12 @@ def identity(value: Any) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can be compared as it is: a number, a string, None, or lists and sets of them."""
+    """Whether a value can be compared directly: a number, a string, None, or lists and sets of them."""
     return not isinstance(_tree(value, ()), _Object)
 
 
 def plain(value: Any) -> Any:
-    """Numbers of NumPy, enums, bytes, tuples and sets as numbers, strings and lists."""
+    """Convert NumPy's numbers, enums, bytes, tuples and sets to numbers, strings and lists."""
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
     if isinstance(value, list | tuple):
@@ -88,7 +88,7 @@ def _tree(value: Any, above: tuple[int, ...]) -> Any:
     """A plain value, or an `_Object`; `above` are the ids of the objects that this one is part of."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, int) and value.bit_length() > 1024:  # Python does not write much longer ones in decimals
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to write much longer ones in decimals
         return hex(value)
     if value is None or isinstance(value, bool | int | float | str | bytes | Enum):
         return plain(value)
@@ -136,7 +136,7 @@ def _limited(itself: Any, parts: Mapping[Any, Any]) -> _Object:
 
 
 def _function_parts(function: Any) -> dict[str, Any]:
-    """What distinguishes functions of one name: a method's object, defaults, closures, and a lambda's code."""
+    """What distinguishes functions of the same name: a method's object, defaults, closures, and a lambda's code."""
     owner = getattr(function, "__self__", None)
     parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
     code = getattr(function, "__code__", None)
@@ -157,7 +157,7 @@ def _code(code: CodeType) -> str:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Attributes of an object that hold its constructor's arguments, found by name.
+    """Attributes of an object with its constructor's arguments, found by name.
 
     If some argument has no attribute of its name, all plain attributes are included.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a run exchange besides gradients, and what each holds of a tensor."""
+"""Communication between ranks, other than gradients, and what each rank has of a tensor."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = None) -> list[Any]:
-    """Collect a value from every rank, in rank order. All ranks must call it.
+    """Gather a value from every rank, in rank order. Collective.
 
     Args:
-        value: Numbers, strings, tensors, and lists and dictionaries of them. What arrives is loaded with
-            `weights_only=True`: nothing that a rank sends is executed.
-        device: Where the communication happens; the rank's own GPU under NCCL.
-        group: The process group whose ranks take part; None is all.
+        value: Numbers, strings, tensors, and lists and dictionaries of them. Loaded with `weights_only=True`, so
+            nothing that a rank sends is executed.
+        device: Device for communication; the rank's GPU under NCCL.
+        group: The process group; None is all ranks.
     """
     if num_ranks() == 1:
         return [value]
@@ -55,11 +55,11 @@ def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = No
 def reduce_over_ranks(
     values: torch.Tensor, device: torch.device | str = "cpu", op: Literal["sum", "max"] = "sum"
 ) -> torch.Tensor:
-    """Sum a tensor over all ranks, or take its elementwise maximum. All ranks must call it.
+    """Sum a tensor over all ranks, or take its elementwise maximum. Collective.
 
     Args:
-        values: Of the same shape on every rank.
-        device: Where the communication happens; the rank's own GPU under NCCL.
+        values: A tensor of the same shape on every rank.
+        device: Device for communication; the rank's GPU under NCCL.
         op: `sum` or `max`.
 
     Returns:
@@ -73,7 +73,7 @@ def reduce_over_ranks(
 
 
 def sum_over_ranks(values: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> list[float]:
-    """Sum scalars over all ranks, in one exchange. Every rank passes the same quantities in the same order."""
+    """Sum scalars over all ranks, in one collective. Every rank passes the same quantities in the same order."""
     stacked = torch.stack([value.detach().to(device, torch.float32) for value in values])
     return reduce_over_ranks(stacked, device).tolist()
 
@@ -85,20 +85,20 @@ def raise_on_all_ranks(
     group: Any = None,
     shared: type[Exception] | None = None,
 ) -> T:
-    """Run something on every rank; if it raises on one, raise on all. All ranks must call it.
+    """Run a function on every rank; if it raises on one, raise on all. Collective.
 
     Args:
-        run: Returns or raises on each rank, whatever happens on the others.
+        run: Returns or raises on each rank, independently of the others.
         device: As for `gather_plain`.
         group: As for `gather_plain`.
         shared: Exceptions of this type are raised as this type on the other ranks too, unless one raised something
             else, which takes precedence.
 
     Returns:
-        What `run` returned on this rank.
+        The result of `run` on this rank.
 
     Raises:
-        Exception: What `run` raised on this rank.
+        Exception: The error of `run` on this rank.
         RuntimeError: If it raised on another rank; names the first one.
     """
     error: Exception | None = None
@@ -109,7 +109,7 @@ def raise_on_all_ranks(
     is_shared = shared is not None and isinstance(error, shared)
     own = None if error is None else [is_shared, f"{type(error).__name__}: {error}"]
     failed = [(rank, *told) for rank, told in enumerate(gather_plain(own, device, group)) if told is not None]
-    failed.sort(key=lambda failure: failure[1])  # what is not shared first
+    failed.sort(key=lambda failure: failure[1])  # errors that are not shared first
     if error is not None and (not is_shared or failed[0][1]):
         raise error
     if failed:

@@ -1,4 +1,4 @@
-"""Whether weights are finite, with the same answer on every rank."""
+"""Checks whether weights are finite, with the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pl_grouprl.utilities.distributed import gather_plain, local_shard
 def nonfinite_parameters(
     named_parameters: Iterable[tuple[str, Tensor]], device: torch.device | str = "cpu"
 ) -> list[str]:
-    """Name the parameters that have NaN or inf on some rank. All ranks must call it, and get the same answer.
+    """Name the parameters that have NaN or inf on any rank. Collective, with the same result on all.
 
     Each rank reads its weights or shards once; only names are gathered.
 
     Args:
-        named_parameters: As a module's `named_parameters()` gives them; under FSDP and ZeRO-3, as they are between
-            steps. Integers and tensors on the meta device count as finite.
-        device: Where the communication happens; the rank's own GPU under NCCL.
+        named_parameters: A module's `named_parameters()`; under FSDP and ZeRO-3, in their state between steps.
+            Integers and tensors on the meta device count as finite.
+        device: Device for communication; the rank's GPU under NCCL.
     """
     broken = nonfinite_tensors((name, local_shard(parameter)) for name, parameter in named_parameters)
     return list(dict.fromkeys(name for names in gather_plain(broken, device) for name in names))
@@ -43,7 +43,7 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude: NaN and inf pass through, finite values cannot overflow, only float8 is copied."""
+    """The largest magnitude; propagates NaN and inf, cannot overflow, and copies only float8."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     lowest, highest = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)

@@ -14,9 +14,9 @@ def anything_frozen() -> bool:
 
 
 class FreezeLoadedObjects(Callback):
-    """Excludes the objects that exist when training starts from garbage collection until training ends.
+    """Excludes objects that exist when training starts from garbage collection until training ends.
 
-    Scanning the objects of all imported packages takes 0.3 s, every ten steps or so of a small model. Does nothing if
+    Scanning the objects of all imported packages takes 0.3 s, about every ten steps of a small model. Does nothing if
     the program has frozen objects itself.
     """
 

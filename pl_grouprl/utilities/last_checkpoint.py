@@ -24,11 +24,11 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
     searched too. Damaged checkpoints are skipped with a warning.
 
     Args:
-        trainer: Its loggers and callbacks say where to look.
+        trainer: Its loggers and callbacks determine where to look.
         module: The module to compare options with; None compares none.
 
     Raises:
-        ValueError: If there is none, or it comes from a run with other options.
+        ValueError: If there is none, or it is from a run with other options.
     """
     folders = [folder for folder in _folders(trainer) if folder.is_dir()]
     for folder in folders:
@@ -38,14 +38,14 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
         rank_zero_warn(f"ckpt_path 'last' skips {path}: {reason}.")
     if newest is None:
         raise ValueError(
-            f"ckpt_path is 'last' and there is no checkpoint below {runs_folder(trainer)} that is complete; leave "
+            f"ckpt_path is 'last' and there is no complete checkpoint below {runs_folder(trainer)}; leave "
             "ckpt_path out to start a new run, or pass the path of a checkpoint."
         )
     changes = {} if module is None else changes_since(read_manifest(newest), module)
     allowed = getattr(module, "allow_changed", ())
     if refused := refused_changes(changes, allowed):
         raise ValueError(
-            f"ckpt_path is 'last', and {newest} is of a run with other options: {'; '.join(refused)}. Restore them; "
+            f"ckpt_path is 'last', and {newest} is from a run with other options: {'; '.join(refused)}. Restore them; "
             f"{remedy(changes, allowed)}; or give this run another logger name."
         )
     remember_verified(newest)
@@ -72,7 +72,7 @@ def find_last(trainer: Trainer) -> None:
 
 
 def runs_folder(trainer: Trainer) -> Path:
-    """The folder that holds a run's versions: `<save_dir>/<name>`, or the root folder without a logger."""
+    """The folder of a run's versions: `<save_dir>/<name>`, or the root folder without a logger."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]

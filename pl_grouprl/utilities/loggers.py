@@ -1,4 +1,4 @@
-"""Prepares a Trainer's loggers: they share a version, and one that cannot write does not end the run."""
+"""Prepares a Trainer's loggers: they share a version, and a write error does not end the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
     """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
     - They agree on one version.
-    - Metrics of an earlier run in a `CSVLogger`'s folder, which it would delete, are renamed.
+    - Renames metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
       cannot even be opened is an error with the same details.
     """
@@ -90,7 +90,7 @@ class _Guarded(Logger):
 
 @cache
 def _guarded(kind: type[Logger]) -> type[Logger]:
-    """A guarded subclass with the same name, so that `isinstance` and messages stay as they are."""
+    """A guarded subclass with the same name, so `isinstance` and messages do not change."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Guarded, kind), names)
 

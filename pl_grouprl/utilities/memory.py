@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
-"""What PyTorch's plain RuntimeError says when the CPU is out of memory."""
+"""Texts of PyTorch's plain RuntimeError when the CPU is out of memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -20,7 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def naming_memory(where: str, remedy: str) -> Iterator[None]:
-    """Add to out-of-memory errors where they arose and which option to change; the innermost context wins.
+    """Add the location, and the option to change, to out-of-memory errors; the innermost context wins.
 
     Args:
         where: What ran out of memory.

@@ -1,4 +1,4 @@
-"""Running a model for a look at it, and leaving it as it was."""
+"""Contexts that run a model for a check and leave it unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, without gradients; afterwards each submodule is in the mode that it was in."""
+    """Put a model in evaluation mode, without gradients; restores each submodule's mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -26,10 +26,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def examining(model: Any) -> Iterator[None]:
-    """Evaluate a transformers model as it is written: no compilation, no autocast, no inference mode.
+    """Evaluate a transformers model without compilation, autocast or inference mode.
 
     Autocast's rounding would look like a difference, and an inference tensor in a buffer (rotary frequencies) could not
-    be used in training. Frequencies that depend on the longest call so far are put back.
+    be used in training. Restores frequencies that depend on the longest call so far.
     """
     rotary = [
         (module, dict(module.__dict__), dict(module._buffers))
@@ -47,10 +47,10 @@ def examining(model: Any) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled layers as they are written.
+    """Run compiled layers uncompiled.
 
-    This holds for the whole process, so a thread that samples beside training changes nothing: it samples from a copy
-    of the policy, and a deep copy is not compiled.
+    This affects the whole process. That is safe with a sampling thread, which uses a copy of the policy, as deep copies
+    are not compiled.
     """
     if threading.current_thread() is not threading.main_thread():
         return nullcontext()
@@ -58,7 +58,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Whether every parameter is an ordinary tensor with its data: not on meta, sharded or quantized."""
+    """Whether every parameter is an ordinary tensor with data: not on meta, sharded or quantized."""
     if any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
         return False
     return all(type(p) is nn.Parameter and not p.is_meta and p.numel() for p in model.parameters())

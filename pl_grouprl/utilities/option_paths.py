@@ -1,4 +1,4 @@
-"""Finds where an option belongs that a constructor does not take, by its name here, in TRL or in verl.
+"""Finds where an unknown constructor argument belongs, by its name here, in TRL or in verl.
 
 A test checks that this agrees with the tables in docs/options.md.
 """
@@ -136,7 +136,7 @@ OPTION_PATHS = {
     "trainer.strategy": "",
     "trainer.val_check_interval": "eval_steps test_freq",
 }
-"""By the path of an option in a YAML file, the names that TRL and verl have for it."""
+"""TRL's and verl's names of an option, by its path in a YAML file."""
 
 _CLASSES = (
     ("model.init_args.policy.init_args.adapter.", "of LoRAAdapter: PretrainedPolicy(path, adapter={{{name!r}: ...}})"),
@@ -151,10 +151,10 @@ _CLASSES = (
 
 
 def locate_option(name: str, known: Container[str] = ()) -> str | None:
-    """Say where an option belongs; None if it is unknown.
+    """Describe where an option belongs; None if it is unknown.
 
     Args:
-        name: A name that a constructor was given but does not take.
+        name: An argument that a constructor does not take.
         known: The names that it takes.
     """
     ours = {path.rsplit(".", 1)[-1]: path for path in OPTION_PATHS}

@@ -14,7 +14,7 @@ def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
         checks: By name, the value, whether it is valid, and what it must be.
 
     Raises:
-        ValueError: With the name, the value and what it must be.
+        ValueError: Gives the name, the value and what it must be.
     """
     for name, (value, valid, range_) in checks.items():
         finite = "finite, and " if valid and "finite" not in range_ else ""

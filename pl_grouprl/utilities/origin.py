@@ -1,4 +1,4 @@
-"""Which class of module a checkpoint comes from."""
+"""Records the module class that a checkpoint comes from, and compares it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGE = __name__.partition(".")[0]
 def lineage(module: Any) -> list[str]:
     """Names of a module's class and its bases, up to and including the algorithm of this package.
 
-    For a module that derives from none of this package's classes, the class alone.
+    Only the class for modules that are not subclasses of this package's.
     """
     classes = [cls for cls in type(module).__mro__ if isinstance(cls, type)]
     for place, cls in enumerate(classes):
@@ -24,9 +24,9 @@ def compare_lineage(module: Any, then: Sequence[str] | None, what: str) -> None:
     """Refuse a checkpoint of another algorithm; a subclass counts as its algorithm.
 
     Args:
-        module: What the checkpoint is to be loaded into.
-        then: The `lineage` that the checkpoint records, or None.
-        what: What the error calls the checkpoint.
+        module: The module to load the checkpoint into.
+        then: The checkpoint's recorded `lineage`, or None.
+        what: The checkpoint's name in the error.
 
     Raises:
         ValueError: Names both classes.
@@ -34,14 +34,14 @@ def compare_lineage(module: Any, then: Sequence[str] | None, what: str) -> None:
     if then and then[-1] != lineage(module)[-1]:
         raise ValueError(
             f"{what} is of {_title(then)}, and the module is {_title(lineage(module))}; a checkpoint belongs to the "
-            f"algorithm that wrote it. Load it with {then[-1]}, or begin with the policy that its run exported "
+            f"algorithm that wrote it. Load it with {then[-1]}, or start from the policy that its run exported "
             "(ExportPolicy): pass that folder as the policy."
         )
 
 
 def describe_misfit(module: Any, then: Sequence[str] | None, reason: str) -> str:
-    """For a checkpoint whose weights do not fit a module, say what wrote it, then torch's reason."""
-    of = f"of {_title(then)}" if then else f"of a module that is none of {PACKAGE}'s, or of an older version"
+    """Error text for a checkpoint whose weights do not fit a module: what wrote it, and torch's reason."""
+    of = f"of {_title(then)}" if then else f"of a module that is not one of {PACKAGE}'s, or of an older version"
     return (
         f"the weights of the checkpoint do not fit. It is {of}, and the module is {_title(lineage(module))} with other "
         "models than the checkpoint's: pass the policy, the critic and the adapter that it was trained with. "

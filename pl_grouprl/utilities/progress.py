@@ -1,4 +1,4 @@
-"""What this process is doing, for a watchdog on another thread to read."""
+"""Progress of this process, read by a watchdog on another thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ class Progress:
     """Counts a process's progress and names its current phase. Any thread may write; a lost count does no harm.
 
     Attributes:
-        count: Grows with everything that gets done, such as a decoding step or a reward call.
-        phase: What the main thread is doing.
+        count: Incremented by any progress, such as a decoding step or a reward call.
+        phase: The main thread's current phase.
         step: The optimizer step.
     """
 
@@ -28,5 +28,5 @@ PROGRESS = Progress()
 
 
 def tick() -> None:
-    """Count one more thing done. Long loops without communication call it, so that they do not look hung."""
+    """Count progress. Long loops without communication call it, so they do not look hung."""
     PROGRESS.count += 1

@@ -24,9 +24,9 @@ class ProgressLines:
     """Prints a line at the start of a loop, at every tenth of it, and at its end.
 
     Args:
-        title: What runs.
-        total: How many steps it has in all.
-        done: How many of them are done already, in a resumed run.
+        title: Title of the loop.
+        total: Total number of steps.
+        done: Steps already done, in a resumed run.
     """
 
     def __init__(self, title: str, total: float, done: int = 0) -> None:

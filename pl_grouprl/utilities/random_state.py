@@ -1,4 +1,4 @@
-"""The state of the random numbers of a process, as plain values that a checkpoint can hold."""
+"""The random state of a process, as plain values for a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of the global generators of Python, NumPy and torch, and of the process's GPU where it has one."""
+    """State of the global generators of Python, NumPy and torch, including the process's GPU, if any."""
     version, words, gauss = random.getstate()
     name, key, *rest = np.random.get_state(legacy=True)
     state = {
@@ -24,7 +24,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore a state; that of the GPU if the process and the state both have one."""
+    """Restore a state, including the GPU's if both process and state have one."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = state["numpy"]
@@ -37,7 +37,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's global generators of the CPU and of the process's device.
 
-    `torch.manual_seed` looks for every kind of device there could be, which takes a millisecond or two.
+    `torch.manual_seed` checks for every kind of device, which takes a millisecond or two.
     """
     if device.type not in ("cpu", "cuda"):
         torch.manual_seed(seed)

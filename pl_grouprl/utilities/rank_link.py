@@ -63,17 +63,17 @@ class RankLink(threading.Thread):
 
     @property
     def store_name(self) -> str:
-        """The store's address, and who holds it."""
+        """The store's address and owner."""
         place = f"{getattr(self._store, 'host', '?')}:{getattr(self._store, 'port', '?')}"
         return f"the store of torchrun at {place}" if _store_is_of_agent() else f"the store of rank 0 at {place}"
 
     @property
     def store_rank(self) -> int | None:
-        """The rank whose process holds the store; None if torchrun does."""
+        """The rank whose process has the store; None if torchrun has it."""
         return None if _store_is_of_agent() else 0
 
     def exchange_now(self, limit: float) -> None:
-        """Publish and read now; wait at most `limit` seconds for it."""
+        """Publish and read now, waiting at most `limit` seconds."""
         with self._wake:
             self._asked += 1
             asked = self._asked

@@ -18,10 +18,10 @@ _MOVED = {
     "pl_grouprl.models.warm_start.": "pl_grouprl.demo.warm_start.",
     **{f"{old}(": f"{new}(" for old, new in (POLICY_LOSS_CLASSES | ESTIMATOR_CLASSES).items()},
 }
-"""What the options of older checkpoints begin with, and what those of this version do."""
+"""How names in the options of older checkpoints began, and how they begin now."""
 
 Changes = dict[str, tuple[Any, Any]]
-"""By option name, its value then and now."""
+"""Value then and now, by option name."""
 
 
 def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
@@ -34,7 +34,7 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
     """Options of a module that differ from those in a checkpoint or its manifest.
 
     Args:
-        saved: Has `run_options`, or from older versions `options`, which are only those that rollouts depend on.
+        saved: Has `run_options`, or `options` from older versions, which only include those that rollouts depend on.
         module: Any LightningModule; one without `run_options` and `rollout_options` has none.
     """
     if "run_options" in saved:
@@ -43,7 +43,7 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
 
 
 def _with_new_names(value: Any) -> Any:
-    """A plain value in which classes that have moved since have their present names."""
+    """A plain value with the current names of classes that have moved."""
     if isinstance(value, str):
         home = next((home for home in _MOVED if value.startswith(home)), None)
         return value if home is None else _MOVED[home] + value.removeprefix(home)
@@ -64,7 +64,7 @@ def _rollout_options(module: Any) -> dict[str, Any]:
 
 
 def is_allowed(name: str, allowed: Iterable[str]) -> bool:
-    """Whether an option may change, being listed itself or under a listed prefix: `sampling` allows all of sampling."""
+    """Whether an option, or a prefix of it, is listed: `sampling` allows all of sampling to change."""
     return any(re.match(rf"{re.escape(prefix)}(?![\w])", name) for prefix in allowed)
 
 
@@ -85,7 +85,7 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
         if any(is_allowed(name, [prefix]) for name in known):
             continue
         if prefix in free:
-            raise ValueError(f"allow_changed has {prefix!r}, which may change in any case; leave it out.")
+            raise ValueError(f"allow_changed has {prefix!r}, which may always change; leave it out.")
         nearest = difflib.get_close_matches(prefix, starts, n=1, cutoff=0.0)
         raise ValueError(
             f"allow_changed has {prefix!r}, and no option of this run begins with it"
@@ -102,7 +102,7 @@ def refused_changes(changes: Changes, allowed: Sequence[str]) -> list[str]:
 
 
 def remedy(changes: Changes, allowed: Sequence[str]) -> str:
-    """Say how to allow the refused changes."""
+    """Describe how to allow the refused changes."""
     names = [name for name in changes if not is_allowed(name, allowed)]
     return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
 
@@ -122,7 +122,7 @@ def recorded(initialize: Callable[..., None], note: Callable[[Any, Mapping[str, 
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
-            initialize(self, *args, **kwargs)  # says what is wrong
+            initialize(self, *args, **kwargs)  # raises the proper error
             raise
         bound.apply_defaults()
         for parameter in list(signature.parameters.values())[1:]:

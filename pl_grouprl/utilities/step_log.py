@@ -1,4 +1,4 @@
-"""Logs many numbers of a training step in less time than Lightning takes."""
+"""Logs many numbers of a training step faster than Lightning."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 def log_numbers(module: LightningModule, numbers: Mapping[str, float | Tensor], *, prog_bar: bool = False) -> None:
-    """Log numbers of this step: what `module.log_dict(numbers, prog_bar=prog_bar, batch_size=1)` does, in less time.
+    """Log numbers of this step like `module.log_dict(numbers, prog_bar=prog_bar, batch_size=1)`, but faster.
 
-    `LightningModule.log` copies the metadata of a metric each time, which takes about 0.4 ms, although of a number that
-    is logged for one step it keeps only the number. So a name that is new in this epoch goes through `log_dict`; after
-    that its value is written directly to where Lightning keeps it.
+    `LightningModule.log` copies a metric's metadata each time, which takes about 0.4 ms, although it only keeps the
+    number if it is logged for one step. So `log_dict` logs names that are new in this epoch; afterwards values are
+    written directly to where Lightning keeps them.
 
     Args:
-        module: The module, in one of its hooks or of its callbacks' hooks.
-        numbers: By name; scalars.
-        prog_bar: Whether they are shown in the progress bar.
+        module: The module, in one of its hooks or its callbacks' hooks.
+        numbers: Scalars by name.
+        prog_bar: Whether to show them in the progress bar.
     """
     kept: Any = module.trainer._results or {}
     places = {name: kept.get(f"{module._current_fx_name}.{name}") for name in numbers}
@@ -32,7 +32,7 @@ def log_numbers(module: LightningModule, numbers: Mapping[str, float | Tensor], 
     rest = {name: number for name, number in numbers.items() if name not in known}
     if rest:
         module.log_dict(rest, prog_bar=prog_bar, batch_size=1)
-    # A step in 16 bits sets the default dtype to that; Lightning logs in float32 all the same.
+    # A 16-bit step changes the default dtype; Lightning still logs in float32.
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     plain = torch.tensor([0.0 if isinstance(numbers[name], Tensor) else numbers[name] for name in known], dtype=dtype)
     for name, value in zip(known, plain.unbind(), strict=True):

@@ -1,4 +1,4 @@
-"""Values and lists of names as the short texts that errors hold."""
+"""Short texts for errors, from values and lists of names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How far two computations of the same thing may lie apart: one table by dtype, and the measures it is in.
+"""Tolerances for comparing two computations of the same quantity: a table by dtype, and the measures it uses.
 
-Every self-check (`attention/layer_check.py` and `checks/`) measures with `compare` or `gradient_difference` and reads
-its limit here.
+Every self-check (`attention/layer_check.py` and `checks/`) uses `compare` or `gradient_difference`, and takes its
+tolerance from here.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding explains in one dtype.
+    """Differences that rounding explains in one dtype.
 
     Attributes:
         logprob: Shared against repeated prefix: difference of a log-probability, in nats; the largest in float32 and
-            float64, the mean in narrower types. A critic's quantity, also of about 1, has the same.
+            float64, the mean in narrower types. Also used for a critic's quantity, whose size is about 1 too.
         gradient: Shared against repeated prefix: norm of the difference of all gradients over their norm.
         hidden: Shared against repeated prefix: mean difference of hidden states over their mean size.
-        moved: The same between a row and itself at positions moved by a constant, where angles are rounded too.
+        moved: The same between a row and itself at shifted positions, where angles are rounded too.
         decoded_logprob: Decoding with a cache against one forward: largest difference of a log-probability, in nats.
-        causal: States before a token that changes: largest difference over the largest state. A mixture of experts
-            alone rounds here; untrained BERT differs by 5e-3.
+        causal: States before a changed token: largest difference over the largest state. Only mixtures of experts have
+            rounding errors here; untrained BERT differs by 5e-3.
         score: A classifier's scores against its head: difference over the largest possible product. The head runs on
             other shapes, on a GPU perhaps in TF32; untrained encoders differ by more than 1e-2.
-        sampler_logprob: Another program's sampler against the policy: mean difference of log-probabilities, in nats.
-            The sampler has a dtype of its own, so this is one number; bfloat16 explains some hundredths.
+        sampler_logprob: A separate sampler against the policy: mean difference of log-probabilities, in nats. One
+            number for all, since the sampler has its own dtype; bfloat16 explains some hundredths.
     """
 
     logprob: float
@@ -46,7 +46,7 @@ class Tolerance:
 _WIDE = Tolerance(1e-4, 1e-3)
 
 TOLERANCES = {
-    torch.float64: _WIDE,  # transformers takes norms and rotary angles in float32 all the same
+    torch.float64: _WIDE,  # transformers still computes norms and rotary angles in float32
     torch.float32: _WIDE,
     torch.bfloat16: Tolerance(
         5e-2, 1e-1, hidden=5e-2, moved=5e-2, decoded_logprob=0.5, causal=4 * 2**-7, score=4 * 2**-7
@@ -59,25 +59,25 @@ TOLERANCES = {
 
 
 def computing_dtype(model: Any) -> torch.dtype:
-    """The dtype that a transformers model computes in: autocast's where it is on, otherwise that of its weights."""
+    """The dtype that a transformers model computes in: autocast's if it is on, otherwise that of its weights."""
     device_type = model.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else model.dtype
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    """The limits of a dtype; one that is not in the table gets the strictest."""
+    """The tolerances of a dtype; the strictest for dtypes outside the table."""
     return TOLERANCES.get(dtype, _WIDE)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two tensors lie apart, element by element. NaN where either has one.
+    """Elementwise difference of two tensors. NaN if either has a NaN.
 
     Attributes:
         largest: Largest absolute difference.
         mean: Mean absolute difference.
-        largest_size: Largest absolute value that was expected.
-        mean_size: Mean absolute value that was expected.
+        largest_size: Largest absolute value of the expected tensor.
+        mean_size: Mean absolute value of the expected tensor.
     """
 
     largest: float
@@ -100,7 +100,7 @@ _TINY = 1e-30
 
 
 def compare(found: Tensor, expected: Tensor) -> Difference:
-    """Measure how far two tensors of one shape lie apart, in float32 or wider; 0 where they are empty."""
+    """Measure the difference of two tensors of the same shape, in float32 or wider; 0 if they are empty."""
     if not expected.numel():
         return Difference(0.0, 0.0, 0.0, 0.0)
     wide = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
@@ -110,7 +110,7 @@ def compare(found: Tensor, expected: Tensor) -> Difference:
 
 
 def gradient_difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """Norm of the difference between two lists of gradients over the norm of those expected; None counts as zero."""
+    """Norm of the difference of two lists of gradients over the norm of the expected ones; None counts as zero."""
     squared_error, squared_norm = 0.0, 0.0
     for one, other in zip(expected, found, strict=True):
         if one is None and other is None:

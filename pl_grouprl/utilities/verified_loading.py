@@ -1,4 +1,4 @@
-"""Verifies checkpoints before anything in them is loaded, however the load was requested."""
+"""Verifies checkpoints before anything in them is loaded, by any route."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _just_verified: dict[Path, list[tuple[str, int, int]]] = {}
-"""Checkpoints that a search has just verified, with the names, sizes and times of their files at that moment."""
+"""Checkpoints that a search just verified, with the names, sizes and times of their files."""
 
 
 def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-    """Refuse a damaged checkpoint. All ranks must call it; rank 0 reads the files and tells the others.
+    """Refuse a damaged checkpoint. Collective; rank 0 reads the files and tells the others.
 
     Args:
         path: A file or a folder. A URL such as `s3://...` is left to Lightning, with a warning.
-        device: Where the communication happens; the rank's GPU under NCCL.
+        device: Device for communication; the rank's GPU under NCCL.
 
     Raises:
         FileNotFoundError: On all ranks, if any of them cannot find it.
@@ -73,7 +73,7 @@ def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is damaged, a folder, not from Lightning, or holds more than tensors and plain values.
+        ValueError: If it is damaged, a folder, not from Lightning, or has more than tensors and plain values.
     """
     verify_checkpoint(path)
     _refuse_folder(path, "load it with ckpt_path of a Trainer and the strategy that wrote it")
@@ -81,7 +81,7 @@ def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def remember_verified(checkpoint: Path) -> None:
-    """Remember that a checkpoint was just verified, so that the load that follows does not read it twice."""
+    """Remember that a checkpoint was just verified, so the following load does not verify it again."""
     _just_verified[checkpoint.resolve()] = _state(checkpoint.resolve())
 
 
@@ -111,13 +111,13 @@ def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, An
         checkpoint = load()
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"checkpoint {path} holds more than tensors and plain values, whose code is not run here: {error}"
+            f"checkpoint {path} has more than tensors and plain values, and code in it is never run: {error}"
         ) from None
     except (RuntimeError, EOFError, KeyError) as error:
         raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(
-            f"checkpoint {path} was not written by Lightning: it has no 'state_dict'. To begin with weights of another "
+            f"checkpoint {path} was not written by Lightning: it has no 'state_dict'. To start from weights of another "
             "program, pass a Hugging Face folder as the policy."
         )
     return checkpoint

@@ -247,7 +247,7 @@ def test_the_learning_rate_stays_the_checkpoints(saved, fit):
         ("sampling.temprature", r"did you mean 'sampling.temperature'\?"),
         ("bet", r"did you mean 'beta'\?"),
         ("rewards.share_of_leters", r"did you mean 'rewards.share_of_letters'\?"),
-        ("reward_workers", "allow_changed has 'reward_workers', which may change in any case; leave it out"),
+        ("reward_workers", "allow_changed has 'reward_workers', which may always change; leave it out"),
     ],
 )
 def test_a_name_that_nothing_has_is_refused_at_setup(fit, name, message):

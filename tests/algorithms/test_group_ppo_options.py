@@ -232,7 +232,7 @@ REFUSED = [
     ({"group_epsilon": math.inf}, "group_epsilon is inf; it must be a finite number"),
     ({"group_max_size": 2.5}, "group_max_size is 2.5; it must be a whole number"),
     ({"group_max_size": 1}, "groups of one token .* Set it to 0, or set adaptive_threshold to false"),
-    ({"group_variance_threshold": 50.0, "max_threshold": 10.0}, r"is 50.0, outside of .* max_threshold \(10.0\)"),
+    ({"group_variance_threshold": 50.0, "max_threshold": 10.0}, r"is 50.0, outside .* max_threshold \(10.0\)"),
     ({"adaptive_threshold": False, "threshold_lr": -5}, "threshold_lr is -5; it must be a finite number"),
     ({"boundary_signal": "mc"}, "boundary_signal is 'mc'; it must be 'td' or 'gae'"),
     ({"advantage_mode": "last"}, "advantage_mode is 'last'; it must be 'broadcast', 'endpoint' or 'variable_lambda'"),

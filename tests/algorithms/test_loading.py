@@ -121,7 +121,7 @@ def test_last_is_found_or_refused_whatever_saves(make_module, make_data, make_tr
         trainer.fit(make_module(), make_data(), ckpt_path=ckpt_path)
         return trainer
 
-    with pytest.raises(ValueError, match=rf"ckpt_path is 'last' and there is no checkpoint below {tmp_path}"):
+    with pytest.raises(ValueError, match=rf"ckpt_path is 'last' and there is no complete checkpoint below {tmp_path}"):
         train(2, "last")
     saving = train(2)
     if callbacks:
@@ -194,7 +194,7 @@ def test_a_subclass_and_its_algorithm_take_each_others(saved, make_module, make_
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
 def test_a_module_of_another_package_is_refused(saved, make_module, make_data, make_trainer, manifest):
     path = saved(Other, manifest)
-    text = "is of Other, and the module is GRPO" if manifest else "of a module that is none of pl_grouprl's"
+    text = "is of Other, and the module is GRPO" if manifest else "of a module that is not one of pl_grouprl's"
     with pytest.raises(ValueError, match=text):
         make_trainer(max_steps=2).fit(make_module(), make_data(), ckpt_path=path)
 
@@ -251,7 +251,7 @@ def test_last_finds_the_run_from_python_or_refuses(make_module, make_data, make_
         trainer.fit(make_module(**options), make_data(), ckpt_path="last" if steps > 1 else None)
         return trainer
 
-    with pytest.raises(ValueError, match=r"ckpt_path is 'last' and there is no checkpoint below .* that is complete"):
+    with pytest.raises(ValueError, match=r"ckpt_path is 'last' and there is no complete checkpoint below .*"):
         fit(2)
     fit(1)
     trainer = fit(2)

@@ -18,7 +18,7 @@ def wrong(prompts, sampling):
 def test_what_differs_is_refused_each_time_and_what_passed_is_not_looked_at():
     model = tiny_model("llama")
     for _ in range(2):
-        with pytest.raises(ValueError, match="cannot sample from LlamaForCausalLM: behind its cache a log-probability"):
+        with pytest.raises(ValueError, match="cannot sample from LlamaForCausalLM: with its cache a log-probability"):
             decoding_check.check_decoding(model, wrong)
     decoding_check._PASSED.add(model)
     decoding_check.check_decoding(model, wrong)

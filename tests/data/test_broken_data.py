@@ -31,12 +31,12 @@ GOOD = '{"prompt": "1"}'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "1\\ud800"}', r"column 'prompt' holds the code point U\+D800, half of a surrogate pair"),
+        ('{"prompt": "1\\ud800"}', r"column 'prompt' has the code point U\+D800, half of a surrogate pair"),
         (
             '{"prompt": "1", "extra_info": {"a": ["\\udfff"]}}',
-            r"column 'extra_info' holds the code point U\+DFFF, half of a surrogate pair",
+            r"column 'extra_info' has the code point U\+DFFF, half of a surrogate pair",
         ),
-        ('{"prompt": [{"role": "user", "content": "\\ud83d"}]}', r"column 'prompt' holds the code point U\+D83D"),
+        ('{"prompt": [{"role": "user", "content": "\\ud83d"}]}', r"column 'prompt' has the code point U\+D83D"),
         ('{"prompt": null}', r"column 'prompt' is null; write the prompt, or remove the row"),
         ('{"prompt": "1", "prompt": "2"}', r"duplicate names \['prompt'\]"),
         ('{"prompt": "1", "n": ' + "9" * 5000 + "}", r"not usable JSON \(Exceeds the limit"),
@@ -54,8 +54,11 @@ GOOD = '{"prompt": "1"}'
         ),
         ('{"prompt": "1", "completions": ["2"]}', r"the column 'completions' has the name of an argument"),
         ('{"prompt": "1", "reward_model": "{}"}', r"column 'reward_model' is '\{\}'; it must be a mapping"),
-        ('{"prompt": "1", "reward_model": {"ground_truth": NaN}}', r"'reward_model.ground_truth' is NaN, no reference"),
-        ('{"prompt": "1", "answer": NaN}', r"'answer' is NaN, no reference"),
+        (
+            '{"prompt": "1", "reward_model": {"ground_truth": NaN}}',
+            r"'reward_model.ground_truth' is NaN, which is not a reference",
+        ),
+        ('{"prompt": "1", "answer": NaN}', r"'answer' is NaN, which is not a reference"),
         ('{"prompt": "1", "data_source": ["a"]}', r"column 'data_source' is \['a'\]; it must be a name"),
     ],
     ids=range(17),
@@ -66,7 +69,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 
 def test_rows_in_memory_are_checked_too():
-    with pytest.raises(ValueError, match=r"train, row 1: column 'a' holds the code point U\+DC00"):
+    with pytest.raises(ValueError, match=r"train, row 1: column 'a' has the code point U\+DC00"):
         load([{"prompt": "1"}, {"prompt": "1", "a": ("\udc00",)}])
     with pytest.raises(ValueError, match="train, row 0: a column has the name 3; names must be strings"):
         load([{"prompt": "1", 3: 4}])
@@ -88,7 +91,7 @@ def test_bytes_that_are_no_utf_8_are_named_by_their_line(tmp_path):
         ('[{"prompt": "1"}] 3', r"something follows the closing '\]'"),
         ('[{"prompt": "1"},]', r"row 1: not valid JSON"),
         ('[{"prompt": "1"}, {"a": 1, "a": 2}]', r"row 1: not usable JSON \(duplicate names \['a'\]"),
-        ("[ ]", "holds no rows"),
+        ("[ ]", "has no rows"),
     ],
 )
 def test_a_broken_array_is_named_with_its_row(tmp_path, text, message):
@@ -123,7 +126,7 @@ def test_a_damaged_page_is_named_by_row_group_and_rows(tmp_path):
     place = good.index(b"00025")  # in the third row group
     (tmp_path / "x.parquet").write_bytes(good[:place] + b"X" + good[place + 1 :])
     with pytest.raises(
-        ValueError, match=r"x\.parquet, row group 2 \(rows 20 to 29\): damaged \(.*CRC.*write the file anew"
+        ValueError, match=r"x\.parquet, row group 2 \(rows 20 to 29\): damaged \(.*CRC.*write the file again"
     ):
         load(str(tmp_path / "x.parquet"))
 
@@ -139,7 +142,7 @@ def test_text_that_is_no_utf_8_in_parquet_is_named(tmp_path):
 @pytest.mark.parametrize("cut", [0, 3, 100, -1, -20])
 def test_a_file_cut_short_is_named(tmp_path, cut):
     (tmp_path / "x.parquet").write_bytes(table()[:cut])
-    with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file \(.+\); write it anew"):
+    with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file \(.+\); write it again"):
         load(str(tmp_path / "x.parquet"))
 
 
@@ -157,7 +160,7 @@ def test_a_folder_is_no_file(tmp_path):
 
 def test_a_file_without_rows_among_others_is_said(tmp_path):
     paths = [write(tmp_path / "x.jsonl", GOOD), write(tmp_path / "y.jsonl")]
-    with pytest.warns(UserWarning, match=r"y\.jsonl holds no rows"):
+    with pytest.warns(UserWarning, match=r"y\.jsonl has no rows"):
         assert len(load(paths)) == 1
 
 

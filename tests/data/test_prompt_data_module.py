@@ -186,7 +186,7 @@ def test_no_tokenizer():
 
 
 def test_an_empty_data_set_is_reported_before_a_tokenizer_is_asked_for():
-    with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): list holds no rows"):
+    with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): list has no rows"):
         prompts_of([], None)
 
 

@@ -114,7 +114,7 @@ def test_resume_with_epochs_cut_short_and_validation_within(tmp_path, step):
 
 
 def test_resume_with_other_data_is_refused(whole_run):
-    message = r"batch_size was 2 and is 3.*has no meaning here"
+    message = r"batch_size was 2 and is 3.*is meaningless here"
     with pytest.raises(ValueError, match=message):
         fit(make_data(batch_size=3), checkpoint=whole_run[0] / "step4.ckpt", max_epochs=EPOCHS)
     with pytest.raises(ValueError, match="updates_per_rollout was 2 and is 1"):

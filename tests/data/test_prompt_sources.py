@@ -86,7 +86,7 @@ def test_row_that_is_no_object_is_named(tmp_path):
 def test_no_rows(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): .* holds no rows"):
+    with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): .* has no rows"):
         read_source(source, "train")
 
 

@@ -257,7 +257,7 @@ def test_class_pairs_equal_the_functions(name):
         ),
         (
             lambda: make_policy_loss("kl_cov", kl_cov_ratio=2),
-            "kl_cov_ratio is 2; it is a share of the tokens, so at most 1",
+            "kl_cov_ratio is 2; it is a fraction of the tokens, so at most 1",
         ),
         (lambda: make_policy_loss("kl_cov", ppo_kl_coef=-1), "ppo_kl_coef is -1; it must be 0 or larger"),
         (lambda: make_policy_loss("gpg", epsilon=0.2), "policy_loss='gpg' does not use epsilon; it takes no options"),

@@ -110,9 +110,12 @@ def test_each_option_changes_the_threshold(change):
         ({"target_compression": 0.3}, r"target_compression is 0.3; no threshold reaches .* 0.5 and 0.9375"),
         ({"target_compression": 0.9, "max_size": 8}, r"0.9; groups of at most 8 tokens compress by at most 0.875"),
         ({"target_compression": 1.0}, r"1.0; groups of at most 16 tokens .* change group_max_size \(max_size\)"),
-        ({"target_compression": -0.1}, "target_compression is -0.1; it is a share of the tokens, from 0 to 1. Set it"),
-        ({"target_compression": 1.2}, "target_compression is 1.2; it is a share of the tokens, from 0 to 1. Set it"),
-        ({"target_compression": math.nan}, "target_compression is nan; it is a share of the tokens"),
+        (
+            {"target_compression": -0.1},
+            "target_compression is -0.1; it is a fraction of the tokens, from 0 to 1. Set it",
+        ),
+        ({"target_compression": 1.2}, "target_compression is 1.2; it is a fraction of the tokens, from 0 to 1. Set it"),
+        ({"target_compression": math.nan}, "target_compression is nan; it is a fraction of the tokens"),
         (
             {"max_size": 1},
             r"target_compression is 0.75; groups of one token \(group_max_size is 1\) compress nothing. Set it to 0, "
@@ -129,13 +132,13 @@ def test_each_option_changes_the_threshold(change):
         ({"max_size": math.nan}, r"group_max_size \(max_size\) is nan"),
         (
             {"group_variance_threshold": 50.0},
-            r"group_variance_threshold is 50.0, outside of min_threshold \(0.1\) and max_threshold \(10.0\)",
+            r"group_variance_threshold is 50.0, outside min_threshold \(0.1\) and max_threshold \(10.0\)",
         ),
         (
             {"group_variance_threshold": 2.0, "min_threshold": 3.0},
-            r"group_variance_threshold is 2.0, outside of min_threshold \(3.0\) and max_threshold \(10.0\)",
+            r"group_variance_threshold is 2.0, outside min_threshold \(3.0\) and max_threshold \(10.0\)",
         ),
-        ({"group_variance_threshold": 0.5, "min_threshold": 3.0}, "group_variance_threshold is 0.5, outside of"),
+        ({"group_variance_threshold": 0.5, "min_threshold": 3.0}, "group_variance_threshold is 0.5, outside "),
         ({"adaptive_threshold": False, "threshold_lr": -5.0}, "threshold_lr is -5.0"),
         ({"adaptive_threshold": False, "threshold_lr": math.nan}, "threshold_lr is nan"),
         ({"adaptive_threshold": False, "min_threshold": 0.0}, "min_threshold is 0.0"),

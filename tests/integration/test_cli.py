@@ -150,7 +150,7 @@ def test_a_checkpoint_brings_no_options_over_the_command_line(run, small, capsys
 
 def test_last_without_a_run_is_an_error(small, tmp_path):
     loggers = f"[{{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {tmp_path}, name: none}}}}]"
-    with pytest.raises(ValueError, match="ckpt_path is 'last' and there is no checkpoint below"):
+    with pytest.raises(ValueError, match="ckpt_path is 'last' and there is no complete checkpoint below"):
         main(["fit", *small, "--trainer.logger", loggers, "--ckpt_path", "last"])
 
 
@@ -162,7 +162,7 @@ def test_last_without_a_logger_is_the_trainers_own(tmp_path):
     own = tmp_path / "checkpoints" / "last.ckpt"
     other.parent.mkdir(parents=True)
     other.touch()
-    with pytest.raises(ValueError, match="there is no checkpoint below"):
+    with pytest.raises(ValueError, match="there is no complete checkpoint below"):
         last_checkpoint(trainer)
     own.parent.mkdir()
     torch.save({}, own)

@@ -61,7 +61,7 @@ def test_the_models_own_token_without_images_is_refused(prompt):
     full.tokenizer.chat_template = full.chat_template = template
     data = PromptDataModule([{"prompt": "a"}, {"prompt": prompt}], batch_size=1, tokenizer=full.tokenizer)
     data.processor = full
-    with pytest.raises(ValueError, match=r"row 1: the row has 0 (image|video)s, and its text .* has 1 times the"):
+    with pytest.raises(ValueError, match=r"row 1: the row has 0 (image|video)s, and its rendered text has 1 times the"):
         data.setup("fit")
 
 
@@ -117,7 +117,7 @@ def test_what_tools_return_is_not_made_of_parts():
         ({"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])}, "the type 'image_url'; put what"),
         (
             {"prompt": user([{"type": "image", "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]},
-            "a part of type 'image' holds 'image', and the row has images in a column too",
+            "a part of type 'image' has 'image', and the row has images in a column too",
         ),
         (
             {"prompt": user([IMAGE, {"type": "text", "text": "<image>what?"}]), "images": [tiny_image(0)]},
@@ -136,7 +136,7 @@ def test_malformed_parts_are_named_with_their_row(row, message):
         ({"image_kwarg": {}}, "Qwen2_5_VLProcessor takes no 'image_kwarg', .*images_kwargs"),
         ({"images_kwargs": {"sizes": 3}}, "takes no 'images_kwargs.sizes', .* size"),
         ({"images_kwargs": 3}, r"processor_kwargs\['images_kwargs'\] is 3; it must be a mapping"),
-        ({"return_tensors": "np"}, "takes no 'return_tensors', or it is given already"),
+        ({"return_tensors": "np"}, "takes no 'return_tensors', or it is already set"),
     ],
 )
 def test_options_that_the_processor_would_ignore_are_refused(options, message):

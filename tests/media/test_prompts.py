@@ -159,10 +159,13 @@ def test_the_limit_counts_the_tokens_of_images():
             {"prompt": user([IMAGE, TEXT])},
             "has places for images or videos .* and the columns 'images' and 'videos' are empty",
         ),
-        ({"prompt": "what?", "images": [1]}, r"has 1 images, and its text .* 0 times the image token"),
+        ({"prompt": "what?", "images": [1]}, r"has 1 images, and its rendered text has 0 times the image token"),
         ({"prompt": user("what?"), "images": ["missing.png"]}, r"images\[0\]: 'missing.png' cannot be read"),
         ({"prompt": user("what?"), "images": [tiny_image(0), 3]}, r"images\[1\]: an image of type int"),
-        ({"prompt": user("<|image_pad|>"), "images": [tiny_image(0)]}, r"has 1 images, and its text .* 2 times"),
+        (
+            {"prompt": user("<|image_pad|>"), "images": [tiny_image(0)]},
+            r"has 1 images, .* rendered text has 2 times",
+        ),
     ],
 )
 def test_bad_rows_are_named_at_setup(row, message):

@@ -70,5 +70,5 @@ def test_images_longer_than_the_window():
 def test_an_image_token_in_a_rollout_is_refused(family):
     model, group = tiny_vision_model(family), group_of(family)
     group.rollouts[1] = Rollout([5, placeholder_ids(model)["image_token_id"]])
-    with shared_prefix(model), pytest.raises(ValueError, match="forbid the sampler to draw it"):
+    with shared_prefix(model), pytest.raises(ValueError, match="exclude it from sampling"):
         hidden_states(model, pack_slice(group, [0, 1], PrefixPass(group, "cpu")))

@@ -313,7 +313,7 @@ def test_refusals_come_before_anything_is_read():
         raise AssertionError
         yield
 
-    with pytest.raises(TypeError, match=r"Linear is no transformers model \(no save_pretrained\)"):
+    with pytest.raises(TypeError, match=r"Linear is not a transformers model \(no save_pretrained\)"):
         checkpoint_weights(nn.Linear(2, 2), never())
     with pytest.raises(ValueError, match="LlamaForCausalLM has 0 active adapters"):
         adapter_weights(tiny_model(), never())
@@ -343,11 +343,13 @@ def test_a_form_that_cannot_be_reversed():
 
     model = tiny_model()
     model._weight_conversions = [WeightConverter("mlp.up_proj", "mlp.up_proj", operations=[OneWay()])]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM keeps weights in another form than its checkpoints, .*Not"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM stores weights differently than its checkpoints, .*Not"):
         checkpoint_weights(model, raw(model))
     checked = [Transpose(0, 1, check_dims=True)]  # looks at the shape that the model has
     model._weight_conversions = [WeightConverter("mlp.wi.weight", "mlp.up_proj.weight", operations=checked)]
-    reason = r"keeps 'model.layers.0.mlp.up_proj.weight' in .*reads 'model.layers.0.mlp.wi.weight' off the model"
+    reason = (
+        r"stores 'model.layers.0.mlp.up_proj.weight' differently .*reads 'model.layers.0.mlp.wi.weight' off the model"
+    )
     with pytest.raises(ValueError, match=reason):
         list(checkpoint_weights(model, raw(model)))
 

@@ -114,7 +114,7 @@ def test_equal_weights_pass():
     [
         (0, 0, ["qkv", ["q", "k"], 5, "sum"], r"1 differ: qkv differs from what was sent as q \+ k"),
         (1, 1, ["norm", ["norm"], 12, "copy"], "norm differs from what was sent as norm"),
-        (1, 1, ["norm", ["norm"], 0, "sum"], r"norm is held in different ways \(copy, sum\)"),
+        (1, 1, ["norm", ["norm"], 0, "sum"], r"norm is stored in different ways \(copy, sum\)"),
         (0, 2, ["embed", [], 2**63 - 2, "sum"], "embed was not sent"),
         (0, 0, ["qkv", ["q", "v"], 4, "sum"], "qkv is made of v, which was not sent"),
     ],

@@ -110,7 +110,7 @@ def test_what_was_just_verified_is_read_again_once_it_has_changed(tmp_path):
 
 def test_code_is_never_run(tmp_path):
     torch.save({"state_dict": {}, "function": print}, tmp_path / "own.ckpt")
-    with pytest.raises(ValueError, match=r"own\.ckpt holds more than tensors and plain values"):
+    with pytest.raises(ValueError, match=r"own\.ckpt has more than tensors and plain values"):
         load_verified(tmp_path / "own.ckpt")
 
 

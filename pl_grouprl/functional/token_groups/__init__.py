@@ -1,4 +1,4 @@
-"""GROUP PPO's token groups: where a response is cut, the advantage of each group, the threshold, the counts."""
+"""GROUP PPO's token groups: boundaries, advantages, threshold and statistics."""
 
 from pl_grouprl.functional.token_groups.advantages import ADVANTAGE_MODES, AdvantageMode, token_group_advantages
 from pl_grouprl.functional.token_groups.counts import token_group_counts, token_group_metrics

@@ -16,7 +16,7 @@ from pl_grouprl.functional.rows import compact, reverse_scan
 from pl_grouprl.functional.token_groups.find import TokenGroups
 
 AdvantageMode = Literal["broadcast", "endpoint", "variable_lambda"]
-"""Which tokens of a group get which advantage; see `token_group_advantages`."""
+"""How a group's tokens get its advantage; see `token_group_advantages`."""
 
 ADVANTAGE_MODES: tuple[AdvantageMode, ...] = get_args(AdvantageMode)
 
@@ -38,21 +38,22 @@ def token_group_advantages(
 
         A_g = sum_{j<n} gamma^j r_{b+j} + gamma^n V_{e+1} - V_b + gamma^n * lam * A_{g+1}
 
-    It is token-level GAE (arXiv:1506.02438, eq. 16) with a lambda of 1 inside groups and `lam` at endpoints, read at
-    the starts; so one reverse scan computes it. The advantages are not whitened.
+    This is token-level GAE (arXiv:1506.02438, eq. 16) with a lambda of 1 inside groups and `lam` at endpoints, read at
+    the starts, so one reverse scan computes it. The advantages are not whitened.
 
     Args:
         rewards: Reward of each token, shape [B, T], any unit.
         values: V_t, the critic's value before token t is sampled, shape [B, T], in units of the reward.
-        groups: What `find_token_groups` made with the same mask.
+        groups: Result of `find_token_groups` with the same mask.
         mask: True for response tokens, shape [B, T].
         gamma: Discount per token, in [0, 1].
         lam: Weight of the errors of later groups, in [0, 1]; or one per rollout, shape [B].
         critic_lam: The same for the returns; None for `lam`.
         bootstrap_value: Value after the last valid token, shape [B]; None for 0.
-        mode: `broadcast` gives every token of the group A_g. `endpoint` gives it to the endpoint and 0 to the others:
-            the literal reading of Algorithm 2, which biases the gradient; kept for comparison. `variable_lambda` gives
-            each token its own value of the scan, of less variance; at starts it is A_g.
+        mode: `broadcast` gives A_g to every token of the group. `endpoint` gives it to the endpoint and 0 to the
+            others: the literal reading of Algorithm 2, which biases the gradient; kept for comparison.
+                `variable_lambda` gives
+            each token its own value of the scan, with less variance; at starts it is A_g.
 
     Returns:
         Advantages and returns, both [B, T], in the dtype of the arguments (at least float32), 0 outside the mask. The
@@ -97,7 +98,7 @@ def _scan(errors_BT: Tensor, ends_BT: Tensor, mask_BT: Tensor, gamma: float, lam
 
 
 def _own_start(starts_BT: Tensor) -> Tensor:
-    """Position at which the group of each token begins (0 before the first group)."""
+    """Start position of each token's group (0 before the first group)."""
     positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
     return torch.where(starts_BT, positions_T, 0).cummax(dim=1).values
 

@@ -1,4 +1,4 @@
-"""What the functions that cut a response into token groups refuse.
+"""Argument checks of the functions that split a response into token groups.
 
 Legend: B rollouts, T length of the longest row, S size of a sketch.
 """
@@ -24,13 +24,13 @@ def check_arguments(
     max_size: int,
     epsilon: float,
 ) -> Tensor:
-    """Refuse what `find_token_groups` cannot take; its docstring says what the arguments are.
+    """Check the arguments of `find_token_groups`; see there for their meaning.
 
     Returns:
         The mask as bool, shape [B, T].
 
     Raises:
-        ValueError: Naming the argument, its value and the remedy.
+        ValueError: Names the argument, its value and the remedy.
     """
     check_shapes(td_errors, score_norms, mask, forced_ends)
     if forced_ends is not None and forced_ends.dtype != torch.bool:
@@ -53,10 +53,10 @@ def check_arguments(
 
 
 def check_max_size(name: str, max_size: int) -> None:
-    """Refuse a largest group that is no whole number of tokens.
+    """Refuse a maximum group size that is not a positive integer.
 
     Raises:
-        ValueError: With the name and the value.
+        ValueError: Gives the name and the value.
     """
     if not (1 <= max_size < math.inf and max_size == int(max_size)):
         raise ValueError(f"{name} is {max_size}; it must be a whole number of tokens, at least 1.")

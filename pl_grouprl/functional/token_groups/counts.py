@@ -1,4 +1,4 @@
-"""How much token groups compress, from sums that can be added up over micro-batches and ranks."""
+"""Compression by token groups, from counts that add up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def token_group_counts(groups: TokenGroups, mask: Tensor | None = None) -> dict[
     """Count tokens, endpoints, and endpoints by cause; counts of several batches may be added.
 
     Args:
-        groups: What `find_token_groups` made.
+        groups: Result of `find_token_groups`.
         mask: True for the tokens to count, shape [B, T]; None for all tokens in a group.
 
     Returns:
-        `tokens`, `positions`, `ended_by_variance`, `ended_by_size` and `ended_by_last` (which forced ends are part
-        of), int64 scalars. The last three are left out where the groups have no causes.
+        `tokens`, `positions`, `ended_by_variance`, `ended_by_size` and `ended_by_last` (including forced ends), int64
+        scalars; the last three only if the groups have causes.
 
     Raises:
-        ValueError: If the mask has another shape, or holds anything but 0 and 1.
+        ValueError: If the mask has another shape, or other values than 0 and 1.
     """
     valid_BT = groups.group_index >= 0
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Where GROUP PPO cuts a response into token groups.
+"""Splits a response into GROUP PPO's token groups.
 
 Legend: B rollouts, T length of the longest row, S size of a sketch.
 
@@ -30,25 +30,25 @@ from pl_grouprl.functional.rows import Compacted, compact
 from pl_grouprl.functional.token_groups.checks import check_arguments, check_shapes
 
 ENDED_BY_VARIANCE = 1
-"""Cause of an endpoint: the variance rule. It comes before the other two where several hold."""
+"""Cause of an endpoint: the variance rule. Takes precedence over the other two."""
 ENDED_BY_SIZE = 2
-"""Cause of an endpoint: the group has `max_size` tokens. It comes before `last`."""
+"""Cause of an endpoint: the group has `max_size` tokens. Takes precedence over `last`."""
 ENDED_BY_LAST = 3
 """Cause of an endpoint: the last valid token of a row, or of a turn (a forced end)."""
 
-_TOLERANCE = 1e-5  # at k = 1 and threshold 1 both sides are equal but for rounding
-_BLOCK = 1 << 16  # elements per block of rows: what is at work at one time stays in the cache
+_TOLERANCE = 1e-5  # at k = 1 and threshold 1 both sides are equal except for rounding
+_BLOCK = 1 << 16  # elements per block of rows, to stay in the cache
 _DEVICE_BLOCK = 1 << 24  # the same on a GPU, where few large kernels are faster
 
 
 class TokenGroups(NamedTuple):
-    """The cut of each row, in the positions of the mask that it was made with.
+    """The token groups of each row, in the positions of the mask.
 
     Attributes:
         starts: True at the first token of each group, bool, shape [B, T].
         ends: True at the last token of each group (its endpoint), bool, shape [B, T].
         group_index: Group of each token, counted from 0 in each row, -1 outside the mask; int64, shape [B, T].
-        causes: `ENDED_BY_...` at endpoints, 0 elsewhere; int8, shape [B, T]. None where nobody recorded them.
+        causes: `ENDED_BY_...` at endpoints, 0 elsewhere; int8, shape [B, T]. None if not recorded.
     """
 
     starts: Tensor
@@ -69,7 +69,7 @@ def find_token_groups(
     forced_ends: Tensor | None = None,
     mean_signal: float | Tensor | None = None,
 ) -> TokenGroups:
-    """Cut each row into token groups; the rule and its source stand at the top of this file.
+    """Split each row into token groups; see the top of this file for the rule and its source.
 
     The valid tokens of a row are read one after another: what the mask leaves out, its length and what stands there
     (NaN included) change nothing. Everything is computed in float32 at least. NaN or infinity at a valid token is no
@@ -88,17 +88,17 @@ def find_token_groups(
             a delta of 0 adds its q to the group that it begins, which may outlast the next token); with a constant
             delta a group has ceil(tau) tokens. Below 1 nothing changes any more, so it is taken as 1.
         max_size: Most tokens of a group, at least 1; may exceed T.
-        epsilon: A group needs r_ppo above this share of the mean of delta^2 q to be ended by the variance rule; finite.
-        forced_ends: True where a group has to end, such as the last token of a turn, bool, shape [B, T]. Only valid
+        epsilon: The variance rule only ends groups with r_ppo above this fraction of the mean of delta^2 q; finite.
+        forced_ends: True where a group must end, such as the last token of a turn, bool, shape [B, T]. Only valid
             tokens count.
-        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None takes that of this call.
+        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None is that of this call.
 
     Returns:
         The groups. A row without valid tokens has none.
 
     Raises:
-        ValueError: If shapes differ, an option is out of range, a norm of a valid token is negative, or the mask holds
-            anything but 0 and 1.
+        ValueError: If shapes differ, an option is out of range, a norm of a valid token is negative, or the mask has
+            other values than 0 and 1.
     """
     mask_BT = check_arguments(td_errors, score_norms, mask, forced_ends, threshold, max_size, epsilon)
     if mean_signal is None:
@@ -124,7 +124,7 @@ def find_token_groups(
 
 @torch.no_grad()
 def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
-    """Sum of delta^2 q and number of tokens, to be added up over ranks before `mean_signal` is their ratio.
+    """Sum of delta^2 q and number of tokens; their ratio after summing over ranks is `mean_signal`.
 
     Args:
         td_errors: As for `find_token_groups`, shape [B, T].
@@ -135,7 +135,7 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
         [sum, count] in float64. Tokens whose signal is NaN or infinite are left out of both.
 
     Raises:
-        ValueError: If shapes differ, or the mask holds anything but 0 and 1.
+        ValueError: If shapes differ, or the mask has other values than 0 and 1.
     """
     check_shapes(td_errors, score_norms, mask)
     mask_BT = bool_mask(mask)
@@ -149,19 +149,18 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Take log pi_new - log pi_old for the score, as the reference code does; for comparison with it only.
+    """Use log pi_new - log pi_old as the score, as in the reference code; for comparison with it only.
 
     Args:
         policy_logprobs: Log-probability of each token under the current policy, shape [B, T], in nats.
-        old_logprobs: The same under the policy before the update, shape [B, T].
+        old_logprobs: Those under the policy before the update, shape [B, T].
         mask: True for response tokens, shape [B, T].
 
     Returns:
         Score vectors of size 1, shape [B, T, 1], for `find_token_groups`.
 
     Raises:
-        ValueError: If shapes differ, or the two are the same at every token, as they are in the first pass over new
-            rollouts.
+        ValueError: If shapes differ, or the two are equal at every token, as in the first pass over new rollouts.
     """
     shape = policy_logprobs.shape
     for name, tensor in (("old_logprobs", old_logprobs), ("mask", mask)):
@@ -172,8 +171,8 @@ def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor
     ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~bool_mask(mask), 0)
     if mask.any() and not ratio_BT.any():
         raise ValueError(
-            "score_norm='log_ratio', but policy_logprobs and old_logprobs are equal at every token, as they are in the "
-            "first pass over new rollouts: no group would ever end by its variance. Use score_norm='logit' or 'sketch'."
+            "score_norm='log_ratio', but policy_logprobs and old_logprobs are equal at every token, as in the first "
+            "pass over new rollouts: no group would ever end by its variance. Use score_norm='logit' or 'sketch'."
         )
     return ratio_BT[:, :, None]
 
@@ -187,11 +186,11 @@ class _Rule(NamedTuple):
 def _cut_rows(
     errors_BT: Tensor, norms: Tensor, mask_BT: Tensor, forced_BT: Tensor | None, scale: float, rule: _Rule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Close the gaps, cut, and open the gaps again: starts, ends, index, causes."""
+    """Close the gaps, split, and reopen the gaps; returns starts, ends, index, causes."""
     dtype = torch.promote_types(torch.promote_types(errors_BT.dtype, norms.dtype), torch.float32)
     errors_BT, norms = errors_BT.to(dtype) / scale, norms.to(dtype)
     finite_BT = norms.isfinite() if norms.dim() == 2 else norms.isfinite().all(dim=2)
-    errors_BT = errors_BT.masked_fill(~finite_BT | errors_BT.isinf(), torch.nan)  # NaN compares as false, so none fires
+    errors_BT = errors_BT.masked_fill(~finite_BT | errors_BT.isinf(), torch.nan)  # NaN compares as false
     gaps = bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
     rows = compact(mask_BT) if gaps else None
     if rows is not None:
@@ -221,14 +220,14 @@ def _close(norms: Tensor, rows: Compacted) -> Tensor:
 def _first_ends(
     errors_BT: Tensor, norms: Tensor, mask_BT: Tensor, last_BT: Tensor, rule: _Rule
 ) -> tuple[Tensor, Tensor]:
-    """For a group that began at t, for each t: how many tokens it has and why it ends.
+    """For each t, the size of a group that starts at t, and why it ends.
 
-    A loop over the size k of the group, all starts at once, until each has its end. The sums grow by one token per
-    pass: no difference of prefix sums, so nothing cancels, and the order of additions is that of a loop over tokens.
+    Loops over the group size k, for all starts in parallel, until each has an end. Sums grow by one token per
+    iteration instead of differences of prefix sums, so nothing cancels, and the order is that of a loop over tokens.
     """
     length = errors_BT.shape[1]
     size_BT = torch.ones_like(mask_BT, dtype=torch.int64)
-    cause_BT = (~mask_BT).to(torch.int8)  # behind the end nothing is left to be found
+    cause_BT = (~mask_BT).to(torch.int8)  # nothing to find after the end
     end_BT = last_BT.to(torch.int8) * ENDED_BY_LAST
     square_BT = errors_BT.square()
     windows = _vector_windows(errors_BT, square_BT, norms) if norms.dim() == 3 else _norm_windows(square_BT, norms)
@@ -247,7 +246,7 @@ def _first_ends(
 
 
 def _norm_windows(square_BT: Tensor, norms_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield r_ppo and r_grpo of the windows of 1, 2, ... tokens that begin at each t, from a norm per token."""
+    """Yield r_ppo and r_grpo of windows of 1, 2, ... tokens starting at each t, from a norm per token."""
     signal_BT = square_BT * norms_BT
     ppo_BT, sum_BT = torch.zeros_like(signal_BT), torch.zeros_like(signal_BT)
     for behind in range(signal_BT.shape[1]):
@@ -273,14 +272,14 @@ def _squared_norm(vectors: Tensor) -> Tensor:
 
 
 def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Go from the first token of each row from group to group, in log2(T) steps (pointer doubling).
+    """Follow the groups from the first token of each row, in log2(T) steps (pointer doubling).
 
     Returns:
-        Starts (bool), and the cause of its end at the endpoint of each group (int8, 0 elsewhere), both [B, T].
+        Starts (bool), and the cause at each group's endpoint (int8, 0 elsewhere), both [B, T].
     """
     num_rows, length = mask_BT.shape
     own_BT = torch.arange(length, device=mask_BT.device)
-    # One more place at the end takes what leaves the row; it leads to itself.
+    # One extra position at the end absorbs what leaves the row; it points to itself.
     jump_BT = torch.cat([(own_BT + size_BT).clamp_(max=length), size_BT.new_full((num_rows, 1), length)], dim=1)
     reached_BT = torch.zeros_like(jump_BT, dtype=torch.bool)
     reached_BT[:, 0] = mask_BT[:, 0]
@@ -296,7 +295,7 @@ def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
 def _power_of_two(errors_BT: Tensor, mask_BT: Tensor) -> float:
     """A power of two near the largest error: dividing by it is exact, and squares neither vanish nor overflow.
 
-    It and its inverse are normal numbers of the dtype that is computed in.
+    It and its inverse are normal numbers of the compute dtype.
     """
     largest = float(errors_BT.masked_fill(~(mask_BT & errors_BT.isfinite()), 0).abs().max())
     limit = 1022 if errors_BT.dtype == torch.float64 else 126

@@ -1,4 +1,4 @@
-"""The threshold of the variance rule: fixed, or moved after each step towards a compression."""
+"""The threshold of the variance rule: fixed, or adapted after each step towards a target compression."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from pl_grouprl.utilities.options import check_finite
 
 
 class ThresholdController:
-    """Moves the threshold so that a set share of the advantage positions is saved.
+    """Adapts the threshold to save a given fraction of the advantage positions.
 
     With c = 1 - groups / tokens of the whole step, over all ranks,
 
         log tau <- clip(log tau + threshold_lr * (target_compression - c),
                         log max(min_threshold, 1), log max_threshold).
 
-    A group of k equally informative tokens has compression 1 - 1/k, so that between 0 and 1/2 nothing is reached by a
-    threshold: a target must be 0 or lie in [1/2, 1 - 1/max_size].
+    A group of k equally informative tokens has compression 1 - 1/k, so no threshold gives a compression between 0 and
+    1/2: the target must be 0 or in [1/2, 1 - 1/max_size].
 
     Args:
-        group_variance_threshold: Where tau starts; where adaptive, within the clips (below 1 it is taken as 1). None is
-            1 / (1 - target_compression) where adaptive (clipped like every update), the threshold that compresses to
-            the target where delta is constant, and 1 where fixed.
-        adaptive_threshold: Move it; otherwise `update` does nothing.
-        threshold_lr: Step of log tau for a compression that is off by 1. In a toy with target 0.75 it takes 0.1 about
-            180 steps from tau = 1; 0.01 has not arrived after 600, which is why tau does not start there.
+        group_variance_threshold: Initial tau; if adaptive, within the clips (below 1 it acts as 1). None is 1 if fixed;
+            if adaptive, the clipped 1 / (1 - target_compression), which reaches the target if delta is constant.
+        adaptive_threshold: Whether to adapt it; otherwise `update` does nothing.
+        threshold_lr: Step of log tau for a compression that is off by 1. In a toy problem with target 0.75, 0.1 takes
+            about 180 steps from tau = 1, and 0.01 more than 600, which is why tau does not start there.
         min_threshold: Lower clip; below 1 it acts as 1, since a smaller tau changes nothing.
         max_threshold: Upper clip.
-        target_compression: Share of the tokens that are to be no endpoints. Not looked at where tau is fixed.
+        target_compression: Target fraction of tokens that are not endpoints. Ignored if tau is fixed.
         max_size: Most tokens of a group, the `group_max_size` of `GroupPPO`; it limits the compression.
 
     Raises:
@@ -65,7 +64,7 @@ class ThresholdController:
             group_variance_threshold = 1 / (1 - target_compression)
         elif not self._low <= max(group_variance_threshold, 1.0) <= self._high:
             raise ValueError(
-                f"group_variance_threshold is {group_variance_threshold}, outside of min_threshold ({min_threshold}) "
+                f"group_variance_threshold is {group_variance_threshold}, outside min_threshold ({min_threshold}) "
                 f"and max_threshold ({max_threshold}), between which an adaptive threshold moves. Change one of them, "
                 "or set adaptive_threshold to false."
             )
@@ -73,14 +72,14 @@ class ThresholdController:
 
     @property
     def threshold(self) -> float:
-        """The present tau; constant within a step."""
+        """The current tau; constant within a step."""
         return self._threshold
 
     def update(self, compression: float) -> None:
-        """Move the threshold after a step.
+        """Adapt the threshold after a step.
 
         Args:
-            compression: 1 - groups / tokens of the step, over all ranks. NaN (a step without a token) changes nothing.
+            compression: 1 - groups / tokens of the step, over all ranks. NaN (no tokens) changes nothing.
         """
         if not self.adaptive_threshold or math.isnan(compression):
             return
@@ -91,11 +90,11 @@ class ThresholdController:
         return min(max(threshold, self._low), self._high)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint has to hold."""
+        """Return the state for a checkpoint."""
         return {"threshold": self._threshold}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where `state_dict` was taken. A fixed threshold is the option's, whatever the checkpoint says."""
+        """Restore the state. A fixed threshold always comes from the options."""
         if self.adaptive_threshold:
             self._threshold = self._clip(float(state["threshold"]))
 
@@ -120,7 +119,7 @@ def _check_target(target: float, max_size: int) -> None:
         reason = "groups of one token (group_max_size is 1) compress nothing"
         remedy = "Set it to 0, or set adaptive_threshold to false."
     elif not 0 <= target <= 1:
-        reason = "it is a share of the tokens, from 0 to 1"
+        reason = "it is a fraction of the tokens, from 0 to 1"
     elif target < 0.5:
         reason = "no threshold reaches a compression between 0 (a threshold of 1) and 1/2 (groups of two tokens)"
     else:

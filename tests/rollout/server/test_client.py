@@ -189,7 +189,7 @@ def test_rollouts_of_another_version_are_refused(first):
         ),
         (lines({"version": 3}, {"index": [0, -1], **ROLLOUT}), r"rollout \[0, -1\] was not requested"),
         (lines({"version": 3}, {"index": [7, 0], **ROLLOUT}), r"rollout \[7, 0\] was not requested"),
-        (lines({"version": 3}, {"index": {"0": 0}, **ROLLOUT}), "was not asked for"),
+        (lines({"version": 3}, {"index": {"0": 0}, **ROLLOUT}), "was not requested"),
         (lines({"version": 3}, {"status": "lost"}), "TypeError"),
         (lines([1, 2]), "a line is not a JSON object; is this a sampling server"),
         (lines({"version": 3}, {"pad": "x" * 5000}), "a line has more than 4000 bytes; is this a sampling server"),
@@ -199,7 +199,7 @@ def test_answers_of_a_lying_server_are_not_taken(answer, message, monkeypatch):
     monkeypatch.setattr(client_module, "_MAX_LINE", 4000)
     with (
         serve((200, answer)) as (url, asked),
-        pytest.raises(RuntimeError, match=f"5 times, most recently:  .*{message}"),
+        pytest.raises(RuntimeError, match=f"5 times, most recently: .*{message}"),
     ):
         ServerClient(url, timeout=20).generate(REQUEST)
     assert len(asked) == 5
