@@ -133,7 +133,7 @@ def _check_share(**options: float) -> None:
     check_positive(**options)
     for name, value in options.items():
         if value > 1:
-            raise ValueError(f"{name} is {value}; it is a share of the tokens, so at most 1.")
+            raise ValueError(f"{name} is {value}; it is a fraction of the tokens, so at most 1.")
 
 
 def _covariance_shares(policy_logprobs_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> Tensor:
