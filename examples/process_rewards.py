@@ -8,8 +8,8 @@ section 4.1.3). Trains a tiny random model in seconds:
     python examples/process_rewards.py             # one reward per step
     python examples/process_rewards.py --outcome   # their mean, one reward per completion
 
-Of the steps that a completion could have, 0.71 are right in the last ten of 60 training steps (0.63 to 0.79), and 0.60
-(0.51 to 0.65) with one reward per completion: means over seeds 0, 1 and 2, on a CPU.
+In the last ten of 60 training steps 0.71 of the steps that completions could have are right (0.63 to 0.79), and 0.60
+(0.51 to 0.65) with one reward per completion: means of `--seed` 0, 1 and 2 on a CPU.
 """
 
 from __future__ import annotations
@@ -88,4 +88,6 @@ def main(steps: int = 60, *, outcome: bool = False, seed: int = 0, cache_dir: st
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--outcome", action="store_true", help="one reward per completion")
-    main(outcome=parser.parse_args().outcome)
+    parser.add_argument("--seed", type=int, default=0)
+    shares = main(**vars(parser.parse_args()))
+    print(f"right steps in the last ten of {len(shares)} training steps: {sum(shares[-10:]) / 10:.2f}")

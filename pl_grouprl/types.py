@@ -40,7 +40,7 @@ class Prompt:
         prompt: What the data set held: a string, or a list of messages.
         columns: Every other column of the row; reward functions receive them.
         data_source: Name under which validation metrics are reported.
-        media: What a processor made of the prompt's images and videos beside the tokens; see `Media`. Empty for text.
+        media: What a processor made of the prompt's images and videos besides the tokens; see `Media`. Empty for text.
         where: The file and line, or the row, that it was read from, for error messages; empty if unknown.
     """
 
@@ -159,7 +159,7 @@ class SamplingConfig:
         top_k: Keeps the k most likely tokens; 0 keeps all.
         min_p: Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
         stop: Strings that end a completion. The tokens that complete the string are kept.
-        stop_token_ids: Tokens that end a completion, beside the model's own end tokens. Kept in the completion.
+        stop_token_ids: Tokens that end a completion, besides the model's own end tokens. Kept in the completion.
     """
 
     max_new_tokens: int = 256

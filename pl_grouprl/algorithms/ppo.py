@@ -325,7 +325,7 @@ class PPO(RLModule):
         return self.global_step < self.critic_warmup_steps
 
     def compute_loss(self, batch: MicroBatch) -> LossSums:
-        """Policy loss and value loss, each of its own part of the optimizer."""
+        """Compute the policy loss and the value loss, one for each part of the optimizer."""
         critic = self._critic
         with self.objective.recorded_routers(self.policy) as routers:
             states = hidden_states(self.policy, batch.scoring) if critic.shares_trunk else None
@@ -368,7 +368,7 @@ class PPO(RLModule):
         return (self.vf_coef * numerator, count), metrics
 
     def _values_at(self, batch: MicroBatch, chosen_N: Tensor, states: Tensor | None) -> Tensor:
-        """Values where the critic is trained; a trunk of its own does not run on the tokens after the last of them."""
+        """Values where the critic is trained; its trunk, if not the policy's, stops at the last of these tokens."""
         critic = self._critic
         if states is not None:
             return critic.values(batch.scoring, batch.scoring.predict_index_N[chosen_N], states=states)

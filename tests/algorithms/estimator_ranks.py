@@ -60,14 +60,19 @@ CASES = {
         "rewards": [some, Weighted(brevity, 2.0)],
         "multi_objective_aggregation": "normalize_then_sum",
     },
-    "process": {"rewards": [Weighted(letters_where_few, 0.5), some]},
-    "process_batch": {"rewards": [letters_where_few, some], "scale_rewards": "batch"},
+    "process": {"rewards": [Weighted(letters_where_few, 0.5), some], "scale_rewards": "batch"},
     "process_reinforce": {"rewards": [letters_where_few, some], "advantage_estimator": "reinforce_plus_plus"},
     "kl": KL,
     "token_kl": {**KL, "advantage_estimator": "reinforce_plus_plus"},
     "token_truncate": {"importance_sampling": "token_truncate", "importance_sampling_high": 1.2},
     "sequence_mask": {"importance_sampling": "sequence_mask", "importance_sampling_low": 0.5},
     "adaptive": {"beta": 0.5, "kl_target": 1.0, "kl_horizon": 50},
+}
+
+
+REFUSED = {
+    "of_rollouts": {"rewards": [letters_where_few, some], "advantage_estimator": "rloo"},
+    "of_tokens": {"rewards": [letters_where_few, some], "advantage_estimator": "reinforce_plus_plus_baseline"},
 }
 
 
@@ -102,6 +107,11 @@ def main(devices: int, folder: Path) -> None:
         }
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         results[case] = {"advantages": advantages, "metrics": metrics, "beta": module.beta}
+    for case, options in REFUSED.items():
+        try:
+            run(devices, folder, options)
+        except ValueError as error:
+            results[case] = str(error)
     torch.save(results, folder / f"{trainer.global_rank}.pt")
 
 

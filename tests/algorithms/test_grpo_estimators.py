@@ -298,7 +298,7 @@ def ranks(tmp_path_factory):
     return results
 
 
-PROCESS = ("process", "process_batch", "process_reinforce")
+PROCESS = ("process", "process_reinforce")
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,13 @@ def test_two_ranks_have_the_advantages_of_one(ranks, case):
     for prompt, advantages in one[case]["advantages"].items():
         assert merged[prompt] == pytest.approx(advantages, abs=2e-5), prompt
     assert any(abs(value) > 0.1 for own in one[case]["advantages"].values() for value in own)
+
+
+@pytest.mark.parametrize("case", ["of_rollouts", "of_tokens"])
+def test_all_ranks_refuse_rewards_of_tokens(ranks, case):
+    messages = [own[case] for results in ranks for own in results]
+    assert len(messages) == 3
+    assert all("a reward function returned a reward per token" in message for message in messages)
 
 
 @pytest.mark.parametrize("case", ["token_truncate", "sequence_mask", "kl", "token_kl", "adaptive"])
