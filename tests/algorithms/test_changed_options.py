@@ -235,7 +235,7 @@ def test_an_allowed_start_of_what_adapts_takes_effect(saved, fit):
 
 
 def test_the_learning_rate_stays_the_checkpoints(saved, fit):
-    message = r"whose state brings its own: policy.learning_rate is 0.001 \(was 0.01\)"
+    message = r"whose state would override them: policy.learning_rate is 0.001 \(was 0.01\)"
     with pytest.raises(ValueError, match=message):
         fit(checkpoint=saved(), optimizer=OptimizerConfig(1e-3), allow_changed=["optimizer"])
 
@@ -409,7 +409,7 @@ def test_what_cannot_be_read_is_described_by_its_class():
 
 def test_a_learning_rate_is_refused_with_a_remedy_that_works(saved, fit):
     path = saved()
-    with pytest.raises(ValueError, match=r"whose state brings its own: policy.learning_rate") as refusal:
+    with pytest.raises(ValueError, match=r"whose state would override them: policy.learning_rate") as refusal:
         fit(checkpoint=path, optimizer=OptimizerConfig(learning_rate=0.5))
     assert "allow_changed" not in str(refusal.value)
     with pytest.raises(ValueError, match="no option of this run begins with it"):

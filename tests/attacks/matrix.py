@@ -223,7 +223,7 @@ ROWS: tuple[Row, ...] = (
         "a grader that forks, calls setsid, exits, allocates without end, opens sockets, reads secrets, cheats",
         "contained by limits of its child, killed with all it started; exit code 0 is no pass",
         (
-            "tests/rewards/test_sandbox.py",
+            "tests/rewards/sandbox",
             "tests/rewards/test_code_tests.py",
             "tests/rewards/test_process_state.py",
         ),
