@@ -128,8 +128,8 @@ class RLModule(pl.LightningModule, ABC):
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
         mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards still count
             in the statistics of their group.
-        dynamic_sampling: Train only groups whose rewards, or those of their steps, differ (DAPO, arXiv:2503.14476, section 3.2): prompts that
-            give nothing to learn are replaced by others of the training data.
+        dynamic_sampling: Train only groups whose rewards, or rewards of steps, differ (DAPO, arXiv:2503.14476, section
+            3.2): prompts that give nothing to learn are replaced by others of the training data.
         max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`,
             including the first time. If groups are still missing then, the batch is smaller.
         rollout_ahead: 1 samples the next rollouts during the current updates, from a copy of the policy as it was

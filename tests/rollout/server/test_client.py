@@ -125,13 +125,8 @@ def test_a_server_that_stays_away_is_named(monkeypatch):
     monkeypatch.setattr(client_module, "time", clock)
     with pytest.raises(RuntimeError) as error:
         ServerClient(f"http://127.0.0.1:{port}", token="secret", timeout=0.5).info()
-<<<<<<< HEAD
-    assert 0.2 < time.monotonic() - start < 5
-    assert f"http://127.0.0.1:{port} did not come back within 0.5 seconds" in str(error.value)
-=======
     assert 0.2 < clock.now <= 0.5
-    assert f"http://127.0.0.1:{port} was waited for 0.5 seconds" in str(error.value)
->>>>>>> tests
+    assert f"http://127.0.0.1:{port} did not come back within 0.5 seconds" in str(error.value)
     assert f"python -m pl_grouprl.rollout.server --model ... --host 127.0.0.1 --port {port}" in str(error.value)
     assert "secret" not in str(error.value)
 
@@ -145,16 +140,9 @@ def test_a_server_that_says_nothing_is_not_waited_for_longer(monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-<<<<<<< HEAD
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"did not come back within 2 seconds .*[tT]ime"):
-            ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=2).info()
-        assert 1.9 < time.monotonic() - start < 3.5
-=======
-        with pytest.raises(RuntimeError, match=r"was waited for 0.5 seconds and did not come back .*[tT]ime"):
+        with pytest.raises(RuntimeError, match=r"did not come back within 0.5 seconds .*[tT]ime"):
             ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.5).info()
     assert waited == [0.5]
->>>>>>> tests
 
 
 def test_rollouts_may_take_longer_than_the_timeout(monkeypatch):
