@@ -187,8 +187,7 @@ class VLLMServerRolloutEngine:
         """Sample completions; see `RolloutEngine.generate`.
 
         Raises:
-            ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or
-                videos.
+            ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or videos.
             RuntimeError: If there are no weights yet, or a server was away for longer than `timeout`.
             SamplerLostError: If a server came back without the weights.
             WeightsMismatchError: If a server has other weights.
