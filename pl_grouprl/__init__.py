@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: `import pl_grouprl` alone loads nothing heavy."""
+    """Import a public name on first use: `import pl_grouprl` alone loads nothing heavy."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"pl_grouprl.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'pl_grouprl' has no attribute {name!r}")

@@ -49,7 +49,7 @@ class SharedRows:
         """
         if packed.dim() != 3 or packed.shape[0] != 1:
             raise NotImplementedError(
-                f"hidden states of shape {list(packed.shape)} cannot be handed back row by row; leave out "
+                f"hidden states of shape {list(packed.shape)} cannot be returned row by row; leave out "
                 "output_hidden_states, or call the model outside of shared_prefix."
             )
         rows = packed[0].index_select(0, self.packed_index.flatten()).unflatten(0, self.packed_index.shape)
@@ -88,7 +88,7 @@ def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
         if logits_TE.dim() != 2 or len(logits_TE) != tokens:
             raise RuntimeError(
                 f"router logits have shape {tuple(logits_TE.shape)} for {tokens} packed tokens, so they cannot be "
-                "handed back row by row; leave out output_router_logits."
+                "returned row by row; leave out output_router_logits."
             )
     output["router_logits"] = tuple(rows.hand_back(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
 

@@ -68,7 +68,7 @@ def claim(
 
     Raises:
         FileExistsError: On rank 0, and OSError on the others, if something not written by this run is there.
-    ValueError: If another callback of the Trainer writes there.
+        ValueError: If another callback of the Trainer writes there.
     """
     name, writers = type(writer).__name__, _RUNS[trainer].writers
     path = Path(os.path.abspath(path))

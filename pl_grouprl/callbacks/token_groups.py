@@ -90,8 +90,8 @@ class TokenGroupMonitor(Callback):
     """Logs `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 
     Sums the counts of all micro-batches of the step and of all ranks before taking ratios. The same object passed by
-    several micro-batches counts once.
-    `token_group/speedup_factor` is the reduction in advantage positions, not in wall-clock time.
+    several micro-batches counts once. `token_group/speedup_factor` is the reduction in advantage positions, not in
+    wall-clock time.
 
     The groups are what the training step returns under `groups_key` (`{"loss": loss, "token_groups": groups}`), else
     the module's attribute or property of that name: one `TokenGroups`, or several in a list. None means that the batch

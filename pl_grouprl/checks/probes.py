@@ -13,5 +13,5 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def weighted_sum(values_N: Tensor) -> Tensor:
-    """A loss whose gradient differs from token to token, so that errors do not cancel."""
+    """A loss whose gradient differs from token to token, so errors do not cancel."""
     return (values_N * torch.linspace(0.5, 1.5, len(values_N), device=values_N.device)).sum()

@@ -18,7 +18,7 @@ def read_file(file: Path) -> list[tuple[str, Any]]:
 
     Returns:
         Place and value of each row. A place is such as `data/train.jsonl, line 17` (lines count from 1, rows of other
-            files from 0).
+        files from 0).
 
     Raises:
         ValueError: If the file type is unknown, or its content is damaged.

@@ -29,7 +29,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 
 class LossPreset(NamedTuple):
-    """The options behind one of TRL's `loss_type` names.
+    """The options implied by one of TRL's `loss_type` names.
 
     Attributes:
         scale: `scale` of `group_relative_advantages`.

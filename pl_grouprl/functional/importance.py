@@ -46,8 +46,8 @@ class ImportanceWeights(NamedTuple):
             `sampling/sampling_logp_difference/mean` over trained tokens, and `sampling/importance_sampling_ratio/mean`
             over trained tokens or, for the sequence kinds, rollouts with a trained token. The ratio is the one after
             the bounds, as in TRL; for `none` it is w.
-            extremes: Scalars by name, to be reduced by the maximum (`.../max`) or the minimum (`.../min`). Neutral if
-                nothing is trained: 0 for a maximum, infinity for the minimum.
+        extremes: Scalars by name, to be reduced by the maximum (`.../max`) or the minimum (`.../min`). Neutral if
+            nothing is trained: 0 for a maximum, infinity for the minimum.
     """
 
     weights_N: Tensor

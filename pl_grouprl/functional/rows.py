@@ -84,7 +84,7 @@ def reverse_scan(values_BT: Tensor, decay_BT: Tensor) -> Tensor:
 
     Returns:
         x, shape [B, T]. Exact up to rounding: each step doubles the length of the solved segments of the recursion
-            (Hillis and Steele, 1986).
+        (Hillis and Steele, 1986).
     """
     result_BT, decay_BT, step = values_BT, decay_BT, 1
     length = values_BT.shape[1]

@@ -264,17 +264,17 @@ def _refuse_tied(model: nn.Module, parameter: nn.Parameter, owners: list[str]) -
             )
 
 
-def _chosen_layers(model: Any, asked: str | list[str], argument: str) -> set[str] | None:
+def _chosen_layers(model: Any, targets: str | list[str], argument: str) -> set[str] | None:
     """Names of the layers to adapt; None for a regular expression, which PEFT evaluates."""
-    if isinstance(asked, str) and asked != ALL_LINEAR:
+    if isinstance(targets, str) and targets != ALL_LINEAR:
         return None
     inside = set(find_decoder(model).modules())
-    if asked == ALL_LINEAR:
+    if targets == ALL_LINEAR:
         chosen = {name for name, module in model.named_modules() if module in inside and _is_linear(module)}
     else:
         names = {name: module in inside for name, module in model.named_modules() if name}
-        found = {target: _find(names, target) for target in asked}
-        if missing := [target for target in asked if not found[target]]:
+        found = {target: _find(names, target) for target in targets}
+        if missing := [target for target in targets if not found[target]]:
             _refuse_places(argument, f"no layer of {type(model).__name__} is named {missing[0]!r}")
         chosen = {name for own in found.values() for name in own}
     if not chosen:

@@ -33,21 +33,21 @@ class ScoringBatch:
     Attributes:
         model_inputs: Keyword arguments of the decoder: `input_ids` and `position_ids` of shape [1, T] and the
             `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L]. If any prompt has images or videos,
-                also the media of all prompts: once per group, or once per rollout if prompts are repeated; per-token
-                media tensors have the shape of `input_ids`.
-            predict_index_N: Index in the flattened hidden states that predicts each response token, int64.
-            targets_N: The response tokens, int64.
-            rollout_index_N: The rollout of each response token, counted over all groups in order, int64.
-            loss_mask_N: Which response tokens are trained, bool.
-            final_index_B: Index in the flattened hidden states of each rollout's last token, int64; if empty, of its
-                prompt's.
-            rollout_lengths: Response tokens of each of the B rollouts.
-            layout: The forest of the groups, with either encoding.
-            sharing: The encoding.
-            sequence_group: Process group whose ranks run this row together, each with the same batch; None if this rank
-                runs it alone. See `attention.sequence_parallel`.
-            prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch
-                includes its prompts.
+            also the media of all prompts: once per group, or once per rollout if prompts are repeated; per-token
+            media tensors have the shape of `input_ids`.
+        predict_index_N: Index in the flattened hidden states that predicts each response token, int64.
+        targets_N: The response tokens, int64.
+        rollout_index_N: The rollout of each response token, counted over all groups in order, int64.
+        loss_mask_N: Which response tokens are trained, bool.
+        final_index_B: Index in the flattened hidden states of each rollout's last token, int64; if empty, of its
+            prompt's.
+        rollout_lengths: Response tokens of each of the B rollouts.
+        layout: The forest of the groups, with either encoding.
+        sharing: The encoding.
+        sequence_group: Process group whose ranks run this row together, each with the same batch; None if this rank
+            runs it alone. See `attention.sequence_parallel`.
+        prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch
+            includes its prompts.
     """
 
     model_inputs: dict[str, Any]

@@ -153,8 +153,8 @@ class DecodeBatch:
 
     def _collect(self) -> list[Rollout]:
         """Assemble one rollout per sequence from the steps."""
-        rows, tokens, logprobs, behind = (torch.cat(columns).cpu() for columns in zip(*self._drawn, strict=True))
-        rows, tokens, logprobs = (column[~behind] for column in (rows, tokens, logprobs))
+        rows, tokens, logprobs, past_end = (torch.cat(columns).cpu() for columns in zip(*self._drawn, strict=True))
+        rows, tokens, logprobs = (column[~past_end] for column in (rows, tokens, logprobs))
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(
                 "the model's logits are not finite (NaN or infinite); check its weights, and whether its dtype can "

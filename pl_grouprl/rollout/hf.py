@@ -137,7 +137,7 @@ class HFRolloutEngine:
         policy.check(prompts, sampling, num_generations)
         media = [{} for _ in prompts] if media is None else media
         check_prompt_media(self.model, prompts, media)
-        asked = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
+        requests = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
         stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts  # imports transformers
 
@@ -156,7 +156,7 @@ class HFRolloutEngine:
                     scoring=partial(own_weights, self.model),
                 )
             groups = self._generate(
-                asked, sampling, num_generations, seed, end_ids=end_ids, stop=stop, indices=prompt_indices
+                requests, sampling, num_generations, seed, end_ids=end_ids, stop=stop, indices=prompt_indices
             )
         policy.decode(rollout for group in groups for rollout in group)
         return groups

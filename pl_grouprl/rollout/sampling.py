@@ -31,8 +31,8 @@ _DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words per counter value
 def filter_logits(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
     """Apply temperature, then top-k, top-p and min-p; each filters the result of the previous one.
 
-    Order and semantics are those of transformers' `LogitsProcessor` classes. Tokens that tie with the last one kept
-    are kept too.
+    Order and semantics are those of transformers' `LogitsProcessor` classes. Tokens that tie with the last one kept are
+    kept too.
 
     Args:
         logits_BV: Logits, shape [B, V], any floating dtype.

@@ -32,8 +32,8 @@ class SyncedSampler(Protocol):
     shards.
 
     Attributes:
-        adapter: How it takes a policy's adapter: `merged` into the weights, or `separate`: the base once, then only
-            the adapter.
+        adapter: How it takes a policy's adapter: `merged` into the weights, or `separate`: the base once, then only the
+            adapter.
         version: Version of the sampler's weights, as far as this process knows; None if it has none of ours.
     """
 

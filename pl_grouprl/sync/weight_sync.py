@@ -120,11 +120,11 @@ class WeightSync:
         policy, known = owner.policy, engine.version == self._version
         present, base = fingerprint(policy), fingerprint(policy, frozen_only=True)
         current, has_base = known and self._sent == present, known and self._sent_base == base
-        told = gather_plain([current, has_base, max(self._version, engine.version or 0)], owner.device)
-        if all(rank_is_current for rank_is_current, _, _ in told):
+        states = gather_plain([current, has_base, max(self._version, engine.version or 0)], owner.device)
+        if all(rank_is_current for rank_is_current, _, _ in states):
             return
-        with_base = not all(rank_has_base for _, rank_has_base, _ in told)
-        self._version = 1 + max(version for _, _, version in told)
+        with_base = not all(rank_has_base for _, rank_has_base, _ in states)
+        self._version = 1 + max(version for _, _, version in states)
         with self._timed("weight_sync"):
             start = time.perf_counter()
             send = partial(self._send, owner, engine, with_base)

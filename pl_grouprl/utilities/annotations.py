@@ -127,7 +127,7 @@ def _checked(value: Any, valid: bool, hint: Any, name: str) -> Any:
 
 
 def _choices_like(value: Any, hint: Any) -> list[Any]:
-    """The choices of the value's type, so that True does not match 1."""
+    """The choices of the value's type, so True does not match 1."""
     return [choice for choice in get_args(hint) if type(choice) is type(value)]
 
 

@@ -1,4 +1,4 @@
-"""Identifies processes beyond their pid, so that a reused pid is never killed."""
+"""Identifies processes beyond their pid, so a reused pid is never killed."""
 
 from __future__ import annotations
 

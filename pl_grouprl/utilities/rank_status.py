@@ -51,7 +51,7 @@ class RankStatus:
         return f"rank {self.rank} (host {self.host}, pid {self.pid}; last seen in phase {self.phase}, step {self.step})"
 
     def is_ahead_of(self, other: RankStatus) -> bool:
-        """Whether it has entered a collective that the other rank has not, so that it waits for that rank."""
+        """Whether it has entered a collective that the other rank has not, and so waits for that rank."""
         return any(number > other.collectives.get(name, number) for name, number in self.collectives.items())
 
 

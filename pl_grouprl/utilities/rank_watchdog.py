@@ -222,7 +222,7 @@ class _Watch(threading.Thread):
         os._exit(LOST_RANK_EXIT_CODE)
 
     def _wait_for_verdicts(self) -> None:
-        """Give the others time to read the verdict, lost ranks two intervals, so that their errors do not hide it."""
+        """Give the others time to read the verdict, lost ranks two intervals, so their errors do not hide it."""
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < min(10 * self.interval, _ENDING_LIMIT / 2):
             self._link.exchange_now(self.interval)

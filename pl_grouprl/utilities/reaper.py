@@ -1,6 +1,6 @@
-"""Kills process trees: when told to, and, as a script, when the process that started them is gone.
+"""Kills process trees: on request, and, as a script, when the process that started them is gone.
 
-It imports the standard library only, so that it can run by its path. The script reads lines `+ID` and `-ID` from
+It only imports the standard library, so it can run by its path. The script reads lines `+ID` and `-ID` from
 standard input as workers start and end; the end of the input means that the training process is gone, however it ended.
 A worker cannot watch for that itself: a function that holds the interpreter's lock stops all of its threads.
 """
@@ -35,7 +35,7 @@ def children(parent: int) -> set[int]:
 def kill_tree(root: int) -> None:
     """Kill a process with its group and all of its descendants, including those in other sessions.
 
-    The root is stopped first, so that it starts nothing more and, if it has called `adopt_orphans`, remains the parent
+    The root is stopped first, so it starts nothing more and, if it has called `adopt_orphans`, remains the parent
     of orphaned descendants until all are killed.
     """
     _send(os.kill, root, signal.SIGSTOP)

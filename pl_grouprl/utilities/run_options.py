@@ -53,7 +53,7 @@ def _with_new_names(value: Any) -> Any:
 
 
 def options_of(module: Any) -> dict[str, Any]:
-    """The options by which two configurations are told apart."""
+    """The options that distinguish configurations."""
     run_options = getattr(module, "run_options", None)
     return {"model": type(module).__name__} | (_rollout_options(module) if run_options is None else run_options())
 

@@ -72,7 +72,9 @@ def test_encoders_are_refused(family):
     name = type(model).__name__
     with pytest.raises(ValueError, match=rf"^Source: {name} scores the tokens .* Use a decoder's"):
         check_score_head(model, linear_child(model), "Source")
-    with pytest.raises(ValueError, match=r"^Source: .* is not causal: .* differ in their last token .*; use a decoder"):
+    with pytest.raises(
+        ValueError, match=r"^Source: .* is not causal: .* differ only in their last token .*; use a decoder"
+    ):
         check_causal(find_decoder(model), "Source")
 
 

@@ -91,7 +91,7 @@ def test_no_rows(source, tmp_path, monkeypatch):
 
 
 def test_missing_and_unknown_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`val`\): no file matches '.*nothing\.jsonl'; give the path"):
+    with pytest.raises(FileNotFoundError, match=r"`val`\): no file matches '.*nothing\.jsonl'; pass the path"):
         read_source(str(tmp_path / "nothing.jsonl"), "val")
     (tmp_path / "x.csv").write_text("a")
     with pytest.raises(ValueError, match=r"unknown file type '\.csv'; use \.jsonl, \.json or \.parquet"):

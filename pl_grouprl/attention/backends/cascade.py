@@ -124,13 +124,13 @@ def cascade_backward(
     grad = grad.contiguous()
     sums = [_Sum(query, plan.parts_of_query), _Sum(key, plan.parts_of_key), _Sum(value, plan.parts_of_key)]
     for step in (plan.own, *plan.others):
-        asked, asking = step.keys, step.queries
+        keys, queries = step.keys, step.queries
         parts = kernel.backward(
-            take(grad, asking), take(query, asking), take(key, asked), take(value, asked),
-            take(out, asking), lse[:, asking] if isinstance(asking, slice) else lse.index_select(1, asking),
+            take(grad, queries), take(query, queries), take(key, keys), take(value, keys),
+            take(out, queries), lse[:, queries] if isinstance(queries, slice) else lse.index_select(1, queries),
             step.call, scale,
         )  # fmt: skip
-        for total, index, part in zip(sums, (asking, asked, asked), parts, strict=True):
+        for total, index, part in zip(sums, (queries, keys, keys), parts, strict=True):
             total.add(index, part)
     grad_sinks = None
     if sinks_H is not None:

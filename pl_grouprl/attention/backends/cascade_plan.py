@@ -165,7 +165,7 @@ def _ancestor_steps(pieces: list[Piece], given: int, long_run: int) -> list[Step
             _extend(below.setdefault(above, []), slice(piece.start - given, piece.stop - given))
             above = pieces[above].parent
     steps = []
-    for depth in sorted({depths[asked] for asked in below}):
+    for depth in sorted({depths[number] for number in below}):
         short = []
         for number in sorted(below):
             if depths[number] != depth:
@@ -179,13 +179,13 @@ def _ancestor_steps(pieces: list[Piece], given: int, long_run: int) -> list[Step
     return steps
 
 
-def _unmasked(pieces: list[Piece], below: dict[int, list[slice]], asked: list[int]) -> Step:
+def _unmasked(pieces: list[Piece], below: dict[int, list[slice]], numbers: list[int]) -> Step:
     """The descendants of some pieces query them, without a mask."""
-    keys = [slice(pieces[number].start, pieces[number].stop) for number in asked]
+    keys = [slice(pieces[number].start, pieces[number].stop) for number in numbers]
     call = VarlenCall(
-        tuple(_length(below[number]) for number in asked), tuple(_length([run]) for run in keys), causal=False
+        tuple(_length(below[number]) for number in numbers), tuple(_length([run]) for run in keys), causal=False
     )
-    return Step(_index([run for number in asked for run in below[number]]), _index(keys), call)
+    return Step(_index([run for number in numbers for run in below[number]]), _index(keys), call)
 
 
 def _length(runs: list[slice]) -> int:

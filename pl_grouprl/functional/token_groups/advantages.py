@@ -52,8 +52,7 @@ def token_group_advantages(
         bootstrap_value: Value after the last valid token, shape [B]; None for 0.
         mode: `broadcast` gives A_g to every token of the group. `endpoint` gives it to the endpoint and 0 to the
             others: the literal reading of Algorithm 2, which biases the gradient; kept for comparison.
-                `variable_lambda` gives
-            each token its own value of the scan, with less variance; at starts it is A_g.
+            `variable_lambda` gives each token its own value of the scan, with less variance; at starts it is A_g.
 
     Returns:
         Advantages and returns, both [B, T], in the dtype of the arguments (at least float32), 0 outside the mask. The

@@ -71,9 +71,9 @@ def find_token_groups(
 ) -> TokenGroups:
     """Split each row into token groups; see the top of this file for the rule and its source.
 
-    The valid tokens of a row are read one after another: what the mask leaves out, its length and what stands there
-    (NaN included) change nothing. Everything is computed in float32 at least. NaN or infinity at a valid token is no
-    evidence: its group goes on, to `max_size` at most, and other groups do not notice.
+    Only the valid tokens of a row matter: masked positions, their number and their values (even NaN) change nothing.
+    Computed in float32 at least. NaN or infinity at a valid token never ends its group, which continues up to
+    `max_size`, and does not affect other groups.
 
     Args:
         td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio does not
@@ -84,9 +84,9 @@ def find_token_groups(
             itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the literal formula. A
             norm a little below 0 (1e-2 at most), as rounding leaves it, is taken as it is.
         mask: True for response tokens, shape [B, T].
-        threshold: tau > 0. 1 is Algorithm 2, and makes each token an endpoint where delta and q are not 0 (a token with
-            a delta of 0 adds its q to the group that it begins, which may outlast the next token); with a constant
-            delta a group has ceil(tau) tokens. Below 1 nothing changes any more, so it is taken as 1.
+        threshold: tau > 0. 1 is Algorithm 2, and makes each token with nonzero delta and q an endpoint (a token with a
+            delta of 0 adds its q to the group that it begins, which may outlast the next token); with a constant
+            delta a group has ceil(tau) tokens. Values below 1 act as 1.
         max_size: Most tokens of a group, at least 1; may exceed T.
         epsilon: The variance rule only ends groups with r_ppo above this fraction of the mean of delta^2 q; finite.
         forced_ends: True where a group must end, such as the last token of a turn, bool, shape [B, T]. Only valid
@@ -249,22 +249,22 @@ def _norm_windows(square_BT: Tensor, norms_BT: Tensor) -> Iterator[tuple[Tensor,
     """Yield r_ppo and r_grpo of windows of 1, 2, ... tokens starting at each t, from a norm per token."""
     signal_BT = square_BT * norms_BT
     ppo_BT, sum_BT = torch.zeros_like(signal_BT), torch.zeros_like(signal_BT)
-    for behind in range(signal_BT.shape[1]):
-        starts = slice(signal_BT.shape[1] - behind)
-        ppo_BT[:, starts] += signal_BT[:, behind:]
-        sum_BT[:, starts] += norms_BT[:, behind:]
-        yield ppo_BT[:, starts], square_BT[:, behind:] * sum_BT[:, starts]
+    for offset in range(signal_BT.shape[1]):
+        starts = slice(signal_BT.shape[1] - offset)
+        ppo_BT[:, starts] += signal_BT[:, offset:]
+        sum_BT[:, starts] += norms_BT[:, offset:]
+        yield ppo_BT[:, starts], square_BT[:, offset:] * sum_BT[:, starts]
 
 
 def _vector_windows(errors_BT: Tensor, square_BT: Tensor, scores_BTS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same from a vector per token."""
     weighted_BTS = errors_BT[:, :, None] * scores_BTS
     ppo_BTS, grpo_BTS = torch.zeros_like(weighted_BTS), torch.zeros_like(weighted_BTS)
-    for behind in range(errors_BT.shape[1]):
-        starts = slice(errors_BT.shape[1] - behind)
-        ppo_BTS[:, starts] += weighted_BTS[:, behind:]
-        grpo_BTS[:, starts] += scores_BTS[:, behind:]
-        yield _squared_norm(ppo_BTS[:, starts]), square_BT[:, behind:] * _squared_norm(grpo_BTS[:, starts])
+    for offset in range(errors_BT.shape[1]):
+        starts = slice(errors_BT.shape[1] - offset)
+        ppo_BTS[:, starts] += weighted_BTS[:, offset:]
+        grpo_BTS[:, starts] += scores_BTS[:, offset:]
+        yield _squared_norm(ppo_BTS[:, starts]), square_BT[:, offset:] * _squared_norm(grpo_BTS[:, starts])
 
 
 def _squared_norm(vectors: Tensor) -> Tensor:

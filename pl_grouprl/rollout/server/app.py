@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from pl_grouprl.rollout.server.auth import TokenAuth
 from pl_grouprl.rollout.server.bodies import BodyLimit
 from pl_grouprl.rollout.server.protocol import MAX_JSON
-from pl_grouprl.rollout.server.sampler import Asked, RefusalError, Sampler
+from pl_grouprl.rollout.server.sampler import PromptRequest, RefusalError, Sampler
 from pl_grouprl.types import SamplingConfig
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
@@ -122,9 +122,11 @@ def make_app(sampler: Sampler, *, token: str | None, max_bucket_bytes: int) -> A
     async def generate(request: Request) -> StreamingResponse:
         body = await _read(request, _Generate)
         sampling = _sampling(body.sampling)
-        asked = [Asked(own.prompt, own.seeds) for own in body.requests]
-        sampler.check(body.version, body.update, asked, sampling, body.tokenizer)
-        rollouts = sampler.rollouts(body.version, body.update, asked, sampling, end_ids=body.end_ids, never=body.never)
+        requests = [PromptRequest(own.prompt, own.seeds) for own in body.requests]
+        sampler.check(body.version, body.update, requests, sampling, body.tokenizer)
+        rollouts = sampler.rollouts(
+            body.version, body.update, requests, sampling, end_ids=body.end_ids, never=body.never
+        )
         return StreamingResponse(_lines(rollouts), media_type="application/x-ndjson")
 
     _add_weights(app, sampler, max_bucket_bytes)
@@ -216,8 +218,8 @@ def _broke_off() -> RefusalError:
     return RefusalError(400, "the body ended early.")
 
 
-def _sampling(asked: _Sampling) -> SamplingConfig:
-    options = asked.model_dump()
+def _sampling(received: _Sampling) -> SamplingConfig:
+    options = received.model_dump()
     for name in ("stop", "stop_token_ids"):
         options[name] = tuple(options[name])
     try:

@@ -86,7 +86,7 @@ class ServerClient:
             The rollouts of each request, one per seed: `token_ids`, `logprobs`, `finish_reason`.
         """
         body = json.dumps(request).encode()
-        counts = [len(asked["seeds"]) for asked in request["requests"]]
+        counts = [len(prompt["seeds"]) for prompt in request["requests"]]
         broken = 0
 
         def attempt() -> list[list[dict[str, Any]]]:
@@ -130,10 +130,10 @@ class ServerClient:
         """Drop an update if it is the server's current one. Not retried: abort is best effort."""
         self._once("POST", "/weights/abort", json.dumps({"update": update}).encode(), timeout=min(self.timeout, 10.0))
 
-    def _meet(self, path: str, told: Mapping[str, Any]) -> None:
+    def _meet(self, path: str, body: Mapping[str, Any]) -> None:
         """Make the workers join a collective. Not retried: the others would not join again."""
         try:
-            self._once("POST", path, json.dumps(told).encode())
+            self._once("POST", path, json.dumps(body).encode())
         except TimeoutError as error:
             raise RuntimeError(
                 f"the workers of the sampling server at {self.url} have waited {self.timeout:g} seconds for NCCL, "
@@ -207,8 +207,8 @@ class ServerClient:
             if "version" in message and message["version"] != version:
                 raise RefusedError(self.url, 409, {**message, "error": f"its weights are {message['version']}."})
             if "index" in message:
-                asked, number = _place(message["index"], found)
-                found[asked][number] = message
+                request_index, number = _place(message["index"], found)
+                found[request_index][number] = message
             if "done" in message and all(all(rollouts) for rollouts in found):
                 return found
         raise _Broken("the answer ended before its rollouts did")
@@ -276,7 +276,9 @@ def _message(line: bytes) -> dict[str, Any]:
 
 def _place(index: Any, found: list[list[dict[str, Any]]]) -> tuple[int, int]:
     """Index of a rollout in the result; refuses unrequested and repeated ones, or an answer might never end."""
-    missing = ((asked, number) for asked, own in enumerate(found) for number, one in enumerate(own) if not one)
+    missing = (
+        (request_index, number) for request_index, own in enumerate(found) for number, one in enumerate(own) if not one
+    )
     place = tuple(index) if isinstance(index, list) else index
     if place not in missing:
         raise ValueError(f"the rollout {str(index)[:100]} was not requested, or has already arrived")

@@ -175,8 +175,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         """Sample completions; see `RolloutEngine.generate`.
 
         Raises:
-            ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or
-                videos.
+            ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or videos.
             RuntimeError: If there are no weights yet, or a server was away for longer than `timeout`.
             SamplerLostError: If a server came back without the weights.
             WeightsMismatchError: If a server has other weights.
@@ -198,17 +197,17 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             "never": policy.never,
         }
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        asked = [{"prompt": [int(t) for t in p], "seeds": own} for p, own in zip(prompts, seeds, strict=True)]
+        requests = [{"prompt": [int(t) for t in p], "seeds": own} for p, own in zip(prompts, seeds, strict=True)]
 
         def ask(server: int, place: int) -> list[Rollout]:
-            request = {**common, "update": self._updates[server], "requests": [asked[place]]}
+            request = {**common, "update": self._updates[server], "requests": [requests[place]]}
             with _served():
                 return [_rollout(found) for found in self._clients[server].generate(request)[0]]
 
         with self._understood():
-            if asked and not self._updates:
+            if requests and not self._updates:
                 self._updates = [self._present_update(client) for client in self._clients]
-            groups = map_over_servers(ask, len(asked), len(self._clients), self.max_concurrent_requests)
+            groups = map_over_servers(ask, len(requests), len(self._clients), self.max_concurrent_requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 

@@ -124,8 +124,8 @@ class Broadcaster:
             "dtypes": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
             "shapes": [list(weight.shape) for _, weight in bucket],
         }
-        told = [pool.submit(one, described) for one in announce]
-        for future in told:
+        announced = [pool.submit(one, described) for one in announce]
+        for future in announced:
             future.add_done_callback(self._abort_if_failed)
         torch.cuda.current_stream().synchronize()  # the broadcast uses other streams
         try:
@@ -138,18 +138,18 @@ class Broadcaster:
                 num_buffers=_PACKS,
             )
         except RuntimeError:
-            _raise_early(told)  # the cause of the abort
+            _raise_early(announced)  # the cause of the abort
             raise
-        _raise_early(told, None)  # if one server fails, the others may never return
+        _raise_early(announced, None)  # if one server fails, the others may never return
 
     def close(self) -> None:
         """Leave the group, even during a broadcast. Idempotent."""
         with self._ending:
             self._group.destroy()
 
-    def _abort_if_failed(self, told: Future[Any]) -> None:
+    def _abort_if_failed(self, announced: Future[Any]) -> None:
         """Abort if a server failed, as NCCL would wait for it forever."""
-        if told.exception() is not None:
+        if announced.exception() is not None:
             self.close()
 
 

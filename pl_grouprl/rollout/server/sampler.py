@@ -30,7 +30,7 @@ class RefusalError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """A request for rollouts of one prompt, one per seed."""
 
     prompt: list[int]
@@ -87,14 +87,19 @@ class Sampler:
     # Rollouts
 
     def check(
-        self, version: int, update: str, asked: Sequence[Asked], sampling: SamplingConfig, tokenizer: str | None
+        self,
+        version: int,
+        update: str,
+        requests: Sequence[PromptRequest],
+        sampling: SamplingConfig,
+        tokenizer: str | None,
     ) -> None:
         """Refuse a request that cannot be served.
 
         Args:
             version: Version of the weights to sample from.
             update: The update that brought them.
-            asked: The prompts.
+            requests: The prompts.
             sampling: How to sample.
             tokenizer: Fingerprint of the policy's tokenizer; needed with stop strings.
 
@@ -106,7 +111,7 @@ class Sampler:
         model = self.engine.model_config
         limits = {"max_model_len": model.max_model_len}
         try:
-            prompts = [own.prompt for own in asked]
+            prompts = [own.prompt for own in requests]
             check_request(prompts, sampling, 1, limits=limits, vocab_size=model.get_vocab_size())
             if sampling.stop:
                 self._check_tokenizer(sampling, tokenizer)
@@ -114,14 +119,14 @@ class Sampler:
             raise RefusalError(422, str(error)[:1000]) from None
 
     async def rollouts(
-        self, version: int, update: str, asked: Sequence[Asked], sampling: SamplingConfig, **options: Any
+        self, version: int, update: str, requests: Sequence[PromptRequest], sampling: SamplingConfig, **options: Any
     ) -> AsyncIterator[dict[str, Any] | None]:
         """Sample; running rollouts are stopped if the caller leaves.
 
         Args:
             version: See `check`.
             update: See `check`.
-            asked: The prompts.
+            requests: The prompts.
             sampling: How to sample.
             options: `end_ids` and `never`, see `requests.sampling_params`.
 
@@ -131,7 +136,7 @@ class Sampler:
         tasks: dict[asyncio.Task[Any], tuple[int, int]] = {}
         try:
             self._check_version(version, update)
-            for i, own in enumerate(asked):
+            for i, own in enumerate(requests):
                 for j, seed in enumerate(own.seeds):
                     tasks[asyncio.create_task(self._sample(own.prompt, seed, sampling, options))] = (i, j)
             self._running |= tasks.keys()

@@ -98,14 +98,14 @@ def engine_arguments(options: argparse.Namespace) -> Any:
 
     from pl_grouprl.rollout.vllm.arguments import common_arguments
 
-    asked = {
+    requested = {
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         **dict(options.option),
     }
     common = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
-    twice = common.keys() & asked.keys()
+    twice = common.keys() & requested.keys()
     if twice:
         raise ValueError(f"--option sets {min(twice)}, which the server decides for this device; drop it.")
     try:
@@ -117,7 +117,7 @@ def engine_arguments(options: argparse.Namespace) -> Any:
             seed=options.seed,
             load_format=options.load_format,
             **common,
-            **{name: value for name, value in asked.items() if value is not None},
+            **{name: value for name, value in requested.items() if value is not None},
         )
     except TypeError as error:
         raise ValueError(f"vLLM does not know an --option: {error}") from error

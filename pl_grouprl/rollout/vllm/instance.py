@@ -223,24 +223,24 @@ class VLLMInstance:
         never: Sequence[int],
         stop: StopStrings,
     ) -> list[list[Rollout]]:
-        asked: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}
         try:
             for place, (prompt, media, seeds) in enumerate(requests):
                 given = engine_prompt(self._model, prompt, media)
                 for number, seed in enumerate(seeds):
-                    asked[f"{place}.{number}"] = Completion(stop)
+                    completions[f"{place}.{number}"] = Completion(stop)
                     parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
                     self._engine.add_request(f"{place}.{number}", given, parameters, lora_request=self._adapter)
             while self._engine.has_unfinished_requests():
                 tick()
                 for output in self._engine.step():
-                    if asked[output.request_id].add(output.outputs[0]):
+                    if completions[output.request_id].add(output.outputs[0]):
                         self._engine.abort_request([output.request_id])
         except BaseException:
-            self._engine.abort_request(list(asked))
+            self._engine.abort_request(list(completions))
             raise
         return [
-            [asked[f"{place}.{number}"].rollout() for number in range(len(seeds))]
+            [completions[f"{place}.{number}"].rollout() for number in range(len(seeds))]
             for place, (_, _, seeds) in enumerate(requests)
         ]
 

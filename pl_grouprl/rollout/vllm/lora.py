@@ -43,10 +43,10 @@ def check_adapter(model: Any, config: Mapping[str, Any]) -> None:
 
     Args:
         model: A transformers model with PEFT layers; its weights may be shards.
-        config: What the adapter's `adapter_config.json` would hold.
+        config: Contents of the adapter's `adapter_config.json`.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: Says what to change.
     """
     if config["peft_type"] != "LORA":
         raise ValueError(f"the policy's adapter has peft_type={config['peft_type']!r}, and vLLM serves LoRA{_INSTEAD}.")
@@ -75,7 +75,7 @@ def check_adapter(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM's `EngineArgs` are told of an adapter: only layers that have one become LoRA layers.
+    """Arguments of vLLM's `EngineArgs` for an adapter: only layers that have one become LoRA layers.
 
     Args:
         model: As in `check_adapter`, which it has passed.
@@ -91,15 +91,15 @@ def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_file(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[str, int]) -> dict[str, Tensor]:
-    """Read an adapter's weights, in the sampler's dtype.
+    """Read an adapter's weights in the sampler's dtype.
 
     Args:
-        adapter: Its weights are read to their end.
-        dtype: Of the sampler.
-        checksums: Gets the checksum of each weight as vLLM keeps it: B multiplied by alpha / r.
+        adapter: The adapter; its weights are consumed.
+        dtype: The sampler's dtype.
+        checksums: Receives the checksum of each weight as vLLM stores it: B multiplied by alpha / r.
 
     Returns:
-        What its `adapter_model.safetensors` is to hold, in main memory.
+        Contents of its `adapter_model.safetensors`, in main memory.
     """
     weights = {}
     for name, weight in adapter.weights:
@@ -110,10 +110,10 @@ def adapter_file(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[st
 
 @contextmanager
 def adapter_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[str]:
-    """A folder in PEFT's format, in memory where the machine has such a place; it is private, and gone afterwards."""
-    memory = Path("/dev/shm")  # noqa: S108 (the folder in it has a name of its own)
+    """Temporary private folder in PEFT's format, in memory if possible."""
+    memory = Path("/dev/shm")  # noqa: S108 (the folder in it has a unique name)
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        # Its base came as it is, so that it may have begun in any way.
+        # Its actual base was sent, so the initialization does not matter.
         own = {**config, "init_lora_weights": True}
         Path(folder, "adapter_config.json").write_text(json.dumps(own), encoding="utf-8")
         save_file(dict(weights), Path(folder, "adapter_model.safetensors"))
@@ -131,12 +131,12 @@ def _named_layers(base: Any) -> dict[str, Any]:
 
 
 def _rank(config: Mapping[str, Any]) -> int:
-    """The largest of any layer."""
+    """The largest rank of any layer."""
     return max([config["r"], *(config["rank_pattern"] or {}).values()])
 
 
 def _scaling_of(config: Mapping[str, Any], name: str) -> float:
-    """What the output of a layer is multiplied by, by the name of a weight in it."""
+    """Scale of a layer's output, by the name of a weight in it."""
     layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
     rank = _in_layer(layer, config["rank_pattern"], config["r"])
     return _scaling(config, rank, _in_layer(layer, config["alpha_pattern"], config["lora_alpha"]))

@@ -69,11 +69,11 @@ class _ImageInfo(BaseProcessingInfo):
     def largest_image(self) -> tuple[int, int]:
         """Height and width in tokens."""
         longest = self.ctx.model_config.max_model_len
-        asked: Any = self.ctx.get_mm_config().limit_per_prompt.get("image")
-        if asked is not None and asked.width and asked.height:
+        limit: Any = self.ctx.get_mm_config().limit_per_prompt.get("image")
+        if limit is not None and limit.width and limit.height:
             vision = self.get_hf_config().vision_config
             pixels = vision.patch_size * vision.spatial_merge_size
-            height, width = -(-asked.height // pixels), -(-asked.width // pixels)
+            height, width = -(-limit.height // pixels), -(-limit.width // pixels)
             if height * width <= longest:
                 return height, width
         tokens = min(longest, _LARGEST_IMAGE)

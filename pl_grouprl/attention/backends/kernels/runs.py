@@ -114,9 +114,9 @@ class Block:
         """
         if self.last_keys is None:
             return None
-        behind = self.last_keys[:, None, :, None] - torch.arange(self.keys.length, device=self.last_keys.device)
-        hidden = behind < 0
-        return hidden if self.window is None else hidden | (behind >= self.window)
+        distance = self.last_keys[:, None, :, None] - torch.arange(self.keys.length, device=self.last_keys.device)
+        hidden = distance < 0
+        return hidden if self.window is None else hidden | (distance >= self.window)
 
     def cut(self, rows: int) -> Iterator[Block]:
         """Cut this block into pieces of at most `rows` queries; a padded batch stays whole."""
