@@ -394,7 +394,8 @@ def test_bodies_have_a_limit(serving):
         assert f"the body has {length} bytes; at most {length - 1} are read" in json.loads(response.read())["error"]
         connection.close()
     status, answer = ask(server, "POST", "/generate", iter([b"{}"]))  # in chunks, of any length
-    assert (status, answer["error"]) == (411, "the request has no Content-Length; send one.")
+    expected = "the request has a Transfer-Encoding, with which no length is announced; send a Content-Length."
+    assert (status, answer["error"]) == (411, expected)
 
 
 def test_pages_in_a_browser_cannot_ask(serving):
