@@ -33,7 +33,10 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True, scope="session")
 def _classes_are_compared_with_protocols_once():
     """To compare one, jsonargparse reads its source: 350 times in a command, half of the time that parsing takes."""
-    compare = _typehints.implements_protocol
+    compare = getattr(_typehints, "implements_protocol", None)
+    if compare is None:  # this private name has changed; the tests take longer then
+        yield
+        return
     once = functools.cache(compare)
     with patch.object(_typehints, "implements_protocol", lambda *pair: (once if isclass(pair[0]) else compare)(*pair)):
         yield

@@ -83,7 +83,7 @@ def run(rank: int, strategy: str, folder: Path, case: dict[str, Any]) -> None:
         verify=False,
     )
     watch = Watch(case.get("writes"))
-    saving = SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     trainer = make_trainer(folder, strategy, [watch, saving], max_epochs=-1, max_steps=6, val_check_interval=4)
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=3)
     data = PromptDataModule(task, task, batch_size=4, val_batch_size=2)  # one rank has none of the last prompts

@@ -108,8 +108,9 @@ def test_backends(backend):
     assert (actual_grads - grads).norm() < 1e-4 * grads.norm()
 
 
-def test_with_activation_checkpointing():
-    model, groups = noisy_model("gemma2", sliding_window=8), next(random_layouts(1))
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_with_activation_checkpointing(family):
+    model, groups = noisy_model(family, **FAMILIES[family]), next(random_layouts(1))
     logprobs, grads = step(model, groups, "repeated")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     compile_layers(model)
@@ -119,6 +120,7 @@ def test_with_activation_checkpointing():
     assert (actual_grads - grads).norm() < 1e-4 * grads.norm()
 
 
+@pytest.mark.slow
 def test_layers_with_a_state_break_the_graph_and_stay_right():
     sizes = {
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},

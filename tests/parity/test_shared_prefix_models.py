@@ -263,7 +263,7 @@ def compiled(model, part):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("part", ["layers", "decoder", "model"])
+@pytest.mark.parametrize("part", ["layers", pytest.param("decoder", marks=pytest.mark.slow), "model"])
 def test_compiled(part):
     model = tiny_model("qwen3").train()
     groups = random_groups(8, SHAPES["uneven"])
@@ -291,7 +291,7 @@ def test_a_full_graph_of_the_model_is_refused_with_the_reason():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", ["mistral", "gemma2, windows", "gpt_oss, sinks"])
+@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma2, windows", "gpt_oss, sinks"])
 def test_layers_compile_into_full_graphs(name):
     """Windows, soft caps and sinks too; a second forest needs no other graph than the first."""
     model, forests = variant(name).train(), [random_forest(seed, depth) for seed, depth in ((0, 2), (3, 3))]
