@@ -253,7 +253,7 @@ def test_class_pairs_equal_the_functions(name):
         (lambda: DPPOKLPolicyLoss(clip_ratio_c=0), "clip_ratio_c is 0; it must be larger than 0"),
         (lambda: ClipCovPolicyLoss(clip_cov_ratio=0), "clip_cov_ratio is 0; it must be larger than 0"),
         (lambda: ClipCovPolicyLoss(clip_cov_lb=5), "clip_cov_lb is 5 and clip_cov_ub is 5.0; no token lies between"),
-        (lambda: KLCovPolicyLoss(kl_cov_ratio=2), "kl_cov_ratio is 2; it is a fraction of the tokens, so at most 1"),
+        (lambda: KLCovPolicyLoss(kl_cov_ratio=2), "kl_cov_ratio is 2; it is a share of the tokens, so at most 1"),
         (lambda: KLCovPolicyLoss(ppo_kl_coef=-1), "ppo_kl_coef is -1; it must be 0 or larger"),
         (lambda: make_policy_loss("gpg", epsilon=0.2), "policy_loss='gpg' does not use epsilon; it takes no options"),
         (lambda: make_policy_loss("gpg", **{"name": "x"}), "policy_loss='gpg' does not use name; it takes no options"),
