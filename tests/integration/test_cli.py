@@ -181,7 +181,7 @@ def test_last_passes_over_a_torn_checkpoint(tmp_path):
 
 def test_last_of_a_run_with_other_options_is_refused(run, small):
     options = ["--ckpt_path", "last", "--model.init_args.num_generations", "3"]
-    with pytest.raises(ValueError, match=r"is of a run with other options: num_generations is 3 \(was 4\)"):
+    with pytest.raises(ValueError, match=r"is from a run with other options: num_generations is 3 \(was 4\)"):
         main(["fit", *small, *options])
 
 
