@@ -1,4 +1,4 @@
-"""Way in 3: a LightningModule that you have already gets faster by one callback on its Trainer.
+"""A LightningModule that you have already gets faster by one callback on its Trainer.
 
 `PolicyGradient` below is written the usual way: a padded batch, an attention mask, logits, a loss. It imports nothing
 of pl_grouprl. It is trained twice on the same batches, without and with `SharedPrefixCallback`; the script prints the

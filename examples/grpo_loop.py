@@ -1,4 +1,4 @@
-"""Way in 5: GRPO in a plain PyTorch loop, without Lightning, from the parts that `pl_grouprl.GRPO` is made of.
+"""GRPO in a plain PyTorch loop, without Lightning, from the parts that `pl_grouprl.GRPO` is made of.
 
 Sampling, rewards, packing, shared prefixes and exact loss denominators come from the package; the loop, the advantage
 and the optimizer are here to be read and changed. Trains a tiny random model on short prompts, in seconds:

@@ -1,4 +1,4 @@
-"""Way in 2: research code that changes one idea of GRPO and inherits the rest.
+"""Research code that changes one idea of GRPO and inherits the rest.
 
 The idea here: compare each rollout with the *median* of its group instead of the mean, so that one lucky rollout does
 not push all others below zero. One method says so; rollouts, rewards, shared prefixes, losses, checkpoints and the

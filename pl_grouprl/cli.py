@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
 
 CONFIG_FOLDERS = (Path("configs"), Path(__file__).resolve().parents[1] / "configs")
-"""Where `--config NAME` looks after the path itself: below the working directory, then next to the top-level cli.py."""
+"""Folders searched by `--config NAME` after the path itself: in the working directory, then next to cli.py."""
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 _UNKNOWN_OPTION = re.compile(
@@ -51,7 +51,7 @@ def find_config(name: str) -> str:
         name: A path, a name such as `grpo_pg.yaml` or `strategy/ddp`, or the YAML itself as a string.
 
     Returns:
-        The path of an existing file, or the argument unchanged where it is no file name (inline YAML).
+        The path of an existing file, or the argument unchanged if it is not a file name (inline YAML).
 
     Raises:
         TypeError: If it is a file name and no such file exists (the parser turns this into a usage error).
@@ -70,7 +70,7 @@ class ConfigFile(ActionConfigFile):
     """`--config`: may be repeated; later files are merged over earlier ones.
 
     Attributes:
-        texts: What was read, each with the path that it came from.
+        texts: The files' contents, each with its path.
     """
 
     texts: list[tuple[str, str]]
@@ -86,7 +86,7 @@ class ConfigFile(ActionConfigFile):
 
 
 class RLParser(LightningArgumentParser):
-    """Lightning's, whose refusal of an unknown option says where it belongs, or the nearest known name."""
+    """Lightning's parser, with errors that say where an unknown option belongs, or the nearest known name."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add that to the usage error."""
@@ -98,7 +98,7 @@ class RLParser(LightningArgumentParser):
 
 
 def _about_unknown(option: str, group: str | None, class_path: str | None) -> str:
-    """Say where an option belongs that a group, or a class, of the configuration does not take."""
+    """Describe where an unknown option of a group or class of the configuration belongs."""
     name = option.rsplit(".", 1)[-1]
     if class_path is None and group is None and not option.startswith("trainer."):
         nearest = difflib.get_close_matches(name, _AT_TOP, n=1)
@@ -109,7 +109,7 @@ def _about_unknown(option: str, group: str | None, class_path: str | None) -> st
 
 
 class RLTrainer(Trainer):
-    """Lightning's Trainer and the work of one more sub-command, `parity`."""
+    """Lightning's Trainer with an additional sub-command, `parity`."""
 
     def parity(
         self,
@@ -118,23 +118,23 @@ class RLTrainer(Trainer):
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> list[ParityReport]:
-        """Compare the shared with the repeated prefix on the configured models: what they compute, and its gradients.
+        """Compare results and gradients of the configured models with shared and with repeated prefixes.
 
         Args:
-            model: A module that holds a policy, or the path or name of a Hugging Face model. The backend is the
-                module's `attention_backend`, where it has one.
-            datamodule: Not needed; taken so that the configuration of a training run can be used as it is.
+            model: A module with a policy, or the path or name of a Hugging Face model. The backend is the module's
+                `attention_backend`, if it has one.
+            datamodule: Ignored; accepted so the configuration of a training run works unchanged.
             ckpt_path: Checkpoint whose weights are compared; without it, the weights that training starts from.
-            weights_only: As in the other sub-commands; checkpoints are never loaded otherwise here.
+            weights_only: As in the other sub-commands; must not be False.
 
         Returns:
-            A report for the policy, and one for a critic with a trunk of its own; `passed` says whether the two agree
-            within the tolerance of the dtype.
+            A report for the policy, and one for a critic with its own trunk; `passed` says whether shared and repeated
+            prefixes agree within the dtype's tolerance.
         """
         from pl_grouprl.checks import check_parity
 
         if weights_only is False:
-            raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
+            raise ValueError("weights_only is False, which would let the checkpoint run code; leave it out.")
         policy = _load_policy(model, ckpt_path)
         own_reports: Any = getattr(model, "parity_reports", None)
         if own_reports is not None:
@@ -156,13 +156,13 @@ def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
     checkpoint = None if ckpt_path is None else load_verified(ckpt_path)
     model.configure_model()
     if checkpoint is not None:
-        model.on_load_checkpoint(checkpoint)  # as Lightning does: refuses one of another base or adapter
+        model.on_load_checkpoint(checkpoint)  # as in Lightning: refuses another base or adapter
         model.load_state_dict(checkpoint["state_dict"])
     policy = getattr(model, "policy", None)
     if policy is None:
         raise ValueError(
             f"model is a {type(model).__name__} without an attribute `policy`; parity compares the transformers model "
-            "that a module holds under that name. Pass --model PATH to compare a model by itself."
+            "in a module's attribute of that name. Pass --model PATH to compare a model alone."
         )
     return policy.eval()
 
@@ -171,10 +171,10 @@ class SaveConfig(SaveConfigCallback):
     """Saves the configuration as `config.yaml` in the run folder; an evaluation without a logger saves none."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it, once.
+        """Save the configuration, once.
 
         Raises:
-            OSError: On all ranks, if it cannot be written, or a file that this run has not written is there.
+            OSError: On all ranks, if it cannot be written, or a file not written by this run is there.
         """
         if self.already_saved or (stage != "fit" and not trainer.loggers):
             return
@@ -200,7 +200,7 @@ class RLCLI(LightningCLI):
 
     Differences from Lightning's: `--config NAME` also looks in `configs/`; a checkpoint's hyper-parameters are never
     merged over the command line; `--ckpt_path last` finds the newest checkpoint of earlier runs of the same name, and
-    fails where there is none.
+    fails if there is none.
     """
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
@@ -221,7 +221,7 @@ class RLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The sub-commands, and which arguments of their Trainer method are not options."""
+        """The sub-commands, and the arguments of their Trainer method that are not options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -247,7 +247,7 @@ class RLCLI(LightningCLI):
         return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Trainer, model and data; `parity` takes the path of a Hugging Face model in place of a module as well."""
+        """Trainer, model and data; `parity` also takes the path of a Hugging Face model instead of a module."""
         if self._preparing != "parity":
             super().add_core_arguments_to_parser(parser)
             return
@@ -258,7 +258,7 @@ class RLCLI(LightningCLI):
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; when called from Python with arguments, those of the process are no concern of ours."""
+        """Parse; arguments passed from Python replace those of the process."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             super().parse_arguments(parser, args)
@@ -267,7 +267,7 @@ class RLCLI(LightningCLI):
             refuse_unknown_groups(text, source, config.get(self.config.subcommand) or config)
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the configuration as the command line gave it: a checkpoint brings weights and state, no options."""
+        """Keep the configuration from the command line: a checkpoint provides weights and state, not options."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         _refuse_missing_gpu(config.get("accelerator"))
@@ -277,13 +277,13 @@ class RLCLI(LightningCLI):
         return super()._instantiate_trainer(config, [*callbacks, *_default_progress_bar(config)])
 
     def after_instantiate_classes(self) -> None:
-        """Get the loggers ready before the first of them creates its folder."""
+        """Prepare the loggers before the first of them creates its folder."""
         prepare_loggers(self.trainer.loggers)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if kwargs.get("weights_only") is False:
-            raise ValueError("weights_only is False, which would run code of the checkpoint; leave it out.")
+            raise ValueError("weights_only is False, which would let the checkpoint run code; leave it out.")
         kwargs["weights_only"] = True
         if kwargs.get("ckpt_path") == "last":
             kwargs["ckpt_path"] = last_checkpoint(self.trainer, self.model if subcommand == "fit" else None)
@@ -304,7 +304,7 @@ class RLCLI(LightningCLI):
 
 
 def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:
-    """Our progress bar, unless the configuration names one or wants none."""
+    """Our progress bar, unless the configuration names one or disables it."""
     named = config.get("callbacks") or []
     named = named if isinstance(named, list) else [named]
     if config.get("enable_progress_bar") is False or any(isinstance(own, ProgressBar) for own in named):
@@ -315,7 +315,7 @@ def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:
 
 
 def _refuse_missing_gpu(accelerator: Any) -> None:
-    """Say what runs on this machine; Lightning says only that it finds no backend."""
+    """Say what runs on this machine; Lightning only says that it finds no backend."""
     if accelerator in ("gpu", "cuda") and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
         raise ValueError(
             f"trainer.accelerator is {accelerator!r} and PyTorch finds no GPU. FSDP1 and DeepSpeed need GPUs; without "

@@ -56,8 +56,7 @@ LOSS_PRESETS: dict[str, LossPreset] = {
 - `scale_rewards` is a separate option in TRL, `group` for every loss. Here `dr_grpo` implies `none`, as in its paper.
 - `grpo`, `sapo`, `dr_grpo`, `bnpo`: TRL averages the averages of micro-batches and ranks; here the denominator is the
   step's. With equal numbers of rollouts per micro-batch, this is the same for the first three, but not for `bnpo`,
-  which
-    is therefore `dapo` here.
+  which is an alias of `dapo` here.
 - `gspo` is not a `loss_type` in TRL but `importance_sampling_level="sequence"` with `loss_type="grpo"`.
 - `cispo`: TRL's `epsilon_high` is the upper bound of the weight itself, here named `epsilon_max`.
 """

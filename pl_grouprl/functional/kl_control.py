@@ -17,7 +17,7 @@ import math
 from pl_grouprl.utilities.options import check_options
 
 MAX_ERROR = 0.2
-"""The relative distance to the target is limited to plus or minus this."""
+"""The relative distance to the target is clipped to plus or minus this."""
 
 DEFAULT_HORIZON = 10_000
 """Rollouts; TRL's and verl's default."""

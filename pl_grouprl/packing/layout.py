@@ -51,8 +51,9 @@ class SharedPrefixLayout:
         group_ids: A name for each segment's group; by default the index of its root.
         given: Number of leading tokens that ran in an earlier call: they are keys, but not queries. 0, or the length
             of the first segment, which must then be the only root.
+
+    Attributes:
         num_tokens: T.
-        given: See above.
 
     Raises:
         ValueError: If the arguments differ in length, a length is negative, the order is not depth-first, or `given` is

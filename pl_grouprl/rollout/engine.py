@@ -59,14 +59,16 @@ class RolloutEngine(Protocol):
             sampling: How to sample.
             num_generations: Rollouts per prompt, at least 1.
             seed: The same (weights, prompts, sampling, seed) give the same rollouts.
-            media: Images and videos of each prompt, empty if it has none; None if no prompt has any. An engine without
-                support for them raises a ValueError.
+            media: Images and videos of each prompt, empty if it has none; passed only if a prompt has any, so an engine
+                for text may leave the argument out.
             prompt_indices: Index of each prompt in the batch of all ranks, which together with the seed determines its
                 random numbers; None if the prompts are the whole batch. Passed only with several ranks, to engines
                 that declare `takes_prompt_indices`, so that any number of ranks samples the same rollouts.
 
         Returns:
-            For each prompt, in the caller's order, its rollouts with tokens, log-probabilities and finish reason.
+            For each prompt, in the caller's order, its rollouts. `token_ids` (with the end token, if there was one) and
+            `finish_reason` are required. Without `logprobs` nothing is compared with the sampler, and importance
+            sampling is refused; without `text` the run decodes the tokens.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""How a checkpoint of one file is written and read."""
+"""Reads and writes single-file checkpoints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
-    """Writes straight to the path, and never runs code of what it loads.
+    """Writes directly to the path, and never runs code from a loaded file.
 
-    Lightning's plugin holds a second copy in memory, writes it to TMPDIR first, which may be small or in memory, and is
-    silent if it has no permission to write.
+    Lightning's plugin makes a second copy in memory, writes it to TMPDIR first, which may be small or in memory, and is
+    silent if it lacks permission to write.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -31,13 +31,13 @@ class DirectCheckpointIO(TorchCheckpointIO):
             try:
                 torch.save(checkpoint, writer)
             except Exception as error:
-                # torch says that it failed writing, and not why.
+                # torch reports that writing failed, but not why.
                 raise writer.error or error from None
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint to the CPU; `weights_only` unless it is said to be False."""
+        """Load a checkpoint to the CPU, with `weights_only` unless it is False."""
         return super().load_checkpoint(path, map_location or "cpu", weights_only is not False)  # type: ignore[arg-type]
 
 

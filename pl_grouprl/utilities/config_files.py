@@ -14,11 +14,11 @@ _MAY_BE_EMPTY = ("init_args", "dict_kwargs")
 
 
 def refuse_duplicates(text: str, source: str) -> None:
-    """Refuse duplicate keys, of which YAML would take the last.
+    """Refuse duplicate keys, where YAML would use the last.
 
     Args:
         text: A YAML document.
-        source: What the error calls it, such as the file's path.
+        source: Its name in the error, such as the file's path.
 
     Raises:
         TypeError: Names the source, the line and the key.
@@ -39,7 +39,7 @@ def empty_groups(text: str) -> list[Path]:
 
 
 def refuse_unknown_groups(text: str, source: str, config: Mapping[str, Any]) -> None:
-    """Refuse empty groups that are no option of the parsed configuration; the parser silently drops them.
+    """Refuse empty groups that are not options of the parsed configuration; the parser silently drops them.
 
     Raises:
         ValueError: Names the source and the group.
@@ -52,7 +52,7 @@ def refuse_unknown_groups(text: str, source: str, config: Mapping[str, Any]) -> 
             parent = parent[key] if found else None
         if isinstance(parent, Mapping) and path[-1] not in (*parent, *_MAY_BE_EMPTY):
             raise ValueError(
-                f"{source}: {'.'.join(map(str, path))} is an empty group and no option; options there are "
+                f"{source}: {'.'.join(map(str, path))} is an empty group and not an option; options there are "
                 f"{', '.join(map(str, parent))}. Leave it out."
             )
 

@@ -21,8 +21,8 @@ def private_copy(value: T) -> T:
     """Copy nested containers, but share the leaves.
 
     Lists, tuples, dictionaries, sets, byte arrays, NumPy arrays and dataclasses (prompts, rollouts, groups) are copied,
-    subclasses included. Everything else, such as tensors and images, is shared: copying it may cost more than the call
-    that the copy is for.
+    including subclasses. Everything else, such as tensors and images, is shared, since copying it may cost more than
+    the call that the copy is for.
     """
     return _copy(value)
 
@@ -56,7 +56,7 @@ def _copy_sequence(value: Any) -> Any:
         return copied
     if hasattr(value, "_make"):
         return value._make(items)
-    return tuple(items) if kind is tuple else value  # how other kinds of tuples are made is not known
+    return tuple(items) if kind is tuple else value  # constructors of other tuple types are unknown
 
 
 def _copy_mapping(value: Any) -> Any:

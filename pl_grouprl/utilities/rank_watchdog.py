@@ -206,7 +206,7 @@ class _Watch(threading.Thread):
             self._end_run(f"{holder[0].describe()} is lost: frozen or gone, {reason}", [holder[0].rank])
 
     def _end_run(self, verdict: str, lost: list[int]) -> None:
-        """End this process, whatever its main thread waits for. Its workers and servers notice and end too."""
+        """End this process, even if its main thread is blocked. Its workers and servers notice and end too."""
         self._own = replace(self._own, verdict=verdict, lost=lost)
         _say(
             f"{verdict}. {self._status().describe()} ends with exit code {LOST_RANK_EXIT_CODE}; resume from the latest "

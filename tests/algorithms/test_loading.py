@@ -257,7 +257,7 @@ def test_last_finds_the_run_from_python_or_refuses(make_module, make_data, make_
     trainer = fit(2)
     assert trainer.ckpt_path.endswith("step=1.ckpt")
     assert trainer.global_step == 2
-    with pytest.raises(ValueError, match=r"ckpt_path is 'last', and .* is of a run with other options: seed is 3"):
+    with pytest.raises(ValueError, match=r"ckpt_path is 'last', and .* is from a run with other options: seed is 3"):
         fit(3, seed=3)
     fit(1, tmp_path / "elsewhere")
     assert fit(2, tmp_path / "elsewhere").ckpt_path.startswith(str(tmp_path / "elsewhere"))

@@ -182,7 +182,7 @@ def test_last_passes_over_a_torn_checkpoint(tmp_path):
 
 def test_last_of_a_run_with_other_options_is_refused(run, small):
     options = ["--ckpt_path", "last", "--model.init_args.num_generations", "3"]
-    with pytest.raises(ValueError, match=r"is of a run with other options: num_generations is 3 \(was 4\)"):
+    with pytest.raises(ValueError, match=r"is from a run with other options: num_generations is 3 \(was 4\)"):
         main(["fit", *small, *options])
 
 
@@ -360,11 +360,11 @@ def test_metrics_are_numbers(run):
             "model:\n  init_args:\n    sampling: {top_p: 1.0, top_p: 0.9}\n",
             "line 3: model.init_args.sampling.top_p is a duplicate key",
         ),
-        ("modl: {}\n", "config.yaml: modl is an empty group and no option"),
-        ("trainer: {foo: {}}\n", "config.yaml: trainer.foo is an empty group and no option"),
+        ("modl: {}\n", "config.yaml: modl is an empty group and not an option"),
+        ("trainer: {foo: {}}\n", "config.yaml: trainer.foo is an empty group and not an option"),
         (
             "model: {init_args: {optimizer: {foo: {}}}}\n",
-            "model.init_args.optimizer.foo is an empty group and no option",
+            "model.init_args.optimizer.foo is an empty group and not an option",
         ),
         ("model: {init_args: {learning_rate: 1.0e-5}}\n", "takes no 'learning_rate'; it is part of optimizer"),
         ("model: {init_args: {optimizer: {lr: 1.0e-5}}}\n", "OptimizerConfig takes no 'lr'; here it is learning_rate"),

@@ -42,7 +42,7 @@ def token_group_counts(groups: TokenGroups, mask: Tensor | None = None) -> dict[
 
 
 def token_group_metrics(counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Turn counts, added up over whatever they are to describe, into the figures that are logged.
+    """Convert summed counts to the logged figures.
 
     Args:
         counts: As from `token_group_counts`.
@@ -50,7 +50,7 @@ def token_group_metrics(counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         Scalars in float32: `total_tokens`, `advantage_positions` (endpoints), `compression_ratio` = 1 - positions /
         tokens, `speedup_factor` = tokens / positions (the reduction in advantage positions, not of wall-clock time),
-        `avg_group_size` in tokens, and the share of endpoints by cause. Ratios are NaN where there is no token.
+        `avg_group_size` in tokens, and the fraction of endpoints by cause. Ratios are NaN if there are no tokens.
     """
     tokens, positions = counts["tokens"].double(), counts["positions"].double()
     metrics = {
