@@ -139,7 +139,7 @@ class GRPO(RLModule):
         greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
         functions = self.rewarder.functions if by_function else ()
         rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
-        if rewards.token_rewards_N is not None and self._no_token_rewards:
+        if rewards.step_rewards_N is not None and self._no_token_rewards:
             raise ValueError(self._no_token_rewards)
         extras: dict[str, Any] = {"lengths": rewards.lengths_B, "greedy_rewards": rewards.greedy}
         if by_function:
@@ -148,10 +148,10 @@ class GRPO(RLModule):
             advantages_B = multi_reward_advantages(rewards.outcomes, weights, rewards.group_ids_B, **extras)
         else:
             advantages_B = estimator(rewards.outcomes, rewards.group_ids_B, **extras)
-        if rewards.token_rewards_N is None or not has_token_rewards(groups):
+        if rewards.step_rewards_N is None or not has_token_rewards(groups):
             return advantages_B[rewards.own_B]
         process_N = process_supervision_advantages(
-            rewards.token_rewards_N, rewards.lengths_B, rewards.group_ids_B, estimator=estimator
+            rewards.step_rewards_N, rewards.lengths_B, rewards.group_ids_B, estimator=estimator
         )
         return (process_N + advantages_B.repeat_interleave(rewards.lengths_B))[rewards.own_N]
 
@@ -164,6 +164,12 @@ class GRPO(RLModule):
 
 
 def _check_estimator(module: GRPO) -> None:
+    if module.advantage_estimator.per_token and type(module).compute_advantages is not GRPO.compute_advantages:
+        raise ValueError(
+            f"{type(module).__name__}.compute_advantages would never be called: the advantages of tokens come from "
+            f"advantage_estimator={module.advantage_estimator.name!r}. Use another estimator, or override "
+            "compute_targets."
+        )
     name = module.advantage_estimator.name
     if module.num_generations < 2 and module.advantage_estimator.compares_rollouts:
         raise ValueError(

@@ -1,5 +1,13 @@
 """A run from top to bottom: the hooks of Lightning in the order in which they run, each a few lines that call a part.
 
+A training batch:
+
+1. `on_train_batch_start`, if a new prompt batch begins, calls `collect_rollouts`: sample, start the rewards, score (old
+   and reference log-probabilities), wait for the rewards, compute advantages (`compute_targets` of the algorithm).
+2. `training_step` trains one mini-batch: for each micro-batch `compute_loss`, then backward, the last by Lightning.
+3. `on_before_optimizer_step` finishes the gradients, `configure_gradient_clipping` clips them, `optimizer_step` steps.
+4. `on_train_batch_end` logs where the time went.
+
 Legend: N response tokens of all rollouts one after another.
 """
 
@@ -320,7 +328,7 @@ class RLModule(pl.LightningModule, ABC):
             self,
             self.micro_batcher,
             self.optimization,
-            by_name(self, "compute_loss"),
+            by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
         )
@@ -350,7 +358,10 @@ class RLModule(pl.LightningModule, ABC):
         """
 
     def compute_loss(self, batch: MicroBatch) -> LossSums:
-        """Compute the sums of loss and metrics of one micro-batch; they are divided by those of the whole step."""
+        """Compute loss and metrics of one micro-batch, each as a sum and a count.
+
+        The step divides the sum of the sums, over all micro-batches and ranks, by the sum of the counts.
+        """
         with self.objective.recorded_routers(self.policy) as routers:
             scores = self.score(self.policy, batch.scoring, **self.objective.score_options)
         return self.objective.loss(batch, scores, self.policy, routers)
@@ -369,10 +380,12 @@ class RLModule(pl.LightningModule, ABC):
 
     @property
     def needs_old_scores(self) -> bool:
-        """Whether the policy scores the rollouts before the updates, which costs a forward."""
-        return bool(self.trainer.accumulate_grad_batches % self.updates_per_rollout) or (
-            self.kl_penalty.needs_old_logprobs
-        )
+        """Whether the policy scores the rollouts before the updates, which costs a forward.
+
+        Not if it does not change between the updates of a batch of rollouts.
+        """
+        steps_between_updates = self.trainer.accumulate_grad_batches % self.updates_per_rollout != 0
+        return steps_between_updates or self.kl_penalty.needs_old_logprobs
 
     def old_score_options(self) -> dict[str, Any]:
         """What to compute besides old log-probabilities, in the same forward: keywords of `score`."""
@@ -512,7 +525,7 @@ class RLModule(pl.LightningModule, ABC):
 
     def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Put rewards per token into the buffer, and the targets computed from them."""
-        buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))
+        buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))  # adapts the coefficient, too
         buffer.put("token_rewards", rewards_per_token(buffer) - buffer.joined("kl_penalty"))
         self.compute_targets(buffer, scores)
 

@@ -82,7 +82,7 @@ def _packed_attention(
     """The output [1, T, H, V] and, for backends with an explicit gradient, the log-sum-exp [H, T]."""
     scale, softcap, window = options
     layout, rule = _read(marker, scale, softcap, sinks, window)
-    backend = get_backend(name).resolve(query, key, value, rule, compiled=True)
+    backend = get_backend(name).resolve(query, key, value, layout, rule, compiled=True)
     if backend.explicit is not None:
         return backend.explicit.forward(query, key, value, layout, rule)
     out = backend(query, key, value, layout, rule).contiguous()
@@ -117,7 +117,7 @@ def _packed_attention_backward(
     """Gradients of query, key, value and sinks (empty if there are none)."""
     scale, softcap, window = options
     layout, rule = _read(marker, scale, softcap, sinks, window)
-    backend = get_backend(name).resolve(query, key, value, rule, compiled=True)
+    backend = get_backend(name).resolve(query, key, value, layout, rule, compiled=True)
     if backend.explicit is None:
         return _by_running_again(grad, query, key, value, sinks, backend, layout, rule)
     *grads, for_sinks = backend.explicit.backward(grad, out, lse, query, key, value, layout, rule)

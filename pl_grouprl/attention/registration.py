@@ -172,7 +172,7 @@ def _attend_packed(
     call.reached.add(id(module))
     if scales_by_row(module):
         query = rescale_by_column(module, query, call.layout, call.columns_T)
-    backend = ORACLE if call.only not in (None, kind) else backend.resolve(query, key, value, rule)
+    backend = ORACLE if call.only not in (None, kind) else backend.resolve(query, key, value, call.layout, rule)
     call.ran[id(module)] = (kind, backend.name)
     attended = backend(query, key, value, call.layout, rule)
     return attended if call.shards is None else call.shards.to_tokens(attended)

@@ -181,7 +181,7 @@ class HFRolloutEngine:
         end_ids: Sequence[int],
         stop: StopStrings,
         indices: Sequence[int] | None = None,
-        **sharing: float,
+        **decoding: float,
     ) -> list[list[Rollout]]:
         from pl_grouprl.rollout.decode import DecodeBatch  # imports transformers
         from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore
@@ -194,7 +194,7 @@ class HFRolloutEngine:
         for chunk, needed_later in self._chunks(distinct, sequences, store.padding):
             parts = store.select([key for key, _, _ in chunk], needed_later)
             names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
-            batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed, **sharing)
+            batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed, **decoding)
             del parts  # the prompts' caches are copied by now
             for (_, prompt, _), rollout in zip(chunk, batch.run(logits), strict=True):
                 groups[prompt].append(rollout)

@@ -169,7 +169,7 @@ class Collector:
         metrics |= self._sampler.take_metrics()
         self._rewarder.count_unrewarded(metrics)
         buffer.metrics |= metrics
-        buffer.mask_unrewarded()
+        buffer.compute_loss_mask()
         buffer.num_tokens = count_tokens(records)
 
     def _wait(self, collected: CollectedRollouts) -> None:

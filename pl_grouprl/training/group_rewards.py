@@ -34,7 +34,8 @@ class GroupRewards:
         group_ids_B: The group of each rollout.
         lengths_B: Its response tokens.
         greedy: The outcomes of the greedy rollout of its prompt, if there is one.
-        token_rewards_N: Reward of each token, NaN for none, if a rollout of any rank has `token_rewards`.
+        step_rewards_N: Reward of each step at its last token, NaN elsewhere; None if no rollout of any rank has
+            `token_rewards`.
         own_B: This rank's rollouts.
         own_N: This rank's tokens.
     """
@@ -43,7 +44,7 @@ class GroupRewards:
     group_ids_B: Tensor
     lengths_B: Tensor
     greedy: Tensor | None
-    token_rewards_N: Tensor | None
+    step_rewards_N: Tensor | None
     own_B: slice
     own_N: slice
 
@@ -88,7 +89,7 @@ def gather_rewards(
         group_ids_B=torch.arange(len(sizes)).repeat_interleave(sizes),
         lengths_B=torch.tensor(joined["lengths"], dtype=torch.long),
         greedy=None if greedy is None else torch.tensor(joined["greedy"], dtype=torch.float32).view(shape),
-        token_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["per_token"]) else None,
+        step_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["per_token"]) else None,
         own_B=slice(first_B, first_B + count_B),
         own_N=slice(first_N, first_N + count_N),
     )
@@ -153,7 +154,7 @@ def token_advantages(
     ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
     reduce = partial(reduce_over_ranks, device=device)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if estimator.token_rewards:
+    if estimator.takes_token_rewards:
         rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
     else:  # the rewards of tokens do not tell a rollout without a trained token from one with a reward of 0
         if any(gather_plain(has_token_rewards(groups), device)):

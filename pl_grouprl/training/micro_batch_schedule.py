@@ -100,7 +100,10 @@ class MicroBatchSchedule:
         return self._options.sequence_ranks * (rows + sum(count + 1 for count in slices))
 
     def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
-        """Yield the slices of each large group, then its prefix, which only runs backward; then the rows."""
+        """Yield the slices of each large group, then its prefix, to run backward; then the rows.
+
+        The first slice runs the prefix forward.
+        """
         rows, *slices = self._shape
         for number, count in enumerate(slices):
             for chosen in self._of_peers(self._slices(number, count)):

@@ -122,7 +122,8 @@ class PolicyObjective:
         """
         mask_N, rollouts = batch.mask_N, batch.rollouts
         logprobs_N, advantages_N = scores.logprobs_N, batch.tokens["advantages"]
-        # Until the first optimizer step after the rollout they are equal, which saves a forward.
+        # Equal until the first optimizer step after the rollout, which saves a forward: with one update per batch of
+        # rollouts the ratio is 1, and nothing is clipped.
         old_logprobs_N = batch.tokens.get("old_logprobs", logprobs_N.detach())
         loss = self.policy_loss(logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts)
         loss_N = loss.per_token_N
@@ -130,7 +131,7 @@ class PolicyObjective:
         extremes: dict[str, Tensor] = {}
         if "rollout_logprobs" in batch.tokens:
             weights = self._importance_weights(batch, old_logprobs_N)
-            loss_N = loss_N * weights.weights_N
+            loss_N = loss_N * weights.weights_N  # 1 unless `importance_sampling` is set: metrics only
             metrics |= weights.metrics
             extremes |= weights.extremes
         assert scores.entropy_N is not None

@@ -40,7 +40,7 @@ class Optimization:
         self._denominators.clear()
 
     def add_denominators(self, counts: Mapping[str, Tensor], device: torch.device) -> None:
-        """Sum over ranks what the coming losses are divided by; once per micro-batch of the Trainer, before `divide`.
+        """Sum over ranks what the coming losses are divided by; once per mini-batch, before `divide`.
 
         Args:
             counts: This rank's share, a scalar for each part.
@@ -53,7 +53,7 @@ class Optimization:
     def divide(self, losses: Mapping[str, tuple[Tensor, Tensor]], device: torch.device, weight: float = 1.0) -> Tensor:
         """Divide each part's loss by its denominator, and add them up.
 
-        If the Trainer accumulates gradients, the denominator of the step is known only after its last micro-batch.
+        If the Trainer accumulates gradients, the denominator of the step is known only after its last mini-batch.
         Until then the first one's is used, and `before_step` corrects the gradients.
 
         Args:
@@ -87,7 +87,7 @@ class Optimization:
         Args:
             parts: What the optimizer trains.
             support: Reaches the gradients.
-            accumulated: Micro-batches of the Trainer per step; Lightning has divided each loss by it.
+            accumulated: Mini-batches per step; Lightning has divided each loss by it.
             device: Where ranks communicate.
             step: The optimizer step, for the warning.
 

@@ -53,7 +53,7 @@ class RolloutBuffer:
             shuffled = derive_seed("order", self.seed, self.rollout_number)
             self.mini_batches = cut_into_mini_batches(len(self.groups), self.num_mini_batches, shuffled)
         if "loss_mask" not in self.tokens:
-            self.mask_unrewarded()
+            self.compute_loss_mask()
             sampled = [rollout.logprobs for group in self.groups for rollout in group.rollouts]
             logprobs = [logprob for own in sampled if own is not None for logprob in own]
             if None not in sampled:
@@ -76,7 +76,7 @@ class RolloutBuffer:
             raise ValueError(f"{name} has shape {tuple(values_N.shape)}; pass one value per token, ({sum(sizes)},).")
         self.tokens[name] = list(values_N.detach().cpu().split(sizes))
 
-    def mask_unrewarded(self) -> None:
+    def compute_loss_mask(self) -> None:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
         trained = [bit for group in self.groups for rollout in group.rollouts for bit in _trained_tokens(rollout)]
         self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))

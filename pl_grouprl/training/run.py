@@ -60,16 +60,16 @@ class Run(Protocol):
 
 @dataclass
 class Accumulation:
-    """How the gradients of this micro-batch of the Trainer add up to a step.
+    """How the gradients of this mini-batch add up to an optimizer step.
 
     Attributes:
-        batches: Micro-batches of the Trainer per optimizer step (`accumulate_grad_batches`).
-        steps: Whether an optimizer step follows this one.
+        mini_batches: Mini-batches per optimizer step (`accumulate_grad_batches` of the Trainer).
+        is_last: Whether the step follows this mini-batch.
         scaler: Scales the loss under float16; None is no scaling.
     """
 
-    batches: int = 1
-    steps: bool = True
+    mini_batches: int = 1
+    is_last: bool = True
     scaler: Any = None
 
     @property

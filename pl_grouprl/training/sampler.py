@@ -48,6 +48,12 @@ class Sampler:
                 f"engine is {describe_value(engine)}; pass an engine of pl_grouprl.rollout, an object with bind() and "
                 "generate(), or None for HFRolloutEngine()."
             )
+        if hasattr(engine, "update_weights") and not isinstance(engine, SyncedRolloutEngine):
+            missing = [name for name in ("adapter", "version", "update_weights", "close") if not hasattr(engine, name)]
+            raise ArgumentError(
+                f"engine is {describe_value(engine)}, which has update_weights but lacks {', '.join(missing)}; an "
+                "engine with a copy of the weights has all of pl_grouprl.sync.sampler.SyncedSampler."
+            )
         self._run = run
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
         self._seed = seed

@@ -81,15 +81,16 @@ class Updater:
         support = self._run.support
         for number, micro_batch in enumerate(schedule, start=1):
             last = number == schedule.number
-            with support.accumulating(self._run, last=last and accumulation.steps):  # type: ignore[arg-type]
+            with support.accumulating(self._run, last=last and accumulation.is_last):  # type: ignore[arg-type]
                 if isinstance(micro_batch, PrefixPass):
-                    loss = micro_batch.loss(loss_scale=accumulation.loss_scale)  # of gradients divided already
+                    # Its slices have left gradients, divided already.
+                    loss = micro_batch.loss(loss_scale=accumulation.loss_scale)
                 else:
                     loss = self._loss(micro_batch, sums, single=schedule.number == 1)
                 if last:
-                    return loss  # Lightning divides it by the micro-batches that it accumulates
+                    return loss  # Lightning divides it by the mini-batches that it accumulates
                 if isinstance(micro_batch, MicroBatch):
-                    loss = loss / accumulation.batches
+                    loss = loss / accumulation.mini_batches
                 with torch.autocast(self._run.device.type, enabled=False):
                     support.backward(loss)
                 del loss, micro_batch  # free the activations before the next forward

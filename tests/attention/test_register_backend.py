@@ -74,3 +74,15 @@ def test_the_cascades_explicit_gradient_is_that_of_autograd():
         found = cascade.explicit.backward(grad, out, lse, *tensors, layout, rule)
     torch.testing.assert_close(out, expected_out)
     torch.testing.assert_close(found, expected)
+
+
+def test_auto_passes_over_a_backend_that_cannot_run_the_layout():
+    forest = SharedPrefixLayout([1, 1, 1], [None, 0, 1])
+    register_backend(replace(OWN, name="flat", max_depth=1, preference=lambda *_: 99))
+    assert choice.choose(*TENSORS, AttentionRule(0.3), layout=forest).name == "cascade"
+    shallow = SharedPrefixLayout([2, 1], [None, 0])
+    assert choice.choose(*TENSORS, AttentionRule(0.3), layout=shallow).name == "flat"
+    register_backend(replace(OWN, name="whole", takes_given=False, preference=lambda *_: 100))
+    given = SharedPrefixLayout([2, 1], [None, 0], given=2)
+    assert choice.choose(*TENSORS, AttentionRule(0.3), layout=given).name == "flat"
+    assert choice.choose(*TENSORS, AttentionRule(0.3), layout=shallow).name == "whole"

@@ -101,7 +101,7 @@ def test_an_estimator_gets_what_it_declares():
     def short(rewards, lengths, *, weight: float = 1.0):
         return rewards - weight * lengths
 
-    @register_advantage_estimator("tokens", needs=("mask", "reduce"), per_token=True, token_rewards=True)
+    @register_advantage_estimator("tokens", needs=("mask", "reduce"), per_token=True, takes_token_rewards=True)
     def tokens(rewards, mask, reduce):
         return rewards * mask if reduce is None else reduce(rewards * mask)
 
@@ -119,7 +119,7 @@ def test_an_estimator_gets_what_it_declares():
     [
         ({"needs": ("mask",)}, "'bad' needs mask; with per_token=False there are group_ids, lengths, greedy_rewards"),
         ({"needs": ("lengths",), "per_token": True}, "needs lengths; with per_token=True there are group_ids, mask"),
-        ({"token_rewards": True}, "needs token_rewards; with per_token=False"),
+        ({"takes_token_rewards": True}, "needs takes_token_rewards; with per_token=False"),
         ({"takes_steps": True, "per_token": True}, "'bad' takes steps, for which there are group_ids alone"),
         ({"needs": ("group_ids", "lengths")}, "'bad' lacks lengths; make the arguments of centred and its"),
         ({"needs": ()}, "'bad' does not declare group_ids; make the arguments of centred"),

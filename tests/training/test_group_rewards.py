@@ -49,7 +49,7 @@ def test_each_rank_has_the_rewards_of_all_and_knows_its_own(gather):
         assert rewards.group_ids_B.tolist() == [0, 0, 1, 2, 2]
         assert rewards.lengths_B.tolist() == [2, 1, 3, 0, 1]
         expected = torch.tensor([NAN, NAN, NAN, 1.0, NAN, 2.0, NAN])
-        torch.testing.assert_close(rewards.token_rewards_N, expected, equal_nan=True)
+        torch.testing.assert_close(rewards.step_rewards_N, expected, equal_nan=True)
         assert rewards.greedy is None
         assert torch.arange(5)[rewards.own_B].tolist() == [[0, 1], [2, 3, 4]][rank]
         assert torch.arange(7)[rewards.own_N].tolist() == [[0, 1, 2], [3, 4, 5, 6]][rank]
@@ -65,7 +65,7 @@ def test_greedy_rollouts_are_repeated_and_no_tokens_are_none():
     greedy = [RolloutGroup([1], [Rollout([9], reward=0.25)])]
     rewards = gather_rewards(first_rank(), PlainRun(torch.nn.Linear(1, 1)), greedy=greedy)
     assert rewards.greedy.tolist() == [0.25, 0.25]
-    assert rewards.token_rewards_N is None
+    assert rewards.step_rewards_N is None
     assert [has_token_rewards(groups) for groups in (first_rank(), second_rank())] == [False, True]
 
 

@@ -142,7 +142,7 @@ def gradients(run, buffer, max_tokens, batches=1):
     run.policy.zero_grad()
     with shared_prefix(run.policy):
         for _ in range(batches):
-            loss, metrics = updater.update(buffer, range(len(buffer.groups)), Accumulation(batches=batches))
+            loss, metrics = updater.update(buffer, range(len(buffer.groups)), Accumulation(mini_batches=batches))
             (loss / batches).backward()  # as Lightning does
     parts = {"policy": list(run.policy.parameters())}
     norms = optimization.before_step(parts, run.support, accumulated=batches, device=CPU, step=0)

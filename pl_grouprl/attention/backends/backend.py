@@ -26,8 +26,8 @@ Refusal = Callable[[Tensor, Tensor, Tensor, AttentionRule], str | None]
 Preference = Callable[[Tensor, Tensor, Tensor, AttentionRule], "int | None"]
 """Priority of a backend under `auto` for these tensors; the highest that does not refuse wins, None never does."""
 
-Choice = Callable[[Tensor, Tensor, Tensor, AttentionRule, bool], "Backend"]
-"""(query, key, value, rule, inside a compiled layer) -> the backend to run."""
+Choice = Callable[[Tensor, Tensor, Tensor, AttentionRule, bool, SharedPrefixLayout], "Backend"]
+"""(query, key, value, rule, inside a compiled layer, layout) -> the backend to run."""
 
 
 class ExplicitGradient(NamedTuple):
@@ -69,11 +69,25 @@ class Backend:
     explicit: ExplicitGradient | None = None
     choice: Choice | None = None
 
+    def runs(self, layout: SharedPrefixLayout | None) -> bool:
+        """Whether the backend can run a layout, by `max_depth` and `takes_given`; None means every layout."""
+        if layout is None:
+            return self.takes_given and self.max_depth is None
+        deep = self.max_depth is not None and max(layout.depths, default=0) > self.max_depth
+        return not deep and (self.takes_given or not layout.given)
+
     def resolve(
-        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, *, compiled: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SharedPrefixLayout,
+        rule: AttentionRule,
+        *,
+        compiled: bool = False,
     ) -> Backend:
         """The backend that runs these tensors: this one, or its choice."""
-        return self if self.choice is None else self.choice(query, key, value, rule, compiled)
+        return self if self.choice is None else self.choice(query, key, value, rule, compiled, layout)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule

@@ -41,7 +41,14 @@ def register_backend(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, compiled: bool = False) -> Backend:
+def choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: AttentionRule,
+    compiled: bool = False,
+    layout: SharedPrefixLayout | None = None,
+) -> Backend:
     """Choose the backend that `auto` runs for a layer: of those that serve it, the one with the highest preference.
 
     Args:
@@ -50,11 +57,13 @@ def choose(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, compi
         value: Shape [1, K, T, V].
         rule: How the layer attends.
         compiled: Whether the layer is compiled.
+        layout: Layout of the row; None leaves out backends that cannot run every layout.
     """
     wanted = [
         (preference, backend)
         for backend in BACKENDS.values()
         if (backend.in_compiled_layers or not compiled)
+        and backend.runs(layout)
         and (preference := backend.preference(query, key, value, rule)) is not None
     ]
     ordered = sorted(wanted, key=lambda entry: -entry[0])
@@ -62,7 +71,7 @@ def choose(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, compi
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
-    return choose(query, key, value, rule)(query, key, value, layout, rule)
+    return choose(query, key, value, rule, layout=layout)(query, key, value, layout, rule)
 
 
 AUTO = Backend("auto", _attend, choice=choose)

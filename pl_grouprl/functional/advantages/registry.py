@@ -32,13 +32,13 @@ class AdvantageEstimator(RegisteredFunction):
     Attributes:
         needs: The data that the function takes besides rewards.
         per_token: Whether it returns rows of tokens, [B, T].
-        token_rewards: Whether its rewards are rows of tokens, [B, T].
+        takes_token_rewards: Whether its rewards are rows of tokens, [B, T].
         takes_steps: Whether its rewards may also be those of steps, several per rollout.
     """
 
     needs: tuple[str, ...] = ("group_ids",)
     per_token: bool = False
-    token_rewards: bool = False
+    takes_token_rewards: bool = False
     takes_steps: bool = False
 
     argument: ClassVar[str] = "advantage_estimator"
@@ -97,7 +97,7 @@ class AdvantageEstimator(RegisteredFunction):
         zeros_B = torch.zeros(2, device="cpu")
         zeros_BT, ids_B = zeros_B[:, None], zeros_B.long()
         advantages = self(
-            zeros_BT if self.token_rewards else zeros_B,
+            zeros_BT if self.takes_token_rewards else zeros_B,
             ids_B,
             lengths=ids_B + 1,
             greedy_rewards=zeros_B,
@@ -121,7 +121,7 @@ def register_advantage_estimator(
     *,
     needs: Sequence[str] = ("group_ids",),
     per_token: bool = False,
-    token_rewards: bool = False,
+    takes_token_rewards: bool = False,
     takes_steps: bool = False,
 ) -> Callable[[F], F]:
     """Make a function known as an advantage estimator: `@register_advantage_estimator("name")` above it.
@@ -138,7 +138,7 @@ def register_advantage_estimator(
             [B, T]; `reduce`, which adds up sums over ranks, or None for one rank. Per token, each rank passes its own
             rollouts alone; otherwise every rank passes those of all ranks.
         per_token: The function returns advantages [B, T], not [B].
-        token_rewards: With `per_token`, its rewards are those of tokens, [B, T], not of rollouts, [B].
+        takes_token_rewards: With `per_token`, its rewards are those of tokens, [B, T], not of rollouts, [B].
         takes_steps: The function also compares the rewards of steps, several per rollout (process supervision); it
             needs `group_ids` alone.
 
@@ -148,8 +148,8 @@ def register_advantage_estimator(
     """
     available = OF_TOKENS if per_token else OF_ROLLOUTS
     missing = [need for need in needs if need not in available]
-    if missing or (token_rewards and not per_token):
-        what = ", ".join(missing) or "token_rewards"
+    if missing or (takes_token_rewards and not per_token):
+        what = ", ".join(missing) or "takes_token_rewards"
         raise ValueError(
             f"advantage_estimator {name!r} needs {what}; with per_token={per_token} there are {', '.join(available)}."
         )
@@ -161,7 +161,7 @@ def register_advantage_estimator(
         name,
         needs=tuple(needs),
         per_token=per_token,
-        token_rewards=token_rewards,
+        takes_token_rewards=takes_token_rewards,
         takes_steps=takes_steps,
     )
 

@@ -18,7 +18,7 @@ from pl_grouprl.functional.advantages.registry import register_advantage_estimat
 from pl_grouprl.functional.masked import Reduce, bool_mask, masked_whiten
 
 
-@register_advantage_estimator("reinforce_plus_plus", needs=("mask", "reduce"), per_token=True, token_rewards=True)
+@register_advantage_estimator("reinforce_plus_plus", needs=("mask", "reduce"), per_token=True, takes_token_rewards=True)
 @torch.no_grad()
 def reinforce_plus_plus_advantages(
     rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, reduce: Reduce | None = None

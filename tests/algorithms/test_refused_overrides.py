@@ -1,4 +1,4 @@
-"""Options that the parts of a run have received cannot be set on the module any more."""
+"""What would have no effect is refused: options set too late, overrides that are never called, half an engine."""
 
 import copy
 
@@ -34,3 +34,27 @@ def test_a_subclass_sets_its_own_attributes(tiny_policy):
             self.level = level
 
     assert Mine(tiny_policy(), zero, level=3).level == 3
+
+
+def test_advantages_that_would_never_be_asked_for_are_refused(tiny_policy):
+    class Mine(GRPO):
+        def compute_advantages(self, groups):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"Mine\.compute_advantages would never be called: .*'reinforce_plus_plus'"):
+        Mine(tiny_policy(), zero, advantage_estimator="reinforce_plus_plus")
+
+
+def test_an_engine_with_half_of_the_protocol_of_copies_is_refused(tiny_policy):
+    class Half:
+        def bind(self, model, tokenizer=None):
+            pass
+
+        def generate(self, prompts, sampling, **kwargs):
+            return []
+
+        def update_weights(self, weights, **kwargs):
+            return {}
+
+    with pytest.raises(ValueError, match="has update_weights but lacks adapter, version, close"):
+        GRPO(tiny_policy(), zero, engine=Half())
