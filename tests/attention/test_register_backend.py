@@ -52,11 +52,12 @@ def test_auto_takes_the_highest_preference_of_those_that_do_not_refuse():
 def test_auto_in_compiled_layers_takes_what_runs_there():
     register_backend(replace(OWN, name="fast", preference=lambda *_: 9, in_compiled_layers=False))
     auto, rule = choice.get_backend("auto"), AttentionRule(0.3)
-    assert auto.resolve(*TENSORS, rule).name == "fast"
-    assert auto.resolve(*TENSORS, rule, compiled=True).name == "cascade"
+    row = *TENSORS, SharedPrefixLayout([2, 1], [None, 0])
+    assert auto.resolve(*row, rule).name == "fast"
+    assert auto.resolve(*row, rule, compiled=True).name == "cascade"
     chunks_and_window = AttentionRule(0.3, window=2, chunk=2)  # which cascade refuses
-    assert auto.resolve(*TENSORS, chunks_and_window, compiled=True).name == "reference"
-    assert OWN.resolve(*TENSORS, rule, compiled=True) is OWN
+    assert auto.resolve(*row, chunks_and_window, compiled=True).name == "reference"
+    assert OWN.resolve(*row, rule, compiled=True) is OWN
 
 
 def test_the_cascades_explicit_gradient_is_that_of_autograd():

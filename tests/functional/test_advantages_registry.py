@@ -23,7 +23,7 @@ def test_names_and_kinds():
     kinds = {name: make_advantage_estimator(name) for name in ADVANTAGE_ESTIMATORS}
     assert set(kinds) == {"grpo", "rloo", "opo", "grpo_passk", "remax"} | PER_TOKEN
     assert {name for name, estimator in kinds.items() if estimator.per_token} == PER_TOKEN
-    assert {name for name, estimator in kinds.items() if estimator.token_rewards} == {"reinforce_plus_plus"}
+    assert {name for name, estimator in kinds.items() if estimator.takes_token_rewards} == {"reinforce_plus_plus"}
     assert {name for name, estimator in kinds.items() if estimator.needs_greedy} == {"remax"}
     alone = {name for name, estimator in kinds.items() if not estimator.compares_rollouts}
     assert alone == {"remax", "reinforce_plus_plus"}
