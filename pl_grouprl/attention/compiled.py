@@ -84,6 +84,7 @@ def _packed_attention(
     layout, rule = _read(marker, scale, softcap, sinks, window)
     backend = get_backend(name).resolve(query, key, value, layout, rule, compiled=True)
     if backend.explicit is not None:
+        backend.check(query, key, value, layout, rule)
         return backend.explicit.forward(query, key, value, layout, rule)
     out = backend(query, key, value, layout, rule).contiguous()
     wide = torch.promote_types(query.dtype, torch.float32)

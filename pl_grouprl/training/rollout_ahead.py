@@ -149,8 +149,8 @@ def check_rollout_ahead(module: pl.LightningModule, engine: Any, support: Strate
         ),
         (
             not declares(engine, "samples_from_copies"),
-            f"only HFRolloutEngine can sample from a copy of the policy during updates, and engine is "
-            f"{type(engine).__name__}",
+            f"engine is {type(engine).__name__}, which does not declare samples_from_copies (HFRolloutEngine does): it "
+            "cannot sample from a copy of the policy during updates",
         ),
         (
             not support.keeps_plain_weights,

@@ -189,7 +189,11 @@ def no_processes_left():
     ("options", "trainer_options", "message"),
     [
         ({"rollout_ahead": 1}, {}, "older weights and nothing corrects for that; set importance_sampling"),
-        ({**AHEAD, "engine": True}, {}, "only HFRolloutEngine can sample from a copy .*engine is ScriptedEngine"),
+        (
+            {**AHEAD, "engine": True},
+            {},
+            "engine is ScriptedEngine, which does not declare samples_from_copies .* cannot sample from a copy",
+        ),
         (AHEAD, {"precision": "bf16-true"}, "precision=bf16-true sets a default dtype for all threads"),
         (AHEAD, {"strategy": "fsdp2"}, "only single devices and DDP .*ModelParallelStrategy"),
     ],

@@ -92,7 +92,12 @@ class Backend:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
     ) -> Tensor:
-        """Compute attention, or raise.
+        """Compute attention, or raise what `check` does."""
+        self.check(query, key, value, layout, rule)
+        return self.attend(query, key, value, layout, rule)
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> None:
+        """Refuse what the backend cannot run.
 
         Raises:
             ValueError: If the row and the layout differ in tokens, or the forest is deeper than the backend can run.
@@ -117,7 +122,6 @@ class Backend:
         reason = self.refusal(query, key, value, rule)
         if reason is not None:
             raise RuntimeError(f"attention backend {self.name!r} refuses: {reason}")
-        return self.attend(query, key, value, layout, rule)
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
