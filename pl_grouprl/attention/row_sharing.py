@@ -1,4 +1,4 @@
-"""Ordinary calls of a decoder, on padded rows: which of them share prefixes, and why the others go through untouched.
+"""Ordinary decoder calls on padded rows: which of them share prefixes, and why the others go through untouched.
 
 Legend: B rows, L their padded length.
 """
@@ -18,22 +18,22 @@ from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, stateful_mix
 from pl_grouprl.attention.support import frequencies_move, positions_are_relative
 
 CACHE_IN_USE = "a cache is in use"
-"""Why calls of generation go through untouched."""
+"""Why calls during generation go through untouched."""
 
 _KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids"}
 
 
 class RowSharing:
-    """Packs the rows of a decoder's ordinary calls where that gives the same result.
+    """Packs the rows of a decoder's ordinary calls if the result is the same.
 
     Args:
-        decoder: Whose calls these are.
-        min_saved_tokens: A prefix is shared where that saves at least this many tokens.
+        decoder: The decoder.
+        min_saved_tokens: Minimum of tokens that sharing a prefix must save.
         max_depth: Deepest forest to build; None is any.
 
     Attributes:
-        positions_are_relative: Whether rows whose positions differ by a constant share all the same.
-        differing_padding: With this padding rows are not shared; None is any padding.
+        positions_are_relative: Whether rows may share a prefix although their positions differ by a constant.
+        differing_padding: Padding with which rows are not shared; None shares with any padding.
     """
 
     def __init__(self, decoder: Any, min_saved_tokens: int, max_depth: int | None) -> None:
@@ -50,12 +50,12 @@ class RowSharing:
         self._labels_need_padding = False
 
     def learn(self, relative: bool, differing_padding: Padding | None) -> None:
-        """Take in what a trial on a few tokens has shown: see the attributes."""
+        """Store the results of a trial on a few tokens; see the attributes."""
         self.positions_are_relative = self.positions_are_relative and relative
         self.differing_padding = differing_padding
 
     def look_at_labels(self, labels: Any, mask: Any) -> None:
-        """Look at the labels of the coming call: a loss that reads what padding computes needs the rows as they are."""
+        """Note whether the labels of the next call read results at padding, which packed rows do not have."""
         self._labels_need_padding = (
             isinstance(labels, Tensor)
             and isinstance(mask, Tensor)
@@ -64,12 +64,12 @@ class RowSharing:
         )
 
     def pack(self, kwargs: dict[str, Any], group_ids: Any, layers: dict[str, tuple[str, int]]) -> SharedRows | str:
-        """Pack the rows of a call, or say why it goes through untouched.
+        """Pack the rows of a call, or return the reason to leave it untouched.
 
         Args:
             kwargs: Arguments of the call.
-            group_ids: One per row; only rows of the same group are compared. None compares all.
-            layers: What runs each kind of layer, as in `SharedPrefix.layers`.
+            group_ids: One per row; only rows of the same group share. None compares all rows.
+            layers: The backend of each kind of layer, as in `SharedPrefix.layers`.
         """
         reason = unsharable(kwargs, self._decoder.config, self._decoder) or self._refusal(
             kwargs.get("attention_mask"), layers
@@ -105,7 +105,7 @@ class RowSharing:
         return has_padding(mask) if self.differing_padding == "padding" else pads_left(mask)
 
     def _positions(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Positions that the decoder would use for the caller's rows; None for the columns."""
+        """Positions that the decoder would use for the caller's rows; None means columns."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if positions is None and mask is not None and self._mask_counts:
             return (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -113,12 +113,12 @@ class RowSharing:
 
 
 def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None = None) -> str | None:
-    """Why a decoder call must go through untouched, or None if its rows may be packed.
+    """Why a decoder call must go through untouched, or None if its rows can be packed.
 
     Args:
-        arguments: Of the call, by name.
-        config: The decoder's.
-        decoder: Which router logits may be asked of, where they are handed back by `hand_back_router_logits`.
+        arguments: Arguments of the call, by name.
+        config: Config of the decoder.
+        decoder: The decoder, if `hand_back_router_logits` will process requested router logits.
     """
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     tensors = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
@@ -134,8 +134,8 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
         "it has one row": input_ids is not None and len(input_ids) < 2,
         "attention_mask is not of the shape of input_ids":
             mask is not None and getattr(mask, "shape", None) != getattr(input_ids, "shape", None),
-        "attention weights are asked for": asked_for("output_attentions"),
-        "router logits are asked for":
+        "attention weights are requested": asked_for("output_attentions"),
+        "router logits are requested":
             asked_for("output_router_logits") and not _router_logits_go_back(arguments, config, decoder),
         "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
         f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
@@ -144,7 +144,7 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
 
 
 def _router_logits_go_back(arguments: dict[str, Any], config: Any, decoder: nn.Module | None) -> bool:
-    """Whether what is asked of the routers is the same for rows that were packed: where padding is left out."""
+    """Whether router logits can be returned for packed rows: only if the loss ignores padding."""
     by_name = arguments.get("return_dict", getattr(config, "return_dict", True)) is not False
     return decoder is not None and by_name and masks_balancing_loss(decoder)
 
@@ -169,7 +169,7 @@ def pads_left(attention_mask: Tensor | None) -> bool:
 
 
 def _see_columns(layers: dict[str, tuple[str, int]]) -> bool:
-    """Whether padding between tokens changes more than positions; assumed where layers are not known yet."""
+    """Whether padding between tokens changes more than positions; assumed if layers are not known yet."""
     return not layers or any(
         "window" in kind or "chunks" in kind or ran == STATEFUL for kind, (ran, _) in layers.items()
     )

@@ -346,9 +346,7 @@ def test_an_adapter_by_itself_has_to_be_there(fit):
 
 
 def test_rollouts_ahead_are_refused(fit):
-    with pytest.raises(
-        ValueError, match=r"engine is CopiedPolicyEngine, which does not declare samples_from_copies .* to 0"
-    ):
+    with pytest.raises(ValueError, match=r"engine is CopiedPolicyEngine, which does not declare samples_from_copies"):
         fit(CopiedPolicyEngine(), rollout_ahead=1, importance_sampling="token_truncate")
 
 
