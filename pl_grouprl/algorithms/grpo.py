@@ -32,6 +32,7 @@ from pl_grouprl.training.group_rewards import (
 )
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.selection import outcomes_or_steps_differ, rewards_differ
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
@@ -98,12 +99,13 @@ class GRPO(RLModule):
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         _check_estimator(self)
-        self._no_token_rewards = _why_no_token_rewards(self)
 
     def setup(self, stage: str) -> None:
-        """Keep groups with the rank that sampled them if a greedy rollout needs their columns."""
+        """Say which groups may move to another rank, and which `dynamic_sampling` keeps."""
         super().setup(stage)
+        per_token, overridden = self.advantage_estimator.per_token, _has_own_advantages(self)
         self.collector.can_move = not self.advantage_estimator.needs_greedy
+        self.collector.is_informative = rewards_differ if per_token or overridden else outcomes_or_steps_differ
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Compare rollouts, or tokens, with their group and the batch."""
@@ -139,8 +141,8 @@ class GRPO(RLModule):
         greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
         functions = self.rewarder.functions if by_function else ()
         rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
-        if rewards.step_rewards_N is not None and self._no_token_rewards:
-            raise ValueError(self._no_token_rewards)
+        if rewards.step_rewards_N is not None and (reason := _why_no_token_rewards(self)):
+            raise ValueError(reason)
         extras: dict[str, Any] = {"lengths": rewards.lengths_B, "greedy_rewards": rewards.greedy}
         if by_function:
             extras |= {"estimator": estimator, "aggregation": self.multi_objective_aggregation}
@@ -164,7 +166,7 @@ class GRPO(RLModule):
 
 
 def _check_estimator(module: GRPO) -> None:
-    if module.advantage_estimator.per_token and type(module).compute_advantages is not GRPO.compute_advantages:
+    if module.advantage_estimator.per_token and _has_own_advantages(module):
         raise ValueError(
             f"{type(module).__name__}.compute_advantages would never be called: the advantages of tokens come from "
             f"advantage_estimator={module.advantage_estimator.name!r}. Use another estimator, or override "
@@ -186,6 +188,10 @@ def _check_estimator(module: GRPO) -> None:
             raise ValueError(f"advantage_estimator={name!r} takes one reward; use 'sum_then_normalize'.")
         if module.kl_penalty.in_reward:
             raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
+
+
+def _has_own_advantages(module: GRPO) -> bool:
+    return type(module).compute_advantages is not GRPO.compute_advantages
 
 
 def _why_no_token_rewards(module: GRPO) -> str | None:

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pl_grouprl.utilities.annotations import convert, describe_value
-from pl_grouprl.utilities.describe import identity, plain
+from pl_grouprl.utilities.describe import describe as plain_values
+from pl_grouprl.utilities.describe import identity
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound="RegisteredFunction")
@@ -53,7 +54,8 @@ class RegisteredFunction:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{name}={plain(value)!r}' for name, value in self.options.items())})"
+        options = [pair for name, value in self.options.items() for pair in plain_values(name, value).items()]
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in options)})"
 
     def known_options(self) -> dict[str, inspect.Parameter]:
         """The options of the function by name."""
@@ -73,18 +75,31 @@ class RegisteredFunction:
                 f"{self.argument}={self.name!r} does not use {', '.join(unknown)}; it takes "
                 f"{', '.join(known) or 'no options'}. Leave the others unset."
             )
-        hints = typing.get_type_hints(self.function)
         defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
-        given = {name: convert(hints.get(name, Any), value, f"{self.name}.{name}") for name, value in options.items()}
+        given = {name: convert(self._type_of(name), value, f"{self.name}.{name}") for name, value in options.items()}
         bound = replace(self, options=defaults | given)
         bound.try_out()
         return bound
+
+    def _type_of(self, option: str) -> Any:
+        annotation = inspect.signature(self.function).parameters[option].annotation
+        if annotation is inspect.Parameter.empty:
+            return Any
+        holder = type("", (), {"__annotations__": {option: annotation}})
+        try:
+            return typing.get_type_hints(holder, inspect.unwrap(self.function).__globals__)[option]
+        except NameError as error:
+            raise TypeError(
+                f"option {option} of {self.argument} {self.name!r} has the type {annotation!r}, which is not known at run "
+                f"time ({error}); import it outside of TYPE_CHECKING, or leave the annotation out."
+            ) from None
 
     def check_declaration(self) -> None:
         """Compare what the registration declares with the function's arguments.
 
         Raises:
-            TypeError: If it is no function, lacks an argument for declared data, or takes data that is not declared.
+            TypeError: If it is no function, lacks an argument for declared data, takes data that is not declared, or
+                has an option that is not keyword-only or has no default.
         """
         if not inspect.isfunction(self.function):
             raise TypeError(f"{self.argument} {self.name!r} is {describe_value(self.function)}; register a function.")
@@ -96,6 +111,13 @@ class RegisteredFunction:
                 raise TypeError(
                     f"{self.argument} {self.name!r} {problem} {', '.join(names)}; make the arguments of "
                     f"{self.function.__qualname__} and its registration agree."
+                )
+        for name, parameter in arguments.items():
+            is_option = name in self.known_options()
+            if is_option == (parameter.default is parameter.empty) and name not in self.data:
+                raise TypeError(
+                    f"{self.argument} {self.name!r}: {name} must be keyword-only with a default to be an option, as in "
+                    f"`*, {name}=...`; arguments for data have no default."
                 )
 
 
@@ -119,12 +141,20 @@ def registering(registry: dict[str, R], kind: type[R], name: str, **declared: An
     def register(function: F) -> F:
         entry, known = kind(name, function, **declared), registry.get(name)
         entry.check_declaration()
-        if known is not None and identity(known.function) != identity(function):
+        if known is not None and _origin(known.function) != _origin(function):
             raise ValueError(f"{kind.argument} {name!r} is {identity(known.function)} already; choose another name.")
         registry[name] = entry
         return function
 
     return register
+
+
+def _origin(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """What a function has in common with itself when its file is loaded again, under whatever module name."""
+    plain = inspect.unwrap(function)
+    cells = [cell.cell_contents for cell in plain.__closure__ or ()]
+    line = plain.__code__.co_firstlineno if "<" in plain.__qualname__ else None  # of a lambda or a local function
+    return plain.__qualname__, plain.__code__.co_filename, line, cells
 
 
 def build(registry: Mapping[str, R], argument: str, name: str, options: Mapping[str, Any]) -> R:

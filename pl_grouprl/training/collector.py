@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.run_state import PerRankState
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.training.selection import has_spread, mask_truncated, without_rewards
+from pl_grouprl.training.selection import mask_truncated, rewards_differ, without_rewards
 from pl_grouprl.training.step_timer import StepTimer
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, sum_over_ranks
@@ -74,6 +74,7 @@ class Collector:
         data: The data module, which `dynamic_sampling` and `rollout_ahead` ask for further prompts.
         ahead: The rollouts that are sampled ahead.
         can_move: Whether groups may be trained on another rank than the one that sampled them.
+        is_informative: Whether `dynamic_sampling` keeps a group.
 
     Raises:
         ValueError: If an option is out of range.
@@ -110,6 +111,7 @@ class Collector:
         self._dynamic_sampling, self._max_generation_batches = dynamic_sampling, max_generation_batches
         self._rollout_ahead = rollout_ahead
         self.can_move = True
+        self.is_informative: Callable[[RolloutGroup], bool] = rewards_differ
         self.data: Any = None
         self.ahead = RolloutAhead()
         self._policy_lag = 0
@@ -237,7 +239,7 @@ class Collector:
     def _replace_uniform_groups(self, batch: PromptBatch, collected: CollectedRollouts) -> None:
         """Keep groups whose rewards differ, and sample other prompts for the rest."""
         generated = collected.generated
-        kept, attempt = [group for group in generated if has_spread(group)], 1
+        kept, attempt = [group for group in generated if self.is_informative(group)], 1
         while attempt < self._max_generation_batches:
             missing = len(batch.prompts) - len(kept)
             if not sum_over_ranks([torch.tensor(missing)], self._run.device)[0]:
@@ -248,7 +250,7 @@ class Collector:
             self._wait(more)
             generated += groups
             collected.calls += more.calls
-            kept += [group for group in groups if has_spread(group)]
+            kept += [group for group in groups if self.is_informative(group)]
             attempt += 1
         counts = sum_over_ranks([torch.tensor(len(kept)), torch.tensor(len(generated))], self._run.device)
         names = ("dynamic_sampling/kept_groups", "dynamic_sampling/generated_groups")

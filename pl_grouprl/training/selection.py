@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pl_grouprl.types import RolloutGroup
 
 
-def has_spread(group: RolloutGroup) -> bool:
-    """Whether a group's rewards, or those of its tokens, differ, so that comparing its rollouts is informative."""
-    rewards = [r.reward for r in group.rollouts if r.reward is not None and not math.isnan(r.reward)]
-    steps = [reward for rollout in group.rollouts for reward in rollout.step_rewards.values()]
-    return any(bool(own) and max(own) > min(own) for own in (rewards, steps))
+def rewards_differ(group: RolloutGroup) -> bool:
+    """Whether a group's rewards, or those of its steps, differ, so that comparing its rollouts is informative."""
+    return _differ(r.reward for r in group.rollouts) or _steps_differ(group)
+
+
+def outcomes_or_steps_differ(group: RolloutGroup) -> bool:
+    """Whether a group's outcome rewards differ, or those of its steps: what GRPO compares, each by itself."""
+    return _differ(r.outcome_reward for r in group.rollouts) or _steps_differ(group)
+
+
+def _steps_differ(group: RolloutGroup) -> bool:
+    return _differ(reward for rollout in group.rollouts for reward in rollout.step_rewards.values())
+
+
+def _differ(rewards: Iterable[float | None]) -> bool:
+    numbers = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
+    return bool(numbers) and max(numbers) > min(numbers)
 
 
 def mask_truncated(groups: Sequence[RolloutGroup]) -> None:

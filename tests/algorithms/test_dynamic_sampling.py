@@ -17,7 +17,7 @@ from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.data.loaders import TrainPromptLoader
 from pl_grouprl.functional.advantages import group_relative_advantages
-from pl_grouprl.training.selection import has_spread, without_rewards
+from pl_grouprl.training.selection import rewards_differ, without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 
 PLAIN = OptimizerConfig(learning_rate=1.0, eps=1.0)
@@ -250,7 +250,7 @@ def test_resume_is_exact(fit, tmp_path):
     ],
 )
 def test_spread(rewards, expected):
-    assert has_spread(RolloutGroup([1], [Rollout([5], reward=reward) for reward in rewards])) is expected
+    assert rewards_differ(RolloutGroup([1], [Rollout([5], reward=reward) for reward in rewards])) is expected
 
 
 def test_a_group_left_untrained_is_a_copy_without_rewards():

@@ -12,7 +12,7 @@ from pl_grouprl.algorithms import GRPO, PPO, Estimate, GroupPPO, OptimizerConfig
 from pl_grouprl.functional.rows import from_rows
 from pl_grouprl.models import PolicyCopyCritic
 from pl_grouprl.rewards import Weighted
-from pl_grouprl.training.selection import has_spread, without_rewards
+from pl_grouprl.training.selection import outcomes_or_steps_differ, rewards_differ, without_rewards
 from pl_grouprl.training.token_rewards import rewards_per_token
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -211,8 +211,17 @@ def test_groups_whose_steps_differ_are_kept(rewards, tokens, teaches):
     group = RolloutGroup(
         [1], [Rollout([1, 2], reward=r, token_rewards=own) for r, own in zip(rewards, tokens, strict=True)]
     )
-    assert has_spread(group) is teaches
-    assert not has_spread(without_rewards(group))
+    assert rewards_differ(group) is teaches
+    assert not rewards_differ(without_rewards(group))
+
+
+def test_grpo_keeps_groups_by_what_it_compares():
+    longer = [Rollout([1, 2], reward=2.0, token_rewards=[1.0, 1.0]), Rollout([1], reward=1.0, token_rewards=[1.0])]
+    assert rewards_differ(RolloutGroup([1], longer))  # for a critic, the longer one is better
+    assert not outcomes_or_steps_differ(RolloutGroup([1], longer))
+    opposed = [Rollout([1], reward=1.0, token_rewards=[1.0]), Rollout([1], reward=1.0)]
+    assert not rewards_differ(RolloutGroup([1], opposed))  # the sums are equal
+    assert outcomes_or_steps_differ(RolloutGroup([1], opposed))
 
 
 # An override's result.

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+import runpy
 import sys
 from dataclasses import FrozenInstanceError
 
@@ -186,3 +187,83 @@ def test_a_record_of_other_options_differs():
             "ppo(epsilon=0.2, epsilon_high=None, delta=None)",
         )
     }
+
+
+def test_options_are_keyword_only_and_have_defaults():
+    def positional(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N, weight=1.0): ...
+
+    def required(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N, weight): ...
+
+    for function in (positional, required):
+        with pytest.raises(TypeError, match=r"'own': weight must be keyword-only with a default to be an option"):
+            register_policy_loss("own")(function)
+    with pytest.raises(TypeError, match=r"needs is the string 'group_ids'; pass a tuple, \('group_ids',\)"):
+        register_advantage_estimator("own", needs="group_ids")
+
+
+def test_an_annotation_that_is_not_there_at_run_time_names_the_option():
+    def typed(rewards, group_ids, *, weight: "Missing" = 1.0):  # noqa: F821
+        return rewards
+
+    register_advantage_estimator("typed")(typed)
+    make_advantage_estimator("typed")
+    with pytest.raises(
+        TypeError, match="weight of advantage_estimator 'typed' has the type 'Missing', which is not known at run"
+    ):
+        make_advantage_estimator("typed", weight=2.0)
+
+
+def test_functions_made_alike_are_not_the_same():
+    def scaled_by(factor):
+        def scaled(rewards, group_ids):
+            return factor * rewards
+
+        return scaled
+
+    register_advantage_estimator("made")(scaled_by(2))
+    register_advantage_estimator("made")(scaled_by(2))
+    with pytest.raises(ValueError, match=r"'made' is .*scaled already"):
+        register_advantage_estimator("made")(scaled_by(3))
+    register_advantage_estimator("line")(lambda rewards, group_ids: rewards)
+    with pytest.raises(ValueError, match=r"'line' is .*lambda> already"):
+        register_advantage_estimator("line")(lambda rewards, group_ids: -rewards)
+
+
+def test_one_file_under_two_module_names_is_one_function(tmp_path, monkeypatch):
+    (tmp_path / "train_it.py").write_text(
+        "from pl_grouprl.functional.advantages import register_advantage_estimator\n\n"
+        "@register_advantage_estimator('twice')\ndef twice(rewards, group_ids): return rewards\n"
+    )
+    runpy.run_path(str(tmp_path / "train_it.py"), run_name="__main__")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("train_it")
+    assert make_advantage_estimator("twice").function is module.twice
+    del sys.modules["train_it"]
+
+
+def test_an_option_that_is_a_function_is_recorded_by_its_name():
+    @register_advantage_estimator("shaped")
+    def shaped(rewards, group_ids, *, shape=centred):
+        return shape(rewards, group_ids)
+
+    record = describe(make_advantage_estimator("shaped"))
+    assert "centred" in record
+    assert " at 0x" not in record
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda p, mask: PolicyLoss(p, None, mask.sum()), "returned metrics=None; metrics maps names to"),
+        (lambda p, mask: PolicyLoss(p, {"mine": 1.0}, mask.sum()), "returned mine; metrics maps names to sums"),
+        (lambda p, mask: PolicyLoss(p, {"mine": p}, mask.sum()), "returned mine; metrics maps names to sums"),
+        (lambda p, mask: PolicyLoss(p[mask], {}, mask.sum()), "for two tokens; return a PolicyLoss whose per_token_N"),
+    ],
+)
+def test_a_loss_is_tried_out_with_and_without_trained_tokens(result, message):
+    @register_policy_loss("tried")
+    def tried(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N):
+        return result(policy_logprobs_N, mask_N)
+
+    with pytest.raises(TypeError, match=message):
+        make_policy_loss("tried")

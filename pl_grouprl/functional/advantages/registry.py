@@ -146,6 +146,8 @@ def register_advantage_estimator(
         ValueError: If the name belongs to another function, or what it needs does not exist.
         TypeError: If the function's arguments do not fit what is declared.
     """
+    if isinstance(needs, str):
+        raise TypeError(f"advantage_estimator {name!r}: needs is the string {needs!r}; pass a tuple, ({needs!r},).")
     available = OF_TOKENS if per_token else OF_ROLLOUTS
     missing = [need for need in needs if need not in available]
     if missing or (takes_token_rewards and not per_token):

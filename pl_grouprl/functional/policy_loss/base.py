@@ -24,7 +24,7 @@ class PolicyLoss(NamedTuple):
         per_token_N: Loss of each token, shape [N], to be minimised; 0 outside the mask. Give it to `aggregate`.
         metrics: Detached sums `clip_ratio/{low,high,region}_mean`, or others where a loss says so. Add them over
             micro-batches and ranks and divide by the sum of `metric_count`: a ratio of sums does not depend on how the
-            step was cut.
+            step was cut. All ranks must return the same names.
         metric_count: What the sums are divided by: trained tokens, or trained rollouts where a ratio belongs to a whole
             sequence.
     """

@@ -55,18 +55,26 @@ class PolicyLossFunction(RegisteredFunction):
         return result
 
     def try_out(self) -> None:
-        """Call the function on two tokens of one rollout.
+        """Call the function on two tokens of one rollout: trained, and not, as in a micro-batch that only fills a rank.
 
         Raises:
-            TypeError: If it returns anything but a `PolicyLoss` with a loss per token.
+            TypeError: If it returns anything but a `PolicyLoss` with a loss per token and scalar metrics.
         """
         zeros_N = torch.zeros(2, device="cpu")
-        loss = self(zeros_N, zeros_N, zeros_N, mask_N=zeros_N == 0, rollout_index_N=zeros_N.long(), num_rollouts=1)
-        if not isinstance(loss, PolicyLoss) or loss.per_token_N.shape != zeros_N.shape:
-            raise TypeError(
-                f"policy_loss={self.name!r} returned {describe_value(loss)} for two tokens; return a PolicyLoss whose "
-                "per_token_N has one loss for each token, shape [N]."
-            )
+        for mask_N in (zeros_N == 0, zeros_N != 0):
+            loss = self(zeros_N, zeros_N, zeros_N, mask_N=mask_N, rollout_index_N=zeros_N.long(), num_rollouts=1)
+            if not isinstance(loss, PolicyLoss) or loss.per_token_N.shape != zeros_N.shape:
+                raise TypeError(
+                    f"policy_loss={self.name!r} returned {describe_value(loss)} for two tokens; return a PolicyLoss "
+                    "whose per_token_N has one loss for each token, shape [N]."
+                )
+            numbers = {"metric_count": loss.metric_count} | dict(loss.metrics or {})
+            wrong = [name for name, value in numbers.items() if not isinstance(value, Tensor) or value.dim()]
+            if loss.metrics is None or wrong:
+                raise TypeError(
+                    f"policy_loss={self.name!r} returned {', '.join(wrong) or 'metrics=None'}; metrics maps names to "
+                    "sums over tokens, and they and metric_count are tensors of shape []."
+                )
 
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
