@@ -90,7 +90,7 @@ class RegisteredFunction:
             return typing.get_type_hints(holder, inspect.unwrap(self.function).__globals__)[option]
         except NameError as error:
             raise TypeError(
-                f"option {option} of {self.argument} {self.name!r} has the type {annotation!r}, which is not known at run "
+                f"option {option} of {self.argument} {self.name!r} has the type {annotation!r}, not known at run "
                 f"time ({error}); import it outside of TYPE_CHECKING, or leave the annotation out."
             ) from None
 

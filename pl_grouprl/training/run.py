@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from pl_grouprl.strategies import StrategySupport
+from pl_grouprl.sync.weight_sync import PolicyOwner
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 
 T = TypeVar("T")
@@ -24,22 +25,8 @@ def _call(owner: Any, method: str, *args: Any) -> Any:
     return getattr(owner, method)(*args)
 
 
-class Run(Protocol):
+class Run(PolicyOwner, Protocol):
     """A policy that is being trained on one rank of a run."""
-
-    policy: Any
-
-    @property
-    def tokenizer(self) -> Any:
-        """The policy's tokenizer."""
-
-    @property
-    def support(self) -> StrategySupport:
-        """How the strategy reaches weights and gradients."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes and communicates."""
 
     @property
     def global_rank(self) -> int:

@@ -208,7 +208,7 @@ def test_an_annotation_that_is_not_there_at_run_time_names_the_option():
     register_advantage_estimator("typed")(typed)
     make_advantage_estimator("typed")
     with pytest.raises(
-        TypeError, match="weight of advantage_estimator 'typed' has the type 'Missing', which is not known at run"
+        TypeError, match="weight of advantage_estimator 'typed' has the type 'Missing', not known at run"
     ):
         make_advantage_estimator("typed", weight=2.0)
 
