@@ -1,6 +1,6 @@
-"""How much GROUP PPO's token groups compress, as torchmetrics, and logged by any LightningModule that makes them.
+"""Compression by GROUP PPO's token groups, as torchmetrics, and logged by any LightningModule that creates them.
 
-Counts are added up over batches and ranks before any ratio is taken.
+Counts are summed over batches and ranks before taking ratios.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COUNTS = ("tokens", "positions", "ended_by_variance", "ended_by_size", "ended_by
 
 
 class _TokenGroupMetric(Metric):
-    """Counts tokens, endpoints and their causes; one state, so that ranks exchange one tensor."""
+    """Counts tokens, endpoints and their causes in a single state, so ranks exchange one tensor."""
 
     is_differentiable = False
     full_state_update = False
@@ -36,8 +36,8 @@ class _TokenGroupMetric(Metric):
         """Add the counts of a batch.
 
         Args:
-            groups: What `find_token_groups` made; None for a batch without any.
-            mask: True for the tokens to count, shape [B, T]; None for all tokens in a group.
+            groups: Result of `find_token_groups`; None for a batch without groups.
+            mask: True for tokens to count, shape [B, T]; None counts all tokens in a group.
         """
         if groups is None:
             return
@@ -46,7 +46,7 @@ class _TokenGroupMetric(Metric):
         self.counts += torch.stack([counts.get(name, zero) for name in COUNTS]).to(self.counts.device)
 
     def by_name(self) -> dict[str, Tensor]:
-        """The counts; without those by cause if the groups had none."""
+        """The counts, with those by cause only if the groups had causes."""
         named = dict(zip(COUNTS, self.counts, strict=True))
         if named["positions"] > 0 and not self.counts[2:].any():
             return {name: named[name] for name in COUNTS[:2]}
@@ -54,15 +54,15 @@ class _TokenGroupMetric(Metric):
 
 
 class TokenGroupStatistics(_TokenGroupMetric):
-    """All figures about token groups, over everything since the last reset.
+    """All statistics of token groups since the last reset.
 
     `compute` returns `token_group/total_tokens`, `/advantage_positions`, `/compression_ratio`, `/speedup_factor` (the
-    reduction in advantage positions, not in wall-clock time), `/avg_group_size`, and the share of the endpoints by
+    reduction in advantage positions, not in wall-clock time), `/avg_group_size`, and the fraction of endpoints by
     cause, `/ended_by_variance`, `/ended_by_size` and `/ended_by_last`; see `token_group_metrics`.
 
     Args:
-        prefix: What the names begin with.
-        **options: Of `torchmetrics.Metric`.
+        prefix: Prefix of the names.
+        **options: Options of `torchmetrics.Metric`.
     """
 
     def __init__(self, prefix: str = "token_group/", **options: object) -> None:
@@ -70,15 +70,15 @@ class TokenGroupStatistics(_TokenGroupMetric):
         self.prefix = prefix
 
     def compute(self) -> dict[str, Tensor]:
-        """Float scalars by name. Ratios are NaN where there was no token."""
+        """Float scalars by name. Ratios are NaN if there were no tokens."""
         return {self.prefix + name: value for name, value in token_group_metrics(self.by_name()).items()}
 
 
 class CompressionRatio(_TokenGroupMetric):
-    """1 - endpoints / tokens, over everything since the last reset: what `ThresholdController.update` takes."""
+    """1 - endpoints / tokens since the last reset, for `ThresholdController.update`."""
 
     def compute(self) -> Tensor:
-        """A float scalar; NaN where there was no token."""
+        """A float scalar; NaN if there were no tokens."""
         return token_group_metrics(self.by_name())["compression_ratio"]
 
 

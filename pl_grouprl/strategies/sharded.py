@@ -1,4 +1,4 @@
-"""What the strategies that shard have in common: norms over all ranks' shards, and which modules are sharded."""
+"""Common parts of strategies that shard: norms over all ranks' shards, and the modules to shard."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ShardedSupport(StrategySupport):
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that are called as a whole: transformers models, and modules with weights beside them.
+    """The outermost modules that are called as a whole: transformers models, and modules with other weights.
 
     Args:
-        module: A LightningModule, a critic, or such a model itself.
+        module: A LightningModule, a critic, or a transformers model.
     """
     if is_transformers_model(module) or any(True for _ in module.parameters(recurse=False)):
         return [module]
@@ -51,15 +51,15 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def decoder_layers_of(root: nn.Module) -> Sequence[nn.Module]:
-    """Decoder layers of a transformers model; none of any other."""
+    """Decoder layers of a transformers model; empty for other modules."""
     return list(decoder_layers(root)) if is_transformers_model(root) else []
 
 
 def refuse_whole_weights(module: LightningModule, strategy: str) -> None:
-    """Refuse critics and compiled layers that a sharding strategy cannot serve.
+    """Refuse critics and compiled layers that a sharding strategy does not support.
 
     Raises:
-        ValueError: With the option and what to use instead.
+        ValueError: Names the option and what to use instead.
     """
     critic = getattr(module, "critic_source", None)
     if getattr(critic, "needs_whole_weights", False):

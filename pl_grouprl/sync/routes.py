@@ -173,7 +173,7 @@ def merged(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[tuple[
 
 
 def _bare(module: nn.Module, weights: dict[str, Tensor]) -> Any:
-    """Copy a module's structure around other weights, without its own and without hooks of a sharding strategy."""
+    """Copy a module's structure with other weights, and without hooks of a sharding strategy."""
     bare = object.__new__(type(module))
     nn.Module.__init__(bare)
     for name, value in vars(module).items():

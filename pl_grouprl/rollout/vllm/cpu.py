@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 
 CACHE_GIB = 1.0
-"""Size of the cache of keys and values where none is given: a share of main memory would be too much."""
+"""Default size of the key and value cache; a share of main memory would be too much."""
 
 REPLACED_FUNCTIONS = (
     "Event",
@@ -34,14 +34,14 @@ REPLACED_FUNCTIONS = (
     "cuda.stream",
     "set_num_threads",
 )
-"""What vLLM's workers replace in torch, mostly by functions that do nothing."""
+"""Functions of torch that vLLM's CPU workers replace, mostly by no-ops."""
 
 _UNIT_VECTORS = 256
-"""Unit vectors that go through a layer at once."""
+"""Unit vectors per call of a layer."""
 
 
 def runs_on_cpu() -> bool:
-    """Whether vLLM computes on CPUs here."""
+    """Whether vLLM runs on CPUs here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
