@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.types import Rollout
 
 
 def rewards_per_token(buffer: RolloutBuffer) -> Tensor:
@@ -23,18 +23,18 @@ def rewards_per_token(buffer: RolloutBuffer) -> Tensor:
         Rewards, shape [N], float32, 0 at tokens that are not trained. A rollout without a trained token has none.
     """
     rollouts = [rollout for group in buffer.groups for rollout in group.rollouts]
-    masks = buffer.joined("loss_mask").split(buffer.rollout_lengths.tolist())
-    rows = [_rewards_of_rollout(rollout, mask) for rollout, mask in zip(rollouts, masks, strict=True)]
-    return torch.cat(rows).float() if rows else torch.zeros(0)
-
-
-def _rewards_of_rollout(rollout: Rollout, mask_T: Tensor) -> Tensor:
-    rewards_T = torch.zeros(len(mask_T), dtype=torch.float64)
-    trained = mask_T.nonzero().flatten()
-    if len(trained) == 0 or rollout.outcome_reward is None:
-        return rewards_T
-    rewards_T[trained[-1]] = rollout.outcome_reward
-    if steps := rollout.step_rewards:
-        earner = torch.searchsorted(trained, torch.tensor(list(steps)), right=True) - 1
-        rewards_T.index_add_(0, trained[earner.clamp(min=0)], torch.tensor(list(steps.values()), dtype=torch.float64))
-    return rewards_T
+    mask_N, lengths_B = buffer.joined("loss_mask"), buffer.rollout_lengths
+    rewards_N = torch.zeros(len(mask_N), dtype=torch.float64)
+    trained = mask_N.nonzero().flatten()  # places of trained tokens
+    rollout_index = torch.arange(len(rollouts)).repeat_interleave(lengths_B)[trained]
+    last_B = torch.full((len(rollouts),), -1).scatter_reduce(0, rollout_index, trained, "amax")
+    outcomes_B = torch.tensor([number_or_nan(rollout.outcome_reward) for rollout in rollouts], dtype=torch.float64)
+    earning_B = (last_B >= 0) & ~outcomes_B.isnan()
+    rewards_N[last_B[earning_B]] = outcomes_B[earning_B]
+    firsts = (lengths_B.cumsum(0) - lengths_B).tolist()
+    for index in earning_B.nonzero().flatten().tolist():
+        if steps := rollouts[index].step_rewards:
+            own = trained[rollout_index == index]
+            earner = torch.searchsorted(own, firsts[index] + torch.tensor(list(steps)), right=True) - 1
+            rewards_N.index_add_(0, own[earner.clamp(min=0)], torch.tensor(list(steps.values()), dtype=torch.float64))
+    return rewards_N.float()
