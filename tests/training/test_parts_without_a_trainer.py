@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from pl_grouprl import GRPO, PPO
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.data import PromptBatch
-from pl_grouprl.data.tasks import digit_tokenizer
+from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.models.score import score
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
@@ -272,3 +273,28 @@ def test_run_state_saves_loads_and_compares():
     assert (owner.level, seen) == (9, [(1, 9)])
     load_parts(parts, state, leave_out=())
     assert owner.level == 1
+
+
+def test_a_runs_checkpoint_holds_every_part_and_knows_its_algorithm(run):
+    class Source:
+        def load(self):
+            return run.policy
+
+        def load_tokenizer(self):
+            return run.tokenizer
+
+    def module(algorithm=GRPO, **options):
+        built = algorithm(Source(), share_of_ones, num_generations=2, **options)
+        built.configure_model()
+        return built
+
+    saved, checkpoint = module(), {}
+    saved.num_tokens, saved.rewarder.unrewarded_batches = 123, 2
+    saved.run_checkpoint.save(checkpoint)
+    assert checkpoint["pl_grouprl"].keys() == saved.run_checkpoint.standard_parts().keys()
+    loaded = module()
+    loaded.run_checkpoint.load(checkpoint)
+    assert (loaded.num_tokens, loaded.rewarder.unrewarded_batches) == (123, 2)
+    with pytest.raises(ValueError, match="the checkpoint is of GRPO, and the module is PPO"):
+        module(PPO).run_checkpoint.load(checkpoint)
+    assert "It is of GRPO" in loaded.run_checkpoint.describe_misfit("size mismatch")
