@@ -52,8 +52,8 @@ class GRPO(RLModule):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         loss_type: TRL's name for a choice of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each of them can be
             set on its own.
-        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo`, `cispo` or `sapo`; None is that
-            of `loss_type`.
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; None is that of
+            `loss_type`.
         loss_agg_mode: How tokens become one loss, such as `token-mean`; None is that of `loss_type`.
         scale_rewards: What centred rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
