@@ -187,7 +187,8 @@ def test_a_warm_started_policy(graphs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's own backend needs g++ here")
-def test_the_compilers_own_backend(folder, tmp_path):
+def test_the_compilers_own_backend(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0")  # the compiler sets it for good
     torch._dynamo.reset()
     expected = fit(PretrainedPolicy(folder), tmp_path, num_iterations=2)
     assert compiling.COMPILER_BACKEND == "inductor"

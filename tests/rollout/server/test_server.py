@@ -394,7 +394,7 @@ def test_bodies_have_a_limit(serving):
         assert f"the body has {length} bytes; at most {length - 1} are read" in json.loads(response.read())["error"]
         connection.close()
     status, answer = ask(server, "POST", "/generate", iter([b"{}"]))  # in chunks, of any length
-    expected = "the request has a Transfer-Encoding, with which no length is announced; send a Content-Length."
+    expected = "the request has a Transfer-Encoding, which announces no length; send a Content-Length."
     assert (status, answer["error"]) == (411, expected)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,13 @@ from pl_grouprl.rollout.vllm.media import engine_prompt, image_items, media_engi
 from pl_grouprl.rollout.vllm.requests import Completion, sampling_params  # noqa: E402
 
 SAMPLING = SamplingConfig(max_new_tokens=10)
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """Starting vLLM in this process sets variables."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
