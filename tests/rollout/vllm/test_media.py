@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections import Counter
 from unittest.mock import patch
@@ -33,9 +34,8 @@ def environment():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models():
-    import_vllm_models()
+import_vllm_models()  # here, because imports set variables and log levels for good
+importlib.import_module("vllm.v1.engine.llm_engine")
 
 
 def prompts_and_media(family):
