@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 from collections import Counter
 from unittest.mock import patch
@@ -29,8 +30,9 @@ SAMPLING = SamplingConfig(max_new_tokens=10)
 
 @pytest.fixture(autouse=True)
 def environment():
-    """Starting vLLM in this process sets variables."""
-    with patch.dict(os.environ):
+    """Starting vLLM in this process sets variables and a log level."""
+    logger = logging.getLogger("httpx2")
+    with patch.dict(os.environ), patch.object(logger, "level", logger.level):
         yield
 
 
