@@ -80,6 +80,11 @@ class RankLink(threading.Thread):
             self._wake.notify_all()
             self._wake.wait_for(lambda: self._done >= asked or self._ended, limit)
 
+    def wait_for_all(self, limit: float) -> None:
+        """Wait until all ranks have published, at most `limit` seconds."""
+        with self._wake:
+            self._wake.wait_for(lambda: len(self.statuses) == self._num_ranks or self._ended, limit)
+
     def close(self) -> None:
         """End the thread, unless a call to the store blocks it."""
         self._end()
@@ -116,7 +121,8 @@ class RankLink(threading.Thread):
             self.contact = time.monotonic()
             self._done = asked
             self._wake.notify_all()
-            self._wake.wait_for(lambda: self._ended or self._asked > asked, self._interval)
+            pause = self._interval if len(self.statuses) == self._num_ranks else self._interval / 10
+            self._wake.wait_for(lambda: self._ended or self._asked > asked, pause)
 
     def _end(self) -> None:
         with self._wake:

@@ -144,9 +144,14 @@ class _Watch(threading.Thread):
                 "the process groups do not count their collectives, so a hung rank is not found; a frozen one is."
             )
 
+    def start(self) -> None:
+        """Start once each rank knows the others' processes, so that it can name and kill one that is lost at once."""
+        self._link.start()
+        self._link.wait_for_all(10 * self.interval)
+        super().start()
+
     def run(self) -> None:
         """Check the ranks until the run ends."""
-        self._link.start()
         last = time.monotonic()
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
