@@ -61,6 +61,28 @@ class Prompt:
         return self
 
 
+class LiveObject:
+    """A reference to an object that must not be copied: copies share it, and pickles are without it.
+
+    Attributes:
+        value: The object; None in another process.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __copy__(self) -> LiveObject:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LiveObject:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LiveObject, ()
+
+
 @dataclass
 class Rollout:
     """One sampled completion.
@@ -78,6 +100,15 @@ class Rollout:
         token_rewards: For reward functions that reward tokens, the weighted sum of what they gave each token; None (or
             NaN) for a token without a reward.
         text: The completion as a string, special tokens left out.
+        messages: For an episode (see `pl_grouprl.episodes`), the completion as chat messages: the model's, with
+            `tool_calls`, and the results of tools. None for a plain completion.
+        prompt: The messages before the completion, if an environment added its observation to the group's prompt.
+        num_observation_tokens: So many of the first `token_ids` belong to that prompt, where rollouts of a group have
+            different ones. They are not trained.
+        tool_counts: For an episode, `calls` and `seconds` of tools, and how many calls failed by the kind of failure;
+            see `pl_grouprl.episodes.tools.ToolResult`.
+        environment_reward: What the environment's `get_reward` returned; None if it has no such method.
+        environment: The environment itself, for reward functions; None once the rollout has left its process.
     """
 
     token_ids: list[int]
@@ -88,6 +119,12 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     text: str | None = None
     token_rewards: list[float | None] | None = None
+    messages: Messages | None = None
+    prompt: Messages | None = None
+    num_observation_tokens: int = 0
+    tool_counts: dict[str, float] = field(default_factory=dict)
+    environment_reward: float | None = None
+    environment: LiveObject | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "loss_mask", "token_rewards"):
@@ -97,6 +134,16 @@ class Rollout:
                     f"Rollout.{name} has {len(values)} entries for {len(self.token_ids)} token_ids; "
                     "pass one per token or None."
                 )
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """The tokens after the prompt that this rollout saw: the model's and, in an episode, the results of tools."""
+        return self.token_ids[self.num_observation_tokens :]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """How many tokens the model wrote; the others are context."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def step_rewards(self) -> dict[int, float]:

@@ -30,6 +30,9 @@ class RolloutEngine(Protocol):
     - `takes_prompt_indices = True`: `generate` takes `prompt_indices`.
     - `samples_from_copies = True`: a shallow copy of the engine, bound to a copy of the policy, may sample in another
       thread while the policy is updated (`rollout_ahead`).
+    - `takes_limits = True`: `generate` takes `max_new_tokens`, a limit for each prompt.
+    - `keeps_caches = True`: it has a method `keep_caches()`, a context manager. In it, a prompt that continues a
+      rollout of the previous call is encoded from where that rollout ended (the turns of an episode).
     - `max_model_len`, an int: maximum length of prompt plus completion.
     """
 
@@ -51,6 +54,7 @@ class RolloutEngine(Protocol):
         seed: int,
         media: Sequence[Media] | None = None,
         prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample `num_generations` completions of every prompt.
 
@@ -63,7 +67,10 @@ class RolloutEngine(Protocol):
                 for text may leave the argument out.
             prompt_indices: Index of each prompt in the batch of all ranks, which together with the seed determines its
                 random numbers; None if the prompts are the whole batch. Passed only with several ranks, to engines
-                that declare `takes_prompt_indices`, so that any number of ranks samples the same rollouts.
+                that declare `takes_prompt_indices`, so that any number of ranks samples the same rollouts, and for the
+                later turns of episodes.
+            max_new_tokens: Longest completion of each prompt, at least 1, in place of `sampling.max_new_tokens`; None
+                for the same of all. Passed only to engines that declare `takes_limits`.
 
         Returns:
             For each prompt, in the caller's order, its rollouts. `token_ids` (with the end token, if there was one) and
@@ -81,7 +88,9 @@ class SyncedRolloutEngine(RolloutEngine, SyncedSampler, Protocol):
     """
 
 
-Capability = Literal["reserves_max_new_tokens", "takes_prompt_indices", "samples_from_copies"]
+Capability = Literal[
+    "reserves_max_new_tokens", "takes_prompt_indices", "samples_from_copies", "takes_limits", "keeps_caches"
+]
 
 
 def declares(engine: object, capability: Capability) -> bool:

@@ -113,7 +113,12 @@ def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup
 
 def to_state(group: RolloutGroup) -> dict[str, Any]:
     """A group as plain containers and tensors, without dataset columns (only rewards need them)."""
-    return {**field_values(group), "columns": {}, "rollouts": [field_values(rollout) for rollout in group.rollouts]}
+    return {**field_values(group), "columns": {}, "rollouts": [rollout_state(rollout) for rollout in group.rollouts]}
+
+
+def rollout_state(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as plain containers, without its environment."""
+    return {name: value for name, value in field_values(rollout).items() if name != "environment"}
 
 
 def from_state(state: dict[str, Any]) -> RolloutGroup:

@@ -15,8 +15,8 @@ from torch import nn
 from pl_grouprl.models.reference import frozen_copy
 from pl_grouprl.rollout.engine import RolloutEngine, declares
 from pl_grouprl.strategies.support import StrategySupport
+from pl_grouprl.training.distribution import rollout_state
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
-from pl_grouprl.utilities.copying import field_values
 
 Sample = Callable[[Sequence[Prompt], int, RolloutEngine], list[RolloutGroup]]
 """(prompts, rollout number, bound engine) -> their rollouts; runs in the thread."""
@@ -93,7 +93,7 @@ class RolloutAhead:
         if rollouts is None:
             assert self._pending is not None
             rollouts = [group.rollouts for group in self._pending.result()]
-        plain = [[field_values(rollout) for rollout in own] for own in rollouts]
+        plain = [[rollout_state(rollout) for rollout in own] for own in rollouts]
         return {"rollout_number": self._number, "policy_step": self.policy_step, "rollouts": plain}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -1,0 +1,1 @@
+"""Episodes of several turns: the model answers, tools or an environment respond, the model goes on."""
