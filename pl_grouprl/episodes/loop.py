@@ -47,10 +47,13 @@ class EpisodeLoop:
         chat: Renders and parses the conversations.
         runner: Runs the tools and environments.
         limits: How long an episode may become.
+
+    Attributes:
+        runner: As passed.
     """
 
     def __init__(self, chat: ChatFormat, runner: ToolRunner, limits: EpisodeLimits) -> None:
-        self._chat, self._runner, self._limits = chat, runner, limits
+        self.runner, self._chat, self._limits = runner, chat, limits
 
     def run(
         self,
@@ -79,14 +82,14 @@ class EpisodeLoop:
             open_ones = [episode for episode in episodes if episode.is_open]
             sampler.in_step(lambda: self._advance(sampler, turn, open_ones, max_new_tokens))  # noqa: B023
             turn += 1
-        sampler.in_step(lambda: self._runner.finish([episode.session for episode in episodes]))
+        sampler.in_step(lambda: self.runner.finish([episode.session for episode in episodes]))
         groups = [episodes[start : start + num_generations] for start in range(0, len(episodes), num_generations)]
         finished = [self._finish(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
         return [prompt for prompt, _ in finished], [rollouts for _, rollouts in finished]
 
     def _begin(self, prompts: Sequence[Prompt], places: Sequence[int], num_generations: int) -> list[Episode]:
         rows = [row_of(prompt) for prompt in prompts for _ in range(num_generations)]
-        sessions = iter(self._runner.begin(rows))
+        sessions = iter(self.runner.begin(rows))
         return [
             self._first_turn(prompt, Episode(place, number, next(sessions), prompt.token_ids, media=prompt.media))
             for prompt, place in zip(prompts, places, strict=True)
@@ -96,7 +99,7 @@ class EpisodeLoop:
     def _first_turn(self, prompt: Prompt, episode: Episode) -> Episode:
         observation = episode.session.observation
         if observation is not None:
-            tools = self._runner.schemas(episode.session.environment_key)
+            tools = self.runner.schemas(episode.session.environment_key)
             episode.prompt = add_observation(prompt, observation)
             episode.prompt_ids = self._chat.encode_prompt(episode.prompt, tools)
         return episode
@@ -124,7 +127,7 @@ class EpisodeLoop:
 
     def _call_tools(self, episodes: Sequence[Episode], max_length: int | None) -> None:
         """Make the calls of a turn; a result that does not fit is left out whole, and its episode ends."""
-        results = self._runner.call([(episode.session, episode.calls) for episode in episodes])
+        results = self.runner.call([(episode.session, episode.calls) for episode in episodes])
         for episode, own in zip(episodes, results, strict=True):
             episode.count(own)
             token_ids = self._chat.encode_results([result.message for result in own])

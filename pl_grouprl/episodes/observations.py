@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pl_grouprl.data.encoding import EMPTY_PROMPT
 from pl_grouprl.types import Messages, Prompt
 from pl_grouprl.utilities.copying import private_copy
-
-NO_PROMPT: Messages = [{"role": "user", "content": ""}]
-"""The prompt of a row without one: the environment writes it (TRL)."""
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """The row of the data, which the environment's `reset` gets as keyword arguments."""
-    written = {} if prompt.prompt == NO_PROMPT else {"prompt": prompt.prompt}
+    written = {} if prompt.prompt == EMPTY_PROMPT else {"prompt": prompt.prompt}
     return private_copy(written | prompt.columns)
 
 
