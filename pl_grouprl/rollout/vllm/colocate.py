@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pl_grouprl.media.inputs import check_prompt_media
 from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
+from pl_grouprl.rollout.engine import prompt_limits
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
@@ -63,6 +65,7 @@ class VLLMRolloutEngine(HoldsPolicy):
 
     reserves_max_new_tokens = True
     takes_prompt_indices = True
+    takes_limits = True
 
     def __init__(
         self,
@@ -179,6 +182,7 @@ class VLLMRolloutEngine(HoldsPolicy):
         seed: int,
         media: Sequence[Media] | None = None,
         prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample completions; see `RolloutEngine.generate`.
 
@@ -193,14 +197,16 @@ class VLLMRolloutEngine(HoldsPolicy):
         given: Sequence[Media] = [{}] * len(prompts) if media is None else media
 
         def plan() -> tuple[list[list[int]], StopStrings]:
-            policy.check(prompts, sampling, num_generations, self.max_model_len)
+            policy.check(prompts, sampling, num_generations, self.max_model_len, max_new_tokens=max_new_tokens)
             check_prompt_media(policy.model, prompts, given)
             check_temperature(sampling)
             return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
 
         seeds, stop = self._vllm.raise_on_its_ranks(plan)
         end_ids = policy.end_ids(sampling)
-        groups = self._vllm.sample(prompts, given, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
+        limits = prompt_limits(prompts, sampling, max_new_tokens)
+        requests = list(zip(prompts, given, seeds, limits, strict=True))
+        groups = self._vllm.sample(requests, sampling, end_ids=end_ids, never=policy.never, stop=stop)
         policy.decode(rollout for group in groups for rollout in group)
         if self._vllm.sleep():
             self.version = None
