@@ -259,7 +259,7 @@ class VLLMInstance:
 
     def sleep(self) -> bool:
         """Release memory until the next rollout; returns whether the weights are lost."""
-        if self._sleep_level:
+        if self._sleep_level and not self._asleep:
             with self._process.inside():
                 self._engine.sleep(self._sleep_level)
             self._asleep = True
