@@ -26,11 +26,11 @@ class Request:
 class ScriptedEngine:
     """Answers every prompt by a script, within the limits.
 
-    An answer in text is encoded, and the tokenizer's end token appended. One in tokens is taken as it is: it ends at its
-    first end token, and without one its finish reason is `length`. An answer longer than its limit is cut.
+    An answer in text is encoded, and the tokenizer's end token appended. One in tokens is taken as it is: it ends at
+    its first end token, and without one its finish reason is `length`. An answer longer than its limit is cut.
 
-    A prompt that begins with the whole last turn of the episode of that index (prompt and answer) is its next turn;
-    any other one is the first turn of a new episode. The index of generation g of prompt p is `p * num_generations + g`.
+    A prompt that begins with the last prompt and answer of the same index is that episode's next turn; any other one
+    is the first turn of a new episode. The index of generation g of prompt p is `p * num_generations + g`.
 
     Args:
         script: Gives the answers.
