@@ -495,7 +495,7 @@ LIMITS = {
         for most in (0, 1, 2)
     },
     "six turns": ToolCase(
-        (tuple(call("increment", step=n) + END for n in range(1, 6)) + (DONE,), (GOOD, DONE)),
+        ((*(call("increment", step=n) + END for n in range(1, 6)), DONE), (GOOD, DONE)),
         tools=(multiply,),
         environment_factory=RewardingCounter,
     ),
