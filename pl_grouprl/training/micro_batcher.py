@@ -72,7 +72,7 @@ class MicroBatcher:
         limit = max_tokens * self.sequence_parallel_size
         longest = {
             "a prompt of the training data has": max((len(prompt.token_ids) for prompt in prompts), default=0),
-            "a rollout may have (sampling.max_new_tokens, max_episode_tokens)": max_new_tokens,
+            "a rollout may have (sampling.max_new_tokens)": max_new_tokens,
         }
         if self.sharing == "repeated":
             longest = {"a prompt with its rollout may have": sum(longest.values())}
