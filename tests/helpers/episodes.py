@@ -44,7 +44,7 @@ def open_episodes(
     The other arguments are those of modules, and `template_kwargs` is the data's `chat_template_kwargs`.
     """
     run = PlainRun(policy, tokenizer)
-    options = dict(chat_template=chat_template, tool_timeout=tool_timeout, tool_workers=tool_workers)
+    options = {"chat_template": chat_template, "tool_timeout": tool_timeout, "tool_workers": tool_workers}
     episodes = Episodes(run, list(tools), environment_factory, EpisodeLimits(**limits), **options)
     sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
     episodes.set_up(template_kwargs or {}, [], ahead=False)

@@ -7,7 +7,6 @@ The same scripted model, tools and environments; TRL's template of Qwen3 and par
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from helpers.episodes import mask_of, open_episodes, prompt_of
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.scripted_engine import ScriptedEngine
 from helpers.tiny_models import tiny_model
-from helpers.tool_cases import ToolCase, environment_cases, tool_cases
+from helpers.tool_cases import ToolCase, tool_cases
 
 from pl_grouprl.types import Messages, Rollout, RolloutGroup, SamplingConfig
 
