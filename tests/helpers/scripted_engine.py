@@ -44,8 +44,8 @@ class ScriptedEngine:
         self.script = script
         self.tokenizer = tokenizer
         self.requests: list[Request] = []
-        self._episodes: dict[int, tuple[int, list[int]]] = {}
-        """Turn and tokens of each index's last answer."""
+        self.turns: dict[int, list[tuple[list[int], list[int]]]] = {}
+        """Prompt and answer of each turn of the latest episode of each index."""
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer or self.tokenizer
@@ -72,12 +72,13 @@ class ScriptedEngine:
         ]
 
     def _answer(self, prompt: list[int], index: int, limit: int, sampling: SamplingConfig) -> Rollout:
-        turn, before = self._episodes.get(index, (-1, []))
-        turn = turn + 1 if prompt[: len(before)] == before else 0
-        token_ids, ended = self._until_end(self.script(prompt, index, turn), sampling)
+        turns = self.turns.get(index, [])
+        if not turns or prompt[: sum(map(len, turns[-1]))] != [*turns[-1][0], *turns[-1][1]]:
+            turns = self.turns[index] = []
+        token_ids, ended = self._until_end(self.script(prompt, index, len(turns)), sampling)
         stops = ended and len(token_ids) <= limit
         token_ids = token_ids[:limit]
-        self._episodes[index] = turn, prompt + token_ids
+        turns.append((prompt, token_ids))
         return Rollout(token_ids, [logprob(token) for token in token_ids], finish_reason="stop" if stops else "length")
 
     def _until_end(self, answer: str | Sequence[int], sampling: SamplingConfig) -> tuple[list[int], bool]:
