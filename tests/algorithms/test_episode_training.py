@@ -91,7 +91,7 @@ def fit(module, tmp_path, rows=6, callbacks=(), ckpt_path=None, data=None, **tra
 def test_episodes_are_trained(cls, tmp_path):
     before = ChancePolicy().load()
     module = make(cls)
-    recorder, trainer = fit(module, tmp_path)
+    recorder, _ = fit(module, tmp_path)
     rollouts = [r for groups in recorder.groups for group in groups for r in group.rollouts]
     turns = [sum(m["role"] == "assistant" for m in r.messages) for r in rollouts]
     assert set(turns) >= {1, 2, 3}
@@ -212,7 +212,7 @@ def test_prompts_without_an_equal_reward_are_replaced(tmp_path):
     [
         (
             {"tools": None, **dict.fromkeys(LIMITS), "tool_timeout": 3.0},
-            "tool_timeout is 3.0, which has no effect without tools",
+            "tool_timeout is 3.0, which has no effect",
         ),
         ({"tools": None, **dict.fromkeys(LIMITS), "max_turn_tokens": 3}, "max_turn_tokens is 3, which has no effect"),
         ({"max_turn_tokens": 0}, r"max_turn_tokens is 0; it must be at least 1"),
