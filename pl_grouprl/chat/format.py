@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.chat.families import find_tool_parser
-from pl_grouprl.chat.parsing import Schema, checked_message, plain_data
+from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.chat.tool_check import check_tool_template, remedy
 from pl_grouprl.types import Messages
@@ -54,7 +54,7 @@ class ChatFormat:
             check_tool_template(self._encode, self.encode_results, self._render)
         except ValueError as error:
             raise ValueError(f"Tools need another chat template: {error}; {remedy(self.source)}.") from error
-        if self.parser is None and not self._has_response_template():
+        if self.parser is None and not self._tokenizer_parses():
             raise ValueError(
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
@@ -135,19 +135,19 @@ class ChatFormat:
             message["content"] = message["content"].removesuffix(eos)
         return message
 
-    def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> dict[str, Any]:
-        if self._has_response_template():
-            takes_prefix = "prefix" in inspect.signature(self.tokenizer.parse_response).parameters
-            options = {"prefix": prefix_ids} if takes_prefix else {}
+    def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> Any:
+        if self._tokenizer_parses():
+            options = {"prefix": prefix_ids} if _takes_prefix(self.tokenizer) else {}
             return self.tokenizer.parse_response(token_ids, **options)
         if self.parser is None:
-            raise ValueError("no parser knows this chat template")
+            raise MalformedTurnError("no parser knows this chat template")
         text = self._turn_start(prefix_ids, self.parser.header) + self.tokenizer.decode(token_ids)
         return self.parser.parse(text, tools)
 
-    def _has_response_template(self) -> bool:
-        names = ("response_template", "response_schema")
-        return any(getattr(self.tokenizer, name, None) is not None for name in names)
+    def _tokenizer_parses(self) -> bool:
+        """Whether the tokenizer has what its own `parse_response` needs in this version of transformers."""
+        name = "response_template" if _takes_prefix(self.tokenizer) else "response_schema"
+        return getattr(self.tokenizer, name, None) is not None
 
     def _turn_start(self, prefix_ids: list[int], header: str) -> str:
         """What the prompt already wrote of the turn: the text after its last header."""
@@ -193,6 +193,12 @@ class ChatFormat:
             return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
+
+
+def _takes_prefix(tokenizer: Any) -> bool:
+    """Whether `parse_response` is that of transformers >= 5.13, with response templates."""
+    parse_response = getattr(tokenizer, "parse_response", None)
+    return parse_response is not None and "prefix" in inspect.signature(parse_response).parameters
 
 
 def _dummy_conversation(name: str) -> Messages:
