@@ -12,7 +12,7 @@ USER = {"role": "user", "content": "hi"}
 
 GEMMA = """{%- for m in messages -%}
 <start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
-{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<end_of_turn>
+{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 
@@ -45,8 +45,8 @@ def results(*contents, name="multiply"):
             "qwen3",
             {},
             results("12", "é 🎉"),
-            "\n<|im_start|>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\né 🎉\n</tool_response><|im_end|>\n"
-            "<|im_start|>assistant\n",
+            "\n<|im_start|>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\né 🎉\n</tool_response>"
+            "<|im_end|>\n<|im_start|>assistant\n",
         ),
         (
             qwen_tokenizer,
@@ -108,7 +108,7 @@ def test_an_episode_in_tokens_is_what_the_template_renders(tokenizer, template):
 
 def test_names_that_models_make_up_do_not_fill_the_memory():
     chat = ChatFormat(plain_tokenizer(), "plain")
-    for number in range(600):
+    for number in range(300):
         chat.encode_results(results("1", name=f"tool {number}"))
     assert len(chat._prefixes) <= 256
 
@@ -153,7 +153,7 @@ COUNTING = THINKING.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }
 @pytest.mark.parametrize(
     ("tokenizer", "template", "problem"),
     [
-        (qwen_tokenizer, None, r"needs? a chat template.*has none; pass chat_template='qwen3' or"),
+        (qwen_tokenizer, None, r"need a chat template.*has none; pass chat_template='qwen3' or"),
         (
             llama_tokenizer,
             WITHOUT_CALLS,
@@ -167,11 +167,11 @@ COUNTING = THINKING.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }
             r"not prefix-preserving: it renders a call of 'check_tool' differently.*pass chat_template='qwen3', a",
         ),
         (qwen_tokenizer, COUNTING, "renders results differently in different places of a conversation"),
-        (gemma_tokenizer, GEMMA.replace("<tool_call>", "<a>"), "No parser knows.*register_tool_parser"),
+        (gemma_tokenizer, GEMMA, "No parser knows.*register_tool_parser"),
     ],
 )
 def test_templates_that_tools_cannot_be_used_with_are_refused(tokenizer, template, problem):
-    with pytest.raises(ValueError, match=problem.replace("needs?", "need")):
+    with pytest.raises(ValueError, match=problem):
         ChatFormat(tokenizer(), template).check_tools()
 
 
@@ -179,12 +179,12 @@ def test_a_template_that_ends_only_questions_with_eos_is_refused():
     """Then the tokens between turns would contain the dummy turn."""
     tokenizer = qwen_tokenizer()
     template = THINKING.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}")
-    with pytest.raises(ValueError, match="renders results differently|not prefix-preserving"):
+    with pytest.raises(ValueError, match=r"renders results differently|not prefix-preserving"):
         ChatFormat(tokenizer, template).check_tools()
 
 
 def test_options_that_clash_with_ours_are_refused():
-    with pytest.raises(ValueError, match="refused the messages.*add_generation_prompt"):
+    with pytest.raises(ValueError, match=r"refused the messages.*add_generation_prompt"):
         ChatFormat(qwen_tokenizer(), "qwen3", {"add_generation_prompt": False}).render_prompt([USER])
 
 

@@ -9,7 +9,7 @@ MULTIPLY = {
     "type": "function",
     "function": {
         "name": "multiply",
-        "description": 'Gibt a × b zurück, <"genau">.',
+        "description": 'Multiplies "naïve" <numbers>.',
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     },
 }
@@ -23,7 +23,7 @@ def result(content, name="multiply"):
     return {"role": "tool", "name": name, "content": content}
 
 
-USER = {"role": "user", "content": "What is 3 × 4?"}
+USER = {"role": "user", "content": "What is 3 * 4?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 QWEN_TOOLS = """# Tools
@@ -32,7 +32,7 @@ You may call one or more functions to assist with the user query.
 
 You are provided with function signatures within <tools></tools> XML tags:
 <tools>
-{"type": "function", "function": {"name": "multiply", "description": "Gibt a × b zurück, <\\"genau\\">.", \
+{"type": "function", "function": {"name": "multiply", "description": "Multiplies \\"naïve\\" <numbers>.", \
 "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}
 </tools>
 
@@ -42,32 +42,32 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 QWEN = [
-    ([USER], (), {}, "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n<|im_start|>assistant\n"),
+    ([USER], (), {}, "<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n"),
     (
         [USER],
         (),
         {"enable_thinking": False},
-        "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     ),
     (
         [SYSTEM, USER],
         (),
         {},
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n",
     ),
     (
         [USER],
         [MULTIPLY],
         {},
         f"<|im_start|>system\n{QWEN_TOOLS}<|im_end|>\n"
-        "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n",
     ),
     (
         [SYSTEM, USER],
         [MULTIPLY],
         {},
         f"<|im_start|>system\nBe brief.\n\n{QWEN_TOOLS}<|im_end|>\n"
-        "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n",
     ),
     (  # two calls in a turn with thoughts and text, then one without either, then an answer that is continued
         [
@@ -76,7 +76,7 @@ QWEN = [
                 "role": "assistant",
                 "reasoning_content": "\nBoth ways.\n",
                 "content": "I will check.",
-                "tool_calls": [call("multiply", a=3, b="vier 🎉"), call("ping")],
+                "tool_calls": [call("multiply", a=3, b="four 🎉"), call("ping")],
             },
             result("12"),
             result("", "ping"),
@@ -86,9 +86,9 @@ QWEN = [
         ],
         (),
         {},
-        "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n"
+        "<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n"
         "<|im_start|>assistant\n<think>\nBoth ways.\n</think>\n\nI will check.\n"
-        '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": "vier 🎉"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": "four 🎉"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\n\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -100,8 +100,8 @@ QWEN = [
         [USER, {"role": "assistant", "reasoning_content": "Easy.", "content": "12"}, USER],
         (),
         {},
-        "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n<|im_start|>assistant\n<think>\nEasy.\n</think>\n\n12<|im_end|>\n"
-        "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n<think>\nEasy.\n</think>\n\n12<|im_end|>\n"
+        "<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n",
     ),
 ]
 
@@ -120,7 +120,7 @@ Do not use variables.
     "type": "function",
     "function": {
         "name": "multiply",
-        "description": "Gibt a × b zurück, <\\"genau\\">.",
+        "description": "Multiplies \\"naïve\\" <numbers>.",
         "parameters": {
             "type": "object",
             "properties": {
@@ -150,26 +150,26 @@ LLAMA = [
         [USER],
         (),
         {},
-        LLAMA_SYSTEM.format("", "26 Jul 2024", "") + LLAMA_USER + "What is 3 × 4?<|eot_id|>" + LLAMA_MODEL,
+        LLAMA_SYSTEM.format("", "26 Jul 2024", "") + LLAMA_USER + "What is 3 * 4?<|eot_id|>" + LLAMA_MODEL,
     ),
     (
         [{"role": "system", "content": " Be brief.\n"}, USER],
         (),
         {"date_string": "01 Feb 2026"},
-        LLAMA_SYSTEM.format("", "01 Feb 2026", "Be brief.") + LLAMA_USER + "What is 3 × 4?<|eot_id|>" + LLAMA_MODEL,
+        LLAMA_SYSTEM.format("", "01 Feb 2026", "Be brief.") + LLAMA_USER + "What is 3 * 4?<|eot_id|>" + LLAMA_MODEL,
     ),
     (
         [SYSTEM, USER],
         [MULTIPLY],
         {"tools_in_user_message": False},
         LLAMA_SYSTEM.format("Environment: ipython\n", "26 Jul 2024", LLAMA_SYSTEM_TOOLS + "Be brief.")
-        + f"{LLAMA_USER}What is 3 × 4?<|eot_id|>{LLAMA_MODEL}",
+        + f"{LLAMA_USER}What is 3 * 4?<|eot_id|>{LLAMA_MODEL}",
     ),
     (
         [
             SYSTEM,
             USER,
-            {"role": "assistant", "content": "", "tool_calls": [call("multiply", a=3, b="vier 🎉")]},
+            {"role": "assistant", "content": "", "tool_calls": [call("multiply", a=3, b="four 🎉")]},
             result('twelve "12"'),
             {"role": "assistant", "content": "", "tool_calls": [call("ping")]},
             result("", "ping"),
@@ -179,9 +179,9 @@ LLAMA = [
         [MULTIPLY],
         {},
         LLAMA_SYSTEM.format("Environment: ipython\n", "26 Jul 2024", "Be brief.")
-        + f"{LLAMA_USER}{LLAMA_TOOLS}What is 3 × 4?<|eot_id|>"
+        + f"{LLAMA_USER}{LLAMA_TOOLS}What is 3 * 4?<|eot_id|>"
         + LLAMA_MODEL
-        + '{"name": "multiply", "parameters": {"a": 3, "b": "vier 🎉"}}<|eot_id|>'
+        + '{"name": "multiply", "parameters": {"a": 3, "b": "four 🎉"}}<|eot_id|>'
         + LLAMA_RESULT
         + '"twelve \\"12\\""<|eot_id|>'
         + LLAMA_MODEL
