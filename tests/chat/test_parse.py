@@ -126,7 +126,8 @@ def test_a_turn_may_be_cut_anywhere(place):
         ("It is 12.<|im_end|>", "<think>\n\n</think>\n\n", message("It is 12.")),
         (
             "Hm.\n</think>\n\n<tool_call>\n<function=search>\n<parameter=query>\na <b>\nc\n</parameter>\n"
-            '<parameter=n>\n3\n</parameter>\n<parameter=filter>\n{"k": [null]}\n</parameter>\n</function>\n</tool_call><|im_end|>',
+            '<parameter=n>\n3\n</parameter>\n<parameter=filter>\n{"k": [null]}\n</parameter>\n'
+            "</function>\n</tool_call><|im_end|>",
             "<think>\n",
             message("", call("search", {"query": "a <b>\nc", "n": 3, "filter": {"k": [None]}}), thought="Hm."),
         ),
