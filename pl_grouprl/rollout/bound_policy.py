@@ -34,12 +34,21 @@ class BoundPolicy:
         sampling: SamplingConfig,
         num_generations: int,
         max_model_len: int | None = None,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> None:
         """Refuse a request that cannot be served; see `check_request`."""
         limits = length_limits(self.model)
         if max_model_len is not None:
             limits["max_model_len"] = max_model_len
-        check_request(prompts, sampling, num_generations, limits=limits, vocab_size=vocabulary(self.model))
+        check_request(
+            prompts,
+            sampling,
+            num_generations,
+            limits=limits,
+            vocab_size=vocabulary(self.model),
+            max_new_tokens=max_new_tokens,
+        )
 
     def end_ids(self, sampling: SamplingConfig) -> list[int]:
         """Tokens that end a completion, restricted to the model's vocabulary."""

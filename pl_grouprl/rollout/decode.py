@@ -39,7 +39,8 @@ class DecodeBatch:
     Args:
         parts: Encoded prompts and their row for each sequence, as `PrefixStore.select` returns them.
         sequences: (prompt index, generation index) of each, which identify its random stream.
-        sampling: How to sample.
+        sampling: How to sample; its `max_new_tokens` is not read.
+        max_new_tokens: Most tokens of each sequence.
         end_ids: Tokens that end a sequence.
         stop: Strings that end a sequence.
         seed: Seed of the random streams.
@@ -52,6 +53,7 @@ class DecodeBatch:
         sequences: Sequence[tuple[int, int]],
         sampling: SamplingConfig,
         *,
+        max_new_tokens: Sequence[int],
         end_ids: Sequence[int],
         stop: StopStrings,
         seed: int,
@@ -64,13 +66,16 @@ class DecodeBatch:
         self.sequences, self.sampling, self.stop, self.seed = sequences, sampling, stop, seed
         self.end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
         self.width = max(prefix.width for prefix, _ in parts)
-        limit = self.width + sampling.max_new_tokens
+        self._limits = set(max_new_tokens)
+        self._steps = max(self._limits)
+        limit = self.width + self._steps
         prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], device, min_saved_tokens)
         self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit, prompts)
         self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
         # Everything below has one row per live sequence and is reordered when sequences leave.
         self.row_B = torch.arange(len(sequences), device=device)
         self.position_B = torch.tensor(positions, device=device)
+        self.limit_B = torch.tensor(list(max_new_tokens), device=device)
         masked = needs_padding_mask(self.cache)
         self.prompt_mask_BS = left_padding_mask(lengths, self.width, device) if masked else None
         self.uniforms_BT: Tensor | None = None
@@ -90,16 +95,17 @@ class DecodeBatch:
         Raises:
             FloatingPointError: If the model's logits were not finite.
         """
-        for step in range(self.sampling.max_new_tokens):
+        for step in range(self._steps):
             tick()
             tokens_B = self._draw(step)
-            if step + 1 == self.sampling.max_new_tokens:
+            if step + 1 == self._steps:
                 break
-            finished = self._count_finished(step)
-            if finished == len(tokens_B):
+            leaving_B = self._leaving(step)
+            leaving = 0 if leaving_B is None else int(leaving_B.sum())
+            if leaving == len(tokens_B):
                 break
-            if finished:
-                tokens_B = tokens_B[self._drop()]
+            if leaving_B is not None and leaving:
+                tokens_B = tokens_B[self._drop(leaving_B)]
             self.logits_BV = logits(
                 tokens_B.unsqueeze(-1), self.cache, (self.position_B + step).unsqueeze(-1), self._mask(step + 1)
             )
@@ -117,17 +123,19 @@ class DecodeBatch:
         self.finished_B = self.finished_B | ends_B
         return tokens_B
 
-    def _count_finished(self, step: int) -> int:
-        """Number of ended sequences, a step's only synchronization, and not in every step."""
+    def _leaving(self, step: int) -> Tensor | None:
+        """Sequences that leave after this step; None if it does not look for any, as that synchronizes."""
+        if step + 1 in self._limits:  # at once: the model may have no further positions for them
+            return self.finished_B | (self.limit_B <= step + 1)
         can_end = len(self.end_ids) > 0 or self.tail_BW is not None
-        return int(self.finished_B.sum()) if can_end and (step + 1) % self._steps_per_check == 0 else 0
+        return self.finished_B if can_end and (step + 1) % self._steps_per_check == 0 else None
 
     def _uniforms(self, step: int) -> Tensor | None:
         if self.sampling.temperature == 0:
             return None
         if self.uniforms_BT is None or step % STEPS_AT_HAND == 0:
             live = [self.sequences[row] for row in self.row_B.tolist()]
-            count = min(STEPS_AT_HAND, self.sampling.max_new_tokens - step)
+            count = min(STEPS_AT_HAND, self._steps - step)
             self.uniforms_BT = uniforms(self.seed, live, step, count).to(self.row_B.device)
         return self.uniforms_BT[:, step % STEPS_AT_HAND]
 
@@ -136,13 +144,14 @@ class DecodeBatch:
             return None
         return torch.nn.functional.pad(self.prompt_mask_BS, (0, new_tokens), value=1)
 
-    def _drop(self) -> Tensor:
-        """Remove finished sequences; returns the old index of each remaining row."""
-        order = drop_rows(self.cache, self.finished_B)
+    def _drop(self, leaving_B: Tensor) -> Tensor:
+        """Remove sequences, among them all that ended; returns the old index of each remaining row."""
+        order = drop_rows(self.cache, leaving_B)
         self._stopped.append(self.row_B[self.finished_B])
         self.finished_B = torch.zeros_like(order, dtype=torch.bool)
         self.row_B = self.row_B[order]
         self.position_B = self.position_B[order]
+        self.limit_B = self.limit_B[order]
         if self.prompt_mask_BS is not None:
             self.prompt_mask_BS = self.prompt_mask_BS[order]
         if self.uniforms_BT is not None:

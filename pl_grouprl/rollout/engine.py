@@ -105,28 +105,34 @@ def check_request(
     *,
     limits: Mapping[str, int],
     vocab_size: int | None,
+    max_new_tokens: Sequence[int] | None = None,
 ) -> None:
     """Refuse an invalid request before doing any work.
 
     Args:
         prompts: Tokens of each prompt.
-        sampling: How to sample; `max_new_tokens` is read.
+        sampling: How to sample; `max_new_tokens` is read, unless each prompt has its own.
         num_generations: Rollouts per prompt.
         limits: Maximum sequence lengths of the model, by the name of what sets each.
         vocab_size: Size of the model's vocabulary; None if unknown.
+        max_new_tokens: Longest completion of each prompt; see `RolloutEngine.generate`.
+
+    Raises:
+        ValueError: If the request is invalid.
     """
     if num_generations < 1:
         raise ValueError(f"num_generations is {num_generations}; it must be at least 1.")
-    for index, prompt in enumerate(prompts):
+    longest = prompt_limits(prompts, sampling, max_new_tokens)
+    for index, (prompt, new_tokens) in enumerate(zip(prompts, longest, strict=True)):
         if len(prompt) == 0:
             raise ValueError(
                 f"prompts[{index}] is empty; the first token is predicted from the last token of the prompt, so pass "
                 "at least one (a beginning-of-sequence token will do)."
             )
         for name, limit in limits.items():
-            if len(prompt) + sampling.max_new_tokens > limit:
+            if len(prompt) + new_tokens > limit:
                 raise ValueError(
-                    f"prompts[{index}] has {len(prompt)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
+                    f"prompts[{index}] has {len(prompt)} tokens, which with max_new_tokens={new_tokens} "
                     f"exceeds the model's {name}={limit}; shorten the prompt (max_prompt_length) or lower "
                     "max_new_tokens."
                 )
@@ -135,3 +141,28 @@ def check_request(
                 f"prompts[{index}] has token ids from {min(prompt)} to {max(prompt)}, but the model has vocab_size="
                 f"{vocab_size}; use the tokenizer that belongs to the model."
             )
+
+
+def prompt_limits(
+    prompts: Sequence[Sequence[int]], sampling: SamplingConfig, max_new_tokens: Sequence[int] | None
+) -> list[int]:
+    """Longest completion of each prompt.
+
+    Args:
+        prompts: Tokens of each prompt.
+        sampling: Its `max_new_tokens` holds for all prompts where `max_new_tokens` is None.
+        max_new_tokens: See `RolloutEngine.generate`.
+
+    Raises:
+        ValueError: If there is not one limit per prompt, or one is below 1.
+    """
+    if max_new_tokens is None:
+        return [sampling.max_new_tokens] * len(prompts)
+    if len(max_new_tokens) != len(prompts):
+        raise ValueError(
+            f"max_new_tokens has {len(max_new_tokens)} entries for {len(prompts)} prompts; pass one for each."
+        )
+    for index, limit in enumerate(max_new_tokens):
+        if limit < 1:
+            raise ValueError(f"max_new_tokens[{index}] is {limit}; it must be at least 1.")
+    return list(max_new_tokens)

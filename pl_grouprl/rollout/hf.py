@@ -14,6 +14,7 @@ from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
 from pl_grouprl.checks.decoding_check import LONGEST, check_decoding
 from pl_grouprl.media.inputs import check_prompt_media, media_key, placeholder_ids
 from pl_grouprl.rollout.bound_policy import BoundPolicy
+from pl_grouprl.rollout.engine import prompt_limits
 from pl_grouprl.rollout.limits import counts_padding, length_limits
 from pl_grouprl.rollout.packed_linear import own_weights, packed_linears
 from pl_grouprl.rollout.stopping import StopStrings
@@ -62,6 +63,7 @@ class HFRolloutEngine:
     reserves_max_new_tokens = True
     takes_prompt_indices = True
     samples_from_copies = True
+    takes_limits = True
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class HFRolloutEngine:
         seed: int,
         media: Sequence[Media] | None = None,
         prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample completions; see `RolloutEngine.generate`.
 
@@ -134,7 +137,8 @@ class HFRolloutEngine:
                 "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
             )
         policy, limits = BoundPolicy(self.model, self.tokenizer), length_limits(self.model)
-        policy.check(prompts, sampling, num_generations)
+        policy.check(prompts, sampling, num_generations, max_new_tokens=max_new_tokens)
+        longest = prompt_limits(prompts, sampling, max_new_tokens)
         media = [{} for _ in prompts] if media is None else media
         check_prompt_media(self.model, prompts, media)
         requests = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
@@ -147,7 +151,7 @@ class HFRolloutEngine:
             "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens if the prompts "
             "alone do not fit",
         )
-        with memory, _evaluating(self.model, sampling.max_new_tokens), attending_to_shared_prompts(self.model):
+        with memory, _evaluating(self.model, max(longest, default=0)), attending_to_shared_prompts(self.model):
             if min(limits.values(), default=LONGEST) >= LONGEST:
                 check_decoding(
                     self.model,
@@ -156,18 +160,26 @@ class HFRolloutEngine:
                     scoring=partial(own_weights, self.model),
                 )
             groups = self._generate(
-                requests, sampling, num_generations, seed, end_ids=end_ids, stop=stop, indices=prompt_indices
+                requests,
+                sampling,
+                num_generations,
+                seed,
+                max_new_tokens=longest,
+                end_ids=end_ids,
+                stop=stop,
+                indices=prompt_indices,
             )
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 
     def _sample_freely(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
         """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
+        limits, stop = [sampling.max_new_tokens] * len(prompts), StopStrings(None, ())
         groups = [
             self._generate(
-                prompts, sampling, 1, 0, end_ids=[], stop=StopStrings(None, ()), min_saved_tokens=min_saved_tokens
+                prompts, sampling, 1, 0, max_new_tokens=limits, end_ids=[], stop=stop, min_saved_tokens=saved
             )
-            for min_saved_tokens in (math.inf, 0)
+            for saved in (math.inf, 0)
         ]
         return [copied + shared for copied, shared in zip(*groups, strict=True)]
 
@@ -178,6 +190,7 @@ class HFRolloutEngine:
         num_generations: int,
         seed: int,
         *,
+        max_new_tokens: Sequence[int],
         end_ids: Sequence[int],
         stop: StopStrings,
         indices: Sequence[int] | None = None,
@@ -188,13 +201,16 @@ class HFRolloutEngine:
 
         distinct, sequences = _arrange(prompts, num_generations)
         logits = NextTokenLogits(self.model)
-        longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + sampling.max_new_tokens
+        longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
         store = PrefixStore(logits, distinct, self.max_prefill_tokens, padding=not counts_padding(self.model, longest))
         groups: list[list[Rollout]] = [[] for _ in prompts]
         for chunk, needed_later in self._chunks(distinct, sequences, store.padding):
             parts = store.select([key for key, _, _ in chunk], needed_later)
             names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
-            batch = DecodeBatch(parts, names, sampling, end_ids=end_ids, stop=stop, seed=seed, **decoding)
+            limits = [max_new_tokens[prompt] for _, prompt, _ in chunk]
+            batch = DecodeBatch(
+                parts, names, sampling, max_new_tokens=limits, end_ids=end_ids, stop=stop, seed=seed, **decoding
+            )
             del parts  # the prompts' caches are copied by now
             for (_, prompt, _), rollout in zip(chunk, batch.run(logits), strict=True):
                 groups[prompt].append(rollout)

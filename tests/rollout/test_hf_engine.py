@@ -27,6 +27,68 @@ def test_looking_for_ends_every_few_steps_changes_nothing(qwen3, monkeypatch, st
         assert_same(often, HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1))
 
 
+@pytest.mark.parametrize("steps_per_check", [1, 8])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen2_window"])
+def test_a_limit_per_prompt_cuts_what_it_would_sample(make_model, monkeypatch, family, steps_per_check):
+    monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", steps_per_check)
+    model, limits = make_model(family), [3, 16, 1, 10, 10]
+    sampling = SamplingConfig(max_new_tokens=16, stop_token_ids=(4, 9))
+    for max_sequences in (None, 3):
+        engine = HFRolloutEngine(model, max_sequences=max_sequences)
+        whole = engine.generate(PROMPTS, sampling, num_generations=4, seed=1)
+        cut = engine.generate(PROMPTS, sampling, num_generations=4, seed=1, max_new_tokens=limits)
+        for group, limit in zip(whole, limits, strict=True):
+            for rollout in group:
+                if len(rollout.token_ids) > limit:
+                    rollout.finish_reason = "length"
+                rollout.token_ids, rollout.logprobs = rollout.token_ids[:limit], rollout.logprobs[:limit]
+        assert_same(whole, cut)
+        assert {rollout.finish_reason for group in cut for rollout in group} == {"stop", "length"}
+
+
+def test_an_end_token_at_the_limit_is_a_stop(qwen3):
+    sampling, engine = SamplingConfig(max_new_tokens=50, stop_token_ids=(4, 9)), HFRolloutEngine(qwen3)
+    ended = engine.generate(PROMPTS, sampling, num_generations=1, seed=1)
+    limits = [len(rollout.token_ids) for (rollout,) in ended]
+    assert {rollout.finish_reason for (rollout,) in ended} == {"stop"}
+    assert len(set(limits)) > 1
+    assert_same(ended, engine.generate(PROMPTS, sampling, num_generations=1, seed=1, max_new_tokens=limits))
+
+
+def test_limits_that_are_all_the_same_give_the_same_bits(qwen3):
+    engine = HFRolloutEngine(qwen3)
+    common = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=7), num_generations=2, seed=1)
+    sampling = SamplingConfig(max_new_tokens=100)  # not read
+    assert common == engine.generate(PROMPTS, sampling, num_generations=2, seed=1, max_new_tokens=[7] * len(PROMPTS))
+
+
+def test_sequences_leave_at_their_limit(make_model):
+    model, engine = make_model("qwen3"), HFRolloutEngine()
+    engine.bind(model)
+    sampling = SamplingConfig(max_new_tokens=30)
+    engine.generate([[1]], sampling, num_generations=1, seed=0)  # checks the model
+    rows = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    engine.generate([[1, 2], [3, 4]], sampling, num_generations=3, seed=0, max_new_tokens=[2, 5])
+    assert rows == [2, 6, 3, 3, 3]
+
+
+def test_limits_per_prompt_are_checked(make_model):
+    engine, sampling = HFRolloutEngine(make_model("gpt2", n_positions=16)), SamplingConfig(max_new_tokens=12)
+    prompts = [[1, 2, 3], list(range(14))]
+    options = {"num_generations": 1, "seed": 0}
+    groups = engine.generate(prompts, sampling, max_new_tokens=[13, 2], **options)
+    assert [len(group[0].token_ids) for group in groups] == [13, 2]
+    with pytest.raises(ValueError, match=r"prompts\[1\] has 14 tokens, which with max_new_tokens=3 exceeds"):
+        engine.generate(prompts, sampling, max_new_tokens=[13, 3], **options)
+    with pytest.raises(ValueError, match="max_new_tokens has 1 entries for 2 prompts; pass one for each"):
+        engine.generate(prompts, sampling, max_new_tokens=[1], **options)
+    with pytest.raises(ValueError, match=r"max_new_tokens\[1\] is 0; it must be at least 1"):
+        engine.generate(prompts, sampling, max_new_tokens=[1, 0], **options)
+
+
 def test_the_same_call_gives_the_same_bits(qwen3):
     sampling, engine = SamplingConfig(max_new_tokens=12), HFRolloutEngine(qwen3)
     first, again = (engine.generate(PROMPTS, sampling, num_generations=3, seed=1) for _ in range(2))
