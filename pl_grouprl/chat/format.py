@@ -101,7 +101,7 @@ class ChatFormat:
         results = plain_data(results)
         name = results[0]["name"]
         prefix_ids = self._prefix_ids(name)
-        token_ids = self._encode([*_dummy_conversation(name), *results], add_generation_prompt=True)
+        token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
         if token_ids[: len(prefix_ids)] != prefix_ids:
             raise ValueError(
                 f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its "
@@ -164,7 +164,7 @@ class ChatFormat:
         """Tokens of a dummy conversation up to the EOS token that ends a call of this name."""
         if name in self._prefixes:
             return self._prefixes[name]
-        token_ids = self._encode(_dummy_conversation(name), add_generation_prompt=False)
+        token_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
         eos = self.tokenizer.eos_token_id
         if eos in token_ids:
             token_ids = token_ids[: len(token_ids) - token_ids[::-1].index(eos)]
@@ -201,6 +201,7 @@ def _takes_prefix(tokenizer: Any) -> bool:
     return parse_response is not None and "prefix" in inspect.signature(parse_response).parameters
 
 
-def _dummy_conversation(name: str) -> Messages:
+def dummy_conversation(name: str) -> Messages:
+    """A question, and a turn that calls the tool of this name."""
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
