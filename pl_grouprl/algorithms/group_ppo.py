@@ -83,7 +83,7 @@ class GroupPPO(PPO):
     def __init__(
         self,
         policy: str | PolicySource,
-        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
         *,
         group_variance_threshold: float | None = None,
         group_max_size: int = 16,

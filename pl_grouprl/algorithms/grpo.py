@@ -73,7 +73,7 @@ class GRPO(RLModule):
     def __init__(
         self,
         policy: str | PolicySource,
-        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
         *,
         loss_type: LossType = "dapo",
         policy_loss: str | None = None,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
+from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.registry import describe
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_frozen_parameters_out_of_checkpoints
@@ -43,6 +44,7 @@ from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.checkpoint import RunCheckpoint
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
+from pl_grouprl.training.episodes import Episodes
 from pl_grouprl.training.finite_weights import check_weights
 from pl_grouprl.training.kl_penalty import KLPenalty
 from pl_grouprl.training.loading import module_from_checkpoint
@@ -105,7 +107,8 @@ class RLModule(pl.LightningModule, ABC):
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. None where
+            the environment rewards itself (`get_reward`).
         optimizer: AdamW and its schedule.
         sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
         attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
@@ -120,6 +123,18 @@ class RLModule(pl.LightningModule, ABC):
         engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
             weights (`SyncedRolloutEngine`) receives them when they have changed, and is closed at the end of each run
             (`fit`, `validate`, `test`) and after an exception; another run starts it again.
+        tools: Functions that the model may call in a turn, sync or async, with type hints and a Google docstring (TRL's
+            contract). They run with your rights; see `pl_grouprl.episodes.tools`.
+        environment_factory: Returns an environment; one is made for each rollout and used again. A dictionary of them
+            is chosen from by the row's column `environment`. See `pl_grouprl.episodes.environments`.
+        max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.
+        max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens` is
+            what it writes in the whole episode.
+        max_episode_tokens: Most tokens after the prompt, results of tools included; None is no limit but the model's.
+        tool_timeout: Seconds that a call of a tool may take; None is any time.
+        tool_workers: Processes per rank that run tools and environments, killed where a call takes too long; 0 runs
+            them in threads, which cannot be stopped.
+        chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
         val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k.
         val_sampling: How those are sampled; None is `sampling`.
         reward_workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn.
@@ -201,7 +216,7 @@ class RLModule(pl.LightningModule, ABC):
     def __init__(
         self,
         policy: str | PolicySource,
-        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
         *,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         sharing: Sharing = "shared",
@@ -212,6 +227,14 @@ class RLModule(pl.LightningModule, ABC):
         allow_changed: Sequence[str] = (),
         sampling: SamplingConfig = DEFAULT_SAMPLING,
         engine: RolloutEngine | None = None,
+        tools: list[Callable[..., Any]] | None = None,
+        environment_factory: None | dict[str, Callable[..., Any]] | Callable[..., Any] = None,  # noqa: RUF036
+        max_tool_calling_iterations: int | None = None,
+        max_turn_tokens: int | None = None,
+        max_episode_tokens: int | None = None,
+        tool_timeout: float | None = None,
+        tool_workers: int = 0,
+        chat_template: str | None = None,
         val_num_generations: int = 1,
         val_sampling: SamplingConfig | None = None,
         reward_workers: int = 0,
@@ -275,10 +298,20 @@ class RLModule(pl.LightningModule, ABC):
         self.timer, self.throughput, self.evaluator = StepTimer(), Throughput(), Evaluator()
         self.random_numbers = RandomNumbers(self)
         self.prefix_sharing = PrefixSharing(self, sharing, attention_backend, verify)
-        self.sampler = Sampler(self, engine, seed, self.timer.part)
+        self.episodes = Episodes(
+            self,
+            tools,
+            environment_factory,
+            EpisodeLimits(max_tool_calling_iterations, max_turn_tokens, max_episode_tokens),
+            chat_template=chat_template,
+            tool_timeout=tool_timeout,
+            tool_workers=tool_workers,
+        )
+        self.has_tools = self.episodes.runner is not None
+        self.sampler = Sampler(self, engine, seed, self.timer.part, by_name(self.episodes, "loop"))
         self.engine = self.sampler.engine
         self.rewarder = Rewarder(
-            rewards,
+            self.episodes.with_rewards(rewards),
             self,
             workers=reward_workers,
             timeout=reward_timeout,
@@ -300,6 +333,7 @@ class RLModule(pl.LightningModule, ABC):
             dynamic_sampling=dynamic_sampling,
             max_generation_batches=max_generation_batches,
             rollout_ahead=rollout_ahead,
+            episodes=by_name(self.episodes, "loop_for_thread"),
         )
         self.micro_batcher = MicroBatcher(self, sharing, max_tokens_per_micro_batch, sequence_parallel_size)
         self.scorer = Scorer(self, self.micro_batcher)
@@ -400,6 +434,10 @@ class RLModule(pl.LightningModule, ABC):
         self.collector.data = getattr(self.trainer, "datamodule", None)
         self.sampler.reset()
         self.rewarder.close()  # of a run that an exception has ended
+        encoding = getattr(self.collector.data, "encoding", None)
+        self.episodes.set_up(
+            getattr(encoding, "chat_template_kwargs", {}), self.rewarder.functions, ahead=self.rollout_ahead > 0
+        )
         if stage != "predict":
             self.rewarder.open()
 
@@ -667,6 +705,7 @@ class RLModule(pl.LightningModule, ABC):
         self.collector.ahead.close()
         self.prefix_sharing.close()
         self.rewarder.close()
+        self.episodes.close()
         self.sampler.close()
 
     # Sampling and scoring, for subclasses and for use outside of a fit.

@@ -111,7 +111,7 @@ class PPO(RLModule):
     def __init__(
         self,
         policy: str | PolicySource,
-        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
         *,
         critic: str | CriticSource | None = None,
         critic_optimizer: OptimizerConfig | None = None,

@@ -1,3 +1,5 @@
 """Conversations as tokens: rendering by chat templates, parsing of what the model answers, tools included."""
 
+from pl_grouprl.chat.families import register_tool_parser
 from pl_grouprl.chat.format import ChatFormat
+from pl_grouprl.chat.parsing import MalformedTurnError, ToolParser

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pl_grouprl.chat.families import find_tool_parser
+from pl_grouprl.chat.parsing import Schema, checked_message, plain_data
+from pl_grouprl.chat.template_files import read_template
+from pl_grouprl.chat.tool_check import check_tool_template, remedy
 from pl_grouprl.types import Messages
 
-Schema = dict[str, Any]
-"""JSON schema of a tool, as transformers' `get_json_schema` makes it."""
+_CACHED_PREFIXES = 256
+_TAIL_TOKENS = 64
 
 
 class ChatFormat:
@@ -16,32 +21,174 @@ class ChatFormat:
 
     Args:
         tokenizer: A transformers tokenizer with a chat template.
-        chat_template: Used in place of the tokenizer's: the name of a built-in training template (`qwen3`, `llama3`), a
-            path to a file, or a Jinja template. None: the tokenizer's.
+        chat_template: Used in place of the tokenizer's: the name of a built-in training template (`qwen3`, `llama3`,
+            `plain`), a path to a file, or a Jinja template. None: the tokenizer's.
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
+
+    Raises:
+        ValueError: If there is no such chat template.
     """
 
     def __init__(
         self, tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        raise NotImplementedError
+        self.tokenizer = tokenizer
+        self.chat_template = None if chat_template is None else read_template(chat_template)
+        self.template_kwargs = dict(template_kwargs or {})
+        source = self.chat_template or getattr(tokenizer, "chat_template", None) or ""
+        if isinstance(source, Mapping):
+            source = source.get("tool_use") or source.get("default") or ""
+        self.source = source
+        self.parser = find_tool_parser(source)
+        self._prefixes: dict[str, list[int]] = {}
 
     def check_tools(self) -> None:
-        """Refuse a template that cannot render a conversation with tools, or is not prefix-preserving."""
-        raise NotImplementedError
+        """Refuse a template that cannot render a conversation with tools, or is not prefix-preserving.
+
+        Raises:
+            ValueError: With the remedy. Also if nothing can parse the calls that the template asks for.
+        """
+        try:
+            check_tool_template(self._encode, self.encode_results, self._render)
+        except ValueError as error:
+            raise ValueError(f"Tools need another chat template: {error}. Remedy: {remedy(self.source)}.") from error
+        if self.parser is None and not self._has_response_template():
+            raise ValueError(
+                "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
+                "parser with pl_grouprl.chat.register_tool_parser."
+            )
 
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:
-        """Render a prompt up to where the model starts to write."""
-        raise NotImplementedError
+        """Render a prompt up to where the model starts to write; an assistant message at its end is left open.
+
+        Args:
+            messages: The conversation.
+            tools: Schemas of the tools that the model may call.
+
+        Raises:
+            ValueError: If there is no chat template, or it refuses the messages.
+        """
+        open_ended = messages[-1]["role"] == "assistant"
+        return self._apply(
+            messages,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=not open_ended,
+            continue_final_message=open_ended,
+        )
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
-        """Tokens of a prompt, up to where the model starts to write."""
-        raise NotImplementedError
+        """Tokens of a prompt, up to where the model starts to write; see `render_prompt`."""
+        text = self.render_prompt(messages, tools)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_results(self, results: Messages) -> list[int]:
-        """Tokens between the model's last token of a turn and the first of its next, for results of tools."""
-        raise NotImplementedError
+        """Tokens between the model's last token of a turn and the first of its next, for results of tools.
 
-    def parse(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> dict[str, Any]:
-        """Parse a turn of the model into an assistant message, with `tool_calls` if it has any."""
-        raise NotImplementedError
+        They are the difference of two renderings of a dummy conversation, with the results and without, that starts
+        after the last EOS token of the latter (TRL's `_get_tool_suffix_ids`): the turns that were sampled are never
+        tokenized again.
+
+        Args:
+            results: Messages `{"role": "tool", "name": ..., "content": ...}`, at least one.
+
+        Raises:
+            ValueError: If the chat template refuses them, or is not prefix-preserving.
+        """
+        results = plain_data(results)
+        name = results[0]["name"]
+        prefix_ids = self._prefix_ids(name)
+        token_ids = self._encode([*_dummy_conversation(name), *results], add_generation_prompt=True)
+        if token_ids[: len(prefix_ids)] != prefix_ids:
+            raise ValueError(f"the chat template renders a call of {name!r} differently once its result follows.")
+        return token_ids[len(prefix_ids) :]
+
+    def parse(
+        self, token_ids: Sequence[int], prefix_ids: Sequence[int] = (), tools: Sequence[Schema] = ()
+    ) -> dict[str, Any]:
+        """Parse a turn of the model into an assistant message, with `tool_calls` if it has any.
+
+        The tokenizer's `response_template` (or `response_schema`) parses it, or else the parser of the template's
+        family. A turn that is malformed, such as a call without a name or with broken JSON, is plain text.
+
+        Args:
+            token_ids: The turn, end token included.
+            prefix_ids: Everything before it; what the chat template writes at a turn's beginning belongs to the turn.
+            tools: Schemas of the tools, for formats that do not name arguments.
+
+        Returns:
+            `role`, `content` (a string), and, if there are any, `reasoning_content` and `tool_calls`, each
+            `{"type": "function", "function": {"name": ..., "arguments": ...}}`.
+        """
+        try:
+            message = checked_message(self._parse(list(token_ids), list(prefix_ids), tools))
+        except (ValueError, TypeError, RecursionError):
+            return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
+        eos = self.tokenizer.eos_token
+        if eos and isinstance(message["content"], str):
+            message["content"] = message["content"].removesuffix(eos)
+        return message
+
+    def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> dict[str, Any]:
+        if self._has_response_template():
+            takes_prefix = "prefix" in inspect.signature(self.tokenizer.parse_response).parameters
+            options = {"prefix": prefix_ids} if takes_prefix else {}
+            return self.tokenizer.parse_response(token_ids, **options)
+        if self.parser is None:
+            raise ValueError("no parser knows this chat template")
+        text = self._turn_start(prefix_ids, self.parser.header) + self.tokenizer.decode(token_ids)
+        return self.parser.parse(text, tools)
+
+    def _has_response_template(self) -> bool:
+        names = ("response_template", "response_schema")
+        return any(getattr(self.tokenizer, name, None) is not None for name in names)
+
+    def _turn_start(self, prefix_ids: list[int], header: str) -> str:
+        """What the prompt already wrote of the turn: the text after its last header."""
+        count = _TAIL_TOKENS
+        while True:
+            text = self.tokenizer.decode(prefix_ids[-count:])
+            if header in text:
+                return text.rpartition(header)[2]
+            if count >= len(prefix_ids):
+                return ""
+            count *= 4
+
+    def _prefix_ids(self, name: str) -> list[int]:
+        """Tokens of a dummy conversation up to the EOS token that ends a call of this name."""
+        if name in self._prefixes:
+            return self._prefixes[name]
+        token_ids = self._encode(_dummy_conversation(name), add_generation_prompt=False)
+        eos = self.tokenizer.eos_token_id
+        if eos in token_ids:
+            token_ids = token_ids[: len(token_ids) - token_ids[::-1].index(eos)]
+        if len(self._prefixes) >= _CACHED_PREFIXES:  # models write names that do not exist
+            self._prefixes.clear()
+        self._prefixes[name] = token_ids
+        return token_ids
+
+    def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
+        return list(
+            self._apply(messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt)
+        )
+
+    def _render(self, messages: Messages) -> str:
+        return self._apply(messages, tokenize=False)
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        if not self.source:
+            raise ValueError(
+                "the tokenizer has no chat template; use a tokenizer that has one, set tokenizer.chat_template, or "
+                "pass chat_template."
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=self.chat_template, **{**options, **self.template_kwargs}
+            )
+        except Exception as error:  # templates are programs that may raise anything
+            raise ValueError(f"the chat template refused the messages ({error})") from error
+
+
+def _dummy_conversation(name: str) -> Messages:
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -24,6 +24,29 @@ from pl_grouprl.utilities.text import shorten
 
 log = logging.getLogger(__name__)
 
+EMPTY_PROMPT: Messages = [{"role": "user", "content": ""}]
+"""The prompt of a row without one, which an environment writes (TRL)."""
+
+RenderOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""The columns of a row -> what its chat template gets besides the messages, such as `tools`."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a module says about the conversations of its prompts.
+
+    Attributes:
+        of_row: What the chat template gets for a row besides the messages; empty for none.
+        needs_messages: Why prompts must be messages; None if strings will do.
+        may_be_empty: Whether a row may lack the prompt, because an environment writes it.
+        writes_data: Whether that environment needs no rows at all.
+    """
+
+    of_row: RenderOptions = lambda columns: {}
+    needs_messages: str | None = None
+    may_be_empty: bool = False
+    writes_data: bool = False
+
 
 @dataclass(frozen=True)
 class EncodingOptions:
@@ -51,6 +74,7 @@ def encode_rows(
     options: EncodingOptions,
     load_processor: Callable[[], Any] | None = None,
     reads_media: bool = False,
+    chat: ChatOptions = ChatOptions(),
 ) -> list[Prompt]:
     """Convert rows with TRL's or verl's columns to prompts.
 
@@ -61,6 +85,7 @@ def encode_rows(
         options: Column names, tokenizer and template options.
         load_processor: Returns a transformers processor; called if a row has images or videos, or `reads_media`.
         reads_media: Whether the model reads images or videos; their tags and tokens are then searched for in texts.
+        chat: What the module says about conversations, such as its tools.
 
     Returns:
         One prompt per row, of any length. Images and videos are processed when a prompt is opened.
@@ -69,14 +94,14 @@ def encode_rows(
         ValueError: If a row lacks the prompt, the prompt is malformed or has no tokens, or images or videos cannot be
             read or placed; names the row.
     """
-    read = [_read_prompt(row, options) for row in rows]
+    read = [_read_prompt(row, options, chat) for row in rows]
     made: dict[int, Prompt] = {}
-    made |= _media_prompts(rows, read, tokenizer, options, load_processor)
+    made |= _media_prompts(rows, read, tokenizer, options, load_processor, chat)
     text_rows = [index for index in range(len(rows)) if index not in made]
     for index in text_rows:
         _check_text(rows[index], read[index], options, reads_media)
     processor = _find(load_processor) if reads_media and text_rows else None
-    made |= _text_prompts(rows, read, text_rows, tokenizer, options, processor)
+    made |= _text_prompts(rows, read, text_rows, tokenizer, options, processor, chat)
     prompts = [made[index] for index in range(len(rows))]
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt.token_ids:
@@ -93,10 +118,10 @@ def _text_prompts(
     tokenizer: Any,
     options: EncodingOptions,
     processor: Any,
+    chat: ChatOptions,
 ) -> dict[int, Prompt]:
     """The prompts of some rows, by index; refuses the processor's image tokens in them."""
-    wheres = [rows[index].where for index in indices]
-    token_ids = _tokenize([read[index] for index in indices], wheres, tokenizer, options, processor)
+    token_ids = _tokenize([read[i] for i in indices], [rows[i] for i in indices], tokenizer, options, processor, chat)
     return {
         index: Prompt(ids, read[index], **_other_columns(rows[index], options))
         for index, ids in zip(indices, token_ids, strict=True)
@@ -109,6 +134,7 @@ def _media_prompts(
     tokenizer: Any,
     options: EncodingOptions,
     load_processor: Callable[[], Any] | None,
+    chat: ChatOptions,
 ) -> dict[int, MediaPrompt]:
     """The prompts with images or videos, by row index."""
     made: dict[int, MediaPrompt] = {}
@@ -125,7 +151,7 @@ def _media_prompts(
             text = prompt
         else:
             template = processor if getattr(processor, "chat_template", None) else tokenizer
-            text = _render(place_media(prompt, counts, row.where), row.where, template, options)
+            text = _render(place_media(prompt, counts, row.where), row, template, options, chat)
         processor_options = {"add_special_tokens": special_tokens, **options.processor_kwargs}
         columns = options.media_columns(row.values)
         made[index] = MediaPrompt(
@@ -180,8 +206,10 @@ def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions
         )
 
 
-def _read_prompt(row: SourceRow, options: EncodingOptions) -> str | Messages:
+def _read_prompt(row: SourceRow, options: EncodingOptions, chat: ChatOptions) -> str | Messages:
     (where, values), column = row, options.prompt_column
+    if column not in values and chat.may_be_empty:
+        return [dict(message) for message in EMPTY_PROMPT]
     if column not in values:
         raise ValueError(
             f"{where}: no column {column!r}; the row has {sorted(values)}. Name the right one with prompt_column."
@@ -191,6 +219,11 @@ def _read_prompt(row: SourceRow, options: EncodingOptions) -> str | Messages:
         raise ValueError(f"{where}: column {column!r} is null; write the prompt, or remove the row.")
     prompt = values[column]
     if isinstance(prompt, str):
+        if chat.needs_messages is not None:
+            raise ValueError(
+                f"{where}: column {column!r} is a string, and {chat.needs_messages}; write it as messages: "
+                '[{"role": "user", "content": "..."}].'
+            )
         return prompt
     if not isinstance(prompt, Sequence) or not prompt or not all(_is_message(message) for message in prompt):
         raise ValueError(
@@ -207,21 +240,26 @@ def _is_message(message: Any) -> bool:
 
 
 def _tokenize(
-    prompts: Sequence[str | Messages], wheres: Sequence[str], tokenizer: Any, options: EncodingOptions, processor: Any
+    prompts: Sequence[str | Messages],
+    rows: Sequence[SourceRow],
+    tokenizer: Any,
+    options: EncodingOptions,
+    processor: Any,
+    chat: ChatOptions,
 ) -> list[list[int]]:
     token_ids: list[list[int]] = [[] for _ in prompts]
     plain = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
     chats = [index for index, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-    if chats and not getattr(tokenizer, "chat_template", None):
+    if chats and not (getattr(tokenizer, "chat_template", None) or chat.of_row(rows[chats[0]].values)):
         raise ValueError(
-            f"{wheres[chats[0]]}: the prompt is a list of messages and the tokenizer has no chat template; use a "
+            f"{rows[chats[0]].where}: the prompt is a list of messages and the tokenizer has no chat template; use a "
             "tokenizer that has one, set tokenizer.chat_template, or pass prompts as strings."
         )
     texts = {index: prompts[index] for index in plain} | {
-        index: _render(prompts[index], wheres[index], tokenizer, options) for index in chats
+        index: _render(prompts[index], rows[index], tokenizer, options, chat) for index in chats
     }
     for index, text in texts.items() if processor is not None else ():
-        check_tokens({}, str(text), processor, wheres[index])
+        check_tokens({}, str(text), processor, rows[index].where)
     # Templates write special tokens themselves.
     for indices, special in ((plain, options.add_special_tokens), (chats, False)):
         if indices:
@@ -231,8 +269,9 @@ def _tokenize(
     return token_ids
 
 
-def _render(messages: Any, where: str, template: Any, options: EncodingOptions) -> str:
+def _render(messages: Any, row: SourceRow, template: Any, options: EncodingOptions, chat: ChatOptions) -> str:
     """Render messages by the chat template; a final assistant message is left open for continuation."""
+    more = chat.of_row(row.values)
     open_ended = messages[-1]["role"] == "assistant"
     try:
         return template.apply_chat_template(
@@ -240,7 +279,8 @@ def _render(messages: Any, where: str, template: Any, options: EncodingOptions) 
             tokenize=False,
             add_generation_prompt=not open_ended,
             continue_final_message=open_ended,
+            **more,
             **options.chat_template_kwargs,
         )
     except Exception as error:  # templates are programs that may raise anything
-        raise ValueError(f"{where}: the chat template refused the messages ({error}); correct the row.") from error
+        raise ValueError(f"{row.where}: the chat template refused the messages ({error}); correct the row.") from error

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.data.digest import digest_rows, plain
-from pl_grouprl.data.encoding import EncodingOptions, encode_rows
+from pl_grouprl.data.encoding import ChatOptions, EncodingOptions, encode_rows
 from pl_grouprl.data.length_policy import KeptPrompts, LengthPolicy, OverlongPrompts
 from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
@@ -42,7 +42,8 @@ class PromptDataModule(LightningDataModule):
 
     Args:
         train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
-            `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`).
+            `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`). It may be left out where an
+            environment writes the prompts (its `reset` returns them); an epoch is then one batch.
         val: The same, for validation. None: no validation.
         test: The same, for the test stage. The predict stage uses it too, or `val` if it is None.
         batch_size: Prompts per rollout, over all ranks together (verl's `train_batch_size`). Need not be a multiple of
@@ -144,10 +145,10 @@ class PromptDataModule(LightningDataModule):
 
     def _set_up(self, stage: str) -> None:
         splits = (self._predicted(),) if stage == "predict" else _SPLITS_OF_STAGE[stage]
-        if splits and self.sources[splits[0]] is None:
+        if splits and self._source(splits[0]) is None:
             raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and this stage needs it; pass a data set.")
         for split in splits:
-            if self.sources[split] is not None and split not in self.prompts:
+            if self._source(split) is not None and split not in self.prompts:
                 self._load(split)
         if "train" in splits:
             self.train_dataloader()  # run its checks before anything else of the run
@@ -257,12 +258,25 @@ class PromptDataModule(LightningDataModule):
             )
 
     def _load(self, split: str) -> None:
-        rows = read_source(self.sources[split], split)
+        chat = self._chat()
+        rows = read_source(self._source(split), split)
         if split == "train":
             self._digest = digest_rows(rows)
-        prompts = encode_rows(rows, self._tokenizer(), self.encoding, self._processor, self._reads_media())
+        prompts = encode_rows(rows, self._tokenizer(), self.encoding, self._processor, self._reads_media(), chat)
         self.kept[split] = self.length_policy.apply(prompts, split)
         self.prompts[split] = self.kept[split].prompts
+
+    def _chat(self) -> ChatOptions:
+        """What the LightningModule says about conversations."""
+        options: ChatOptions = getattr(getattr(self._module(), "episodes", None), "chat_options", ChatOptions())
+        return options
+
+    def _source(self, split: str) -> Any:
+        """Return the source of a split; without training data, a batch of rows that an environment fills."""
+        source = self.sources[split]
+        if split == "train" and source is None and self._chat().writes_data:
+            return [{} for _ in range(self.batch_size)]
+        return source
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer that was passed, or the LightningModule's."""

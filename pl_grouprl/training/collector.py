@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.data.loaders import PromptBatch
+from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards import PendingRewards
@@ -69,6 +70,7 @@ class Collector:
         dynamic_sampling: Replace groups whose rewards are all equal.
         max_generation_batches: How often prompts are sampled for one batch under `dynamic_sampling`.
         rollout_ahead: 1 samples the next rollouts during the updates.
+        episodes: Returns what samples episodes in the thread that samples ahead; None for plain completions.
 
     Attributes:
         data: The data module, which `dynamic_sampling` and `rollout_ahead` ask for further prompts.
@@ -96,6 +98,7 @@ class Collector:
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
         rollout_ahead: int = 0,
+        episodes: Callable[[], EpisodeLoop | None] = lambda: None,
     ) -> None:
         counts = {"num_generations": num_generations, "max_generation_batches": max_generation_batches}
         check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
@@ -110,6 +113,8 @@ class Collector:
         self._mask_truncated = mask_truncated_completions
         self._dynamic_sampling, self._max_generation_batches = dynamic_sampling, max_generation_batches
         self._rollout_ahead = rollout_ahead
+        self._make_episodes = episodes
+        self._episodes_ahead: EpisodeLoop | None = None
         self.can_move = True
         self.is_informative: Callable[[RolloutGroup], bool] = rewards_differ
         self.data: Any = None
@@ -121,6 +126,7 @@ class Collector:
         """Copy the policy that samples ahead, if asked for."""
         if self._rollout_ahead:
             engine: Any = self._sampler.engine
+            self._episodes_ahead = self._make_episodes()
             self.ahead.attach(self._run.policy, engine, self._run.tokenizer, self._sample_ahead)
 
     @property
@@ -221,7 +227,7 @@ class Collector:
             return self._generate(prompts, ("rollout", rollout_number))
         lag = self._run.global_step - self.ahead.policy_step
         groups = self.ahead.take(
-            rollout_number, lambda rollouts: self._sampler.group([prompt.open() for prompt in prompts], rollouts)
+            rollout_number, lambda ids, rollouts: self._sampler.group(_with_ids(prompts, ids), rollouts)
         )
         self._policy_lag = 0 if groups is None else lag
         if groups is None:
@@ -234,7 +240,7 @@ class Collector:
     ) -> list[RolloutGroup]:
         seed = ("rollout", rollout_number)
         options = engine, prompts, self._sampling, self._num_generations
-        return self._sampler.sample_with(*options, seed=seed) if prompts else []
+        return self._sampler.sample_with(*options, seed=seed, episodes=self._episodes_ahead) if prompts else []
 
     def _replace_uniform_groups(self, batch: PromptBatch, collected: CollectedRollouts) -> None:
         """Keep groups whose rewards differ, and sample other prompts for the rest."""
@@ -257,3 +263,10 @@ class Collector:
         collected.metrics |= dict(zip(names, counts, strict=True))
         collected.metrics["dynamic_sampling/generation_batches"] = float(attempt)
         collected.groups = kept or [without_rewards(generated[0])]
+
+
+def _with_ids(prompts: Sequence[Prompt], token_ids: Sequence[list[int]] | None) -> list[Prompt]:
+    """Open prompts with the tokens that their rollouts read, which environments may have added to."""
+    if token_ids is None:
+        return [prompt.open() for prompt in prompts]
+    return [replace(prompt.open(), token_ids=ids) for prompt, ids in zip(prompts, token_ids, strict=True)]

@@ -54,7 +54,7 @@ class MicroBatcher:
         Args:
             world_size: Number of ranks.
             prompts: Of the training data; None outside of training.
-            max_new_tokens: The longest completion.
+            max_new_tokens: The longest completion, results of tools included.
 
         Raises:
             ValueError: Names the options.

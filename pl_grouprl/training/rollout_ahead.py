@@ -21,8 +21,8 @@ from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 Sample = Callable[[Sequence[Prompt], int, RolloutEngine], list[RolloutGroup]]
 """(prompts, rollout number, bound engine) -> their rollouts; runs in the thread."""
 
-Regroup = Callable[[list[list[Rollout]]], list[RolloutGroup]]
-"""Attaches rollouts to their prompts again."""
+Regroup = Callable[[list[list[int]] | None, list[list[Rollout]]], list[RolloutGroup]]
+"""(tokens of each prompt, or None for the data's; its rollouts) -> groups: attaches rollouts to prompts again."""
 
 
 class RolloutAhead:
@@ -39,7 +39,7 @@ class RolloutAhead:
         self.policy_step = 0
         self._number: int | None = None
         self._pending: Future[list[RolloutGroup]] | None = None
-        self._restored: list[list[Rollout]] | None = None
+        self._restored: tuple[list[list[int]] | None, list[list[Rollout]]] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._policy: Any = None
         self._copy: Any = None
@@ -83,25 +83,29 @@ class RolloutAhead:
         groups = None if pending is None else pending.result()
         if number != rollout_number:
             return None
-        return groups if restored is None else regroup(restored)
+        return groups if restored is None else regroup(*restored)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Wait for the pending rollout and return it as plain containers, without prompts; None if there is none."""
         if self._number is None:
             return None
-        rollouts = self._restored
-        if rollouts is None:
+        held: Any = self._restored
+        if held is None:
             assert self._pending is not None
-            rollouts = [group.rollouts for group in self._pending.result()]
+            groups = self._pending.result()
+            held = [group.prompt_ids for group in groups], [group.rollouts for group in groups]
+        prompt_ids, rollouts = held
         plain = [[rollout_state(rollout) for rollout in own] for own in rollouts]
-        return {"rollout_number": self._number, "policy_step": self.policy_step, "rollouts": plain}
+        numbers = {"rollout_number": self._number, "policy_step": self.policy_step}
+        return {**numbers, "prompt_ids": prompt_ids, "rollouts": plain}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore the pending rollout."""
         self._number = self._pending = self._restored = None
         if state is not None:
             self._number, self.policy_step = state["rollout_number"], state["policy_step"]
-            self._restored = [[Rollout(**rollout) for rollout in own] for own in state["rollouts"]]
+            rollouts = [[Rollout(**rollout) for rollout in own] for own in state["rollouts"]]
+            self._restored = state.get("prompt_ids"), rollouts  # older checkpoints have no tokens
 
     def close(self) -> None:
         """Wait for the thread and free the copy. The sampled rollout stays, for a checkpoint or another fit."""

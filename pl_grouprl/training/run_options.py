@@ -27,6 +27,8 @@ FREE_OPTIONS = frozenset(
         "reward_timeout",
         "reward_retries",
         "max_failed_share",
+        "tool_timeout",
+        "tool_workers",
         "max_tokens_per_micro_batch",
         "sequence_parallel_size",
         # How a critic was initialised and how it runs: its weights come from the checkpoint.

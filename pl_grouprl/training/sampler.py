@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
 from pl_grouprl.sync.weight_sync import WeightSync
+from pl_grouprl.training.episode_turns import EngineTurns
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
@@ -31,6 +33,7 @@ class Sampler:
         engine: Samples; None is `HFRolloutEngine()`.
         seed: Decides the rollouts, together with the seed of each call.
         timed: Measures the time of what runs inside, by name.
+        episodes: Returns what samples episodes with tools, or None for plain completions.
 
     Raises:
         ArgumentError: If the engine is not an engine.
@@ -42,6 +45,7 @@ class Sampler:
         engine: RolloutEngine | None = None,
         seed: int = 0,
         timed: Callable[[str], AbstractContextManager[None]] = _untimed,
+        episodes: Callable[[], EpisodeLoop | None] = lambda: None,
     ) -> None:
         if engine is not None and not isinstance(engine, RolloutEngine):
             raise ArgumentError(
@@ -59,6 +63,7 @@ class Sampler:
         self._seed = seed
         self._weight_sync = WeightSync(timed)
         self._check = SamplerParityCheck()
+        self._episodes = episodes
 
     def reset(self) -> None:
         """Assume nothing of the engine: another run may have another one, or has closed it."""
@@ -91,7 +96,8 @@ class Sampler:
     ) -> list[RolloutGroup]:
         self.engine.bind(self._run.policy, self._run.tokenizer)
         with evaluating(self._run.policy):
-            return self.sample_with(self.engine, prompts, sampling, num_generations, seed=seed)
+            episodes = self._episodes()
+            return self.sample_with(self.engine, prompts, sampling, num_generations, seed=seed, episodes=episodes)
 
     def sample_with(
         self,
@@ -101,9 +107,12 @@ class Sampler:
         num_generations: int,
         *,
         seed: Sequence[int | str],
+        episodes: EpisodeLoop | None = None,
     ) -> list[RolloutGroup]:
         """Sample with an engine that is bound to some policy. Reads nothing that training changes."""
         prompts = [prompt.open() for prompt in prompts]
+        if episodes is not None:
+            return self._sample_episodes(episodes, engine, prompts, sampling, num_generations, seed)
         media = [dict(prompt.media) for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
         by_prompt = num_ranks() > 1 and declares(engine, "takes_prompt_indices")
@@ -118,6 +127,30 @@ class Sampler:
             **options,
         )
         return self.group(prompts, rollouts)
+
+    def _sample_episodes(
+        self,
+        episodes: EpisodeLoop,
+        engine: RolloutEngine,
+        prompts: list[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        seed: Sequence[int | str],
+    ) -> list[RolloutGroup]:
+        turns = EngineTurns(
+            self._run,
+            engine,
+            sampling,
+            num_generations,
+            seed,
+            base_seed=self._seed,
+            one_prompt=not episodes.runner.has_environments,
+        )
+        with turns.keeping_caches():
+            shared, rollouts = episodes.run(
+                turns, prompts, self._indices(prompts), sampling.max_new_tokens, num_generations
+            )
+        return self.group(shared, rollouts)
 
     def group(self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]]) -> list[RolloutGroup]:
         """Join rollouts with their prompts, which are open. An engine may report numbers of NumPy."""

@@ -36,7 +36,8 @@ def check_before_loading(module: Any, stage: str) -> None:
     if is_fit:
         _check_fit(module)
     train_prompts = prompts.get("train", ()) if is_fit else None
-    module.micro_batcher.check(trainer.world_size, train_prompts, module.sampling.max_new_tokens)
+    longest = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
+    module.micro_batcher.check(trainer.world_size, train_prompts, longest)
 
 
 def check_prompts_of_model(module: Any) -> None:

@@ -1,0 +1,163 @@
+"""Parses what models write into assistant messages: one parser per family of chat templates.
+
+A parser reads decoded text, never evaluates it, and agrees with the `response_template` that TRL defines for the
+family: the fields of a turn are regions between an opening and a closing mark, everything else is its content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+Schema = dict[str, Any]
+"""JSON schema of a tool, as transformers' `get_json_schema` makes it."""
+
+MAX_NESTING = 64
+"""Arguments that are nested deeper make a call malformed; copying and pickling them would exhaust Python's stack."""
+
+
+class MalformedTurnError(ValueError):
+    """A turn that cannot be parsed; it then counts as plain text."""
+
+
+@dataclass(frozen=True)
+class ToolParser:
+    """Parser of the turns that one family of chat templates asks for.
+
+    Attributes:
+        name: Name of the family.
+        markers: Strings that the chat template contains, all of them, if it belongs to the family.
+        header: What the chat template writes before a turn of the model; the parser also gets what follows it in the
+            prompt, such as an opened `<think>`.
+        parse: Takes the text of a turn, special tokens included, and the tools' schemas; returns the message, or raises
+            `MalformedTurnError`, which makes the turn plain text.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    header: str
+    parse: Callable[[str, Sequence[Schema]], Message]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A field of a turn between two marks.
+
+    Attributes:
+        field: Key of the message.
+        opens: Regular expression of the opening mark.
+        closes: Regular expression of the closing mark; without one, the region extends to the end.
+        read: Turns the match of the opening mark and the text up to the closing one into the value.
+    """
+
+    field: str
+    opens: re.Pattern[str]
+    closes: re.Pattern[str]
+    read: Callable[[re.Match[str], str], Any]
+
+
+def read_regions(text: str, regions: Sequence[Region], end: re.Pattern[str]) -> Message:
+    """Split a turn into its regions and its content.
+
+    Calls accumulate; of other fields and of the content, the last one counts.
+
+    Args:
+        text: The turn.
+        regions: Fields between marks. Where two open at one place, the longer mark counts.
+        end: What ends the turn.
+
+    Raises:
+        MalformedTurnError: If a region cannot be read.
+    """
+    message: Message = {"role": "assistant", "content": ""}
+    position = 0
+    while position < len(text):
+        opened = [(found, region) for region in regions if (found := region.opens.search(text, position))]
+        ended = end.search(text, position)
+        found, region = min(opened, key=lambda item: (item[0].start(), -item[0].end()), default=(None, None))
+        if found is None or (ended is not None and ended.start() < found.start()):
+            found, region = ended, None
+        stop = len(text) if found is None else found.start()
+        if stop > position:
+            message["content"] = text[position:stop].strip()
+        position = len(text) if found is None else found.end()
+        if found is not None and region is not None:
+            closed = region.closes.search(text, position)
+            _add(message, region.field, region.read(found, text[position : closed.start() if closed else len(text)]))
+            position = closed.end() if closed else len(text)
+    return message
+
+
+def _add(message: Message, field: str, value: Any) -> None:
+    if field == "tool_calls":
+        message.setdefault(field, []).append(value)
+    elif value:
+        message[field] = value
+    else:
+        message.pop(field, None)
+
+
+def checked_message(message: Any) -> Message:
+    """Validate a parsed message, complete its calls, and make its strings encodable.
+
+    Raises:
+        MalformedTurnError: If a call has no name, or its arguments are nested too deeply.
+    """
+    if not isinstance(message, dict):
+        raise MalformedTurnError(f"the parsed turn is {type(message).__name__}, not a dictionary")
+    message = plain_data(message)
+    message["content"] = message.get("content") or ""
+    calls = message.get("tool_calls")
+    if calls is None:
+        message.pop("tool_calls", None)
+    elif not isinstance(calls, list):
+        raise MalformedTurnError("tool_calls is not a list")
+    for call in calls or []:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise MalformedTurnError("a call has no name")
+        if function.get("arguments") is None:
+            function["arguments"] = {}
+    return message
+
+
+def plain_data(value: Any, depth: int = 0) -> Any:
+    """Copy JSON data; lone surrogates, which no tokenizer and no file takes, become U+FFFD.
+
+    Raises:
+        MalformedTurnError: If it is nested deeper than `MAX_NESTING`.
+    """
+    if depth > MAX_NESTING:
+        raise MalformedTurnError(f"nested deeper than {MAX_NESTING} levels")
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {plain_data(key): plain_data(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(item, depth + 1) for item in value]
+    return value
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return text
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON.
+
+    Raises:
+        MalformedTurnError: If it is none, is nested too deeply, or has a number of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedTurnError(f"no JSON: {error}") from error

@@ -1,0 +1,89 @@
+"""Checks that a chat template renders conversations with tools as episodes need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pl_grouprl.chat.template_files import builtin_templates
+from pl_grouprl.types import Messages
+
+_NAME, _VALUE = "check_tool", "check_value"
+_RESULTS = ("check_result_1", "check_result_2")
+
+
+def check_tool_template(
+    encode: Callable[..., list[int]], encode_results: Callable[[Messages], list[int]], render: Callable[[Messages], str]
+) -> None:
+    """Refuse a template that drops calls or results, or renders results in a way that depends on what comes before.
+
+    Args:
+        encode: Tokens of a conversation; takes `add_generation_prompt`.
+        encode_results: Tokens of results between two turns.
+        render: Text of a conversation.
+
+    Raises:
+        ValueError: With what the template does.
+    """
+    conversation = _conversation()
+    _check_complete(render([{"role": "user", "content": "check"}, _turn(), *_results(2)]))
+    for place, message in enumerate(conversation):
+        if message["role"] == "tool":
+            _check_results(conversation[:place], [message], encode, encode_results)
+    _check_results(conversation[:2], _results(2), encode, encode_results)
+
+
+def _check_complete(text: str) -> None:
+    dropped = [
+        what
+        for what, sign in (
+            ("the name of a call", _NAME),
+            ("the arguments of a call", _VALUE),
+            ("the result of a tool", _RESULTS[0]),
+            ("the second result of a turn", _RESULTS[1]),
+        )
+        if sign not in text
+    ]
+    if dropped:
+        raise ValueError(f"drops {dropped[0]}")
+
+
+def _check_results(
+    before: Messages,
+    results: Messages,
+    encode: Callable[..., list[int]],
+    encode_results: Callable[[Messages], list[int]],
+) -> None:
+    """The whole conversation must be the one without the results, cut after its last turn, and the results."""
+    result_ids = encode_results(results)
+    full_ids = encode([*before, *results], add_generation_prompt=True)
+    prefix_ids = encode(before, add_generation_prompt=False)
+    cut = len(full_ids) - len(result_ids)
+    if full_ids[cut:] != result_ids or full_ids[:cut] != prefix_ids[:cut]:
+        raise ValueError("is not prefix-preserving: it renders a turn of the model differently once a result follows")
+
+
+def _turn(content: str = "", thought: str | None = None) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": _NAME, "arguments": {"key": _VALUE}}}
+    turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+    return turn if thought is None else {**turn, "reasoning_content": thought}
+
+
+def _results(count: int) -> Messages:
+    return [{"role": "tool", "name": _NAME, "content": content} for content in _RESULTS[:count]]
+
+
+def _conversation() -> Messages:
+    """Turns without text, with text, with thoughts, each followed by a result."""
+    user = {"role": "user", "content": "check"}
+    turns = [_turn(), _turn("check"), _turn(thought="check"), _turn()]
+    return [user, *(message for turn in turns for message in (turn, *_results(1)))]
+
+
+def remedy(source: str) -> str:
+    """What to do about a template that was refused, by the family that it seems to belong to."""
+    known = {"<|im_start|>": "qwen3", "<|start_header_id|>": "llama3"}
+    name = next((name for sign, name in known.items() if sign in source), None)
+    names = " or ".join(f"chat_template={other!r}" for other in builtin_templates() if other != "plain")
+    first = f"pass chat_template={name!r}, a built-in training template" if name else f"pass {names} if the model fits"
+    return f"{first}, or a template of your own that renders each message by itself"

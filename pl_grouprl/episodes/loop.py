@@ -1,0 +1,156 @@
+"""Samples episodes in rounds: all open episodes write a turn, then their tools run, then they read the results.
+
+What was sampled is never tokenized again: the tokens of a turn, with those of the results, begin the next one.
+
+Legend: P prompts, G rollouts of each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from pl_grouprl.chat import ChatFormat
+from pl_grouprl.episodes.episode import Episode, message_of
+from pl_grouprl.episodes.limits import EpisodeLimits
+from pl_grouprl.episodes.observations import add_observation, row_of
+from pl_grouprl.episodes.runner import ToolRunner
+from pl_grouprl.episodes.tools import ToolCall
+from pl_grouprl.types import Prompt, Rollout
+
+
+class TurnSampler(Protocol):
+    """Samples one turn of many episodes."""
+
+    max_length: int | None
+    """Longest sequence that it can sample, prompt included; None if unknown."""
+
+    def sample(self, turn: int, episodes: Sequence[Episode], limits: Sequence[int]) -> list[Rollout]:
+        """Sample the next turn of each episode, at most so many tokens; on a rank without episodes, none."""
+        ...
+
+    def in_step(self, run: Callable[[], None]) -> None:
+        """Do what may fail on one rank; where sampling is collective, it then fails on all."""
+        ...
+
+    def any_open(self, is_open: bool) -> bool:
+        """Whether an episode goes on, on this rank or, where sampling is collective, on any."""
+        ...
+
+
+class EpisodeLoop:
+    """Samples episodes of a run.
+
+    Args:
+        chat: Renders and parses the conversations.
+        runner: Runs the tools and environments.
+        limits: How long an episode may become.
+
+    Attributes:
+        runner: As passed.
+    """
+
+    def __init__(self, chat: ChatFormat, runner: ToolRunner, limits: EpisodeLimits) -> None:
+        self.runner, self._chat, self._limits = runner, chat, limits
+
+    def run(
+        self,
+        sampler: TurnSampler,
+        prompts: Sequence[Prompt],
+        places: Sequence[int],
+        max_new_tokens: int,
+        num_generations: int,
+    ) -> tuple[list[Prompt], list[list[Rollout]]]:
+        """Sample `num_generations` episodes of each prompt.
+
+        Args:
+            sampler: Samples the turns.
+            prompts: Open prompts, P of them.
+            places: Index of each in the batch of all ranks.
+            max_new_tokens: Most tokens that the model writes in an episode.
+            num_generations: G.
+
+        Returns:
+            For each prompt the part of it that its rollouts share, and its rollouts.
+        """
+        episodes: list[Episode] = []
+        sampler.in_step(lambda: episodes.extend(self._begin(prompts, places, num_generations)))
+        turn = 0
+        while sampler.any_open(any(episode.is_open for episode in episodes)):
+            open_ones = [episode for episode in episodes if episode.is_open]
+            sampler.in_step(lambda: self._advance(sampler, turn, open_ones, max_new_tokens))  # noqa: B023
+            turn += 1
+        sampler.in_step(lambda: self.runner.finish([episode.session for episode in episodes]))
+        groups = [episodes[start : start + num_generations] for start in range(0, len(episodes), num_generations)]
+        finished = [self._finish(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+        return [prompt for prompt, _ in finished], [rollouts for _, rollouts in finished]
+
+    def _begin(self, prompts: Sequence[Prompt], places: Sequence[int], num_generations: int) -> list[Episode]:
+        rows = [row_of(prompt) for prompt in prompts for _ in range(num_generations)]
+        sessions = iter(self.runner.begin(rows))
+        return [
+            self._first_turn(prompt, Episode(place, number, next(sessions), prompt.token_ids, media=prompt.media))
+            for prompt, place in zip(prompts, places, strict=True)
+            for number in range(num_generations)
+        ]
+
+    def _first_turn(self, prompt: Prompt, episode: Episode) -> Episode:
+        observation = episode.session.observation
+        if observation is not None:
+            tools = self.runner.schemas(episode.session.kind)
+            episode.prompt = add_observation(prompt, observation)
+            episode.prompt_ids = self._chat.encode_prompt(episode.prompt, tools)
+        return episode
+
+    def _advance(self, sampler: TurnSampler, turn: int, episodes: Sequence[Episode], max_new_tokens: int) -> None:
+        """Let the model write one turn of each episode, then run the tools that it calls."""
+        limits = [episode.turn_limit(max_new_tokens, self._limits, sampler.max_length) for episode in episodes]
+        writing = [(episode, limit) for episode, limit in zip(episodes, limits, strict=True) if limit > 0]
+        for episode, limit in zip(episodes, limits, strict=True):
+            if limit <= 0:
+                episode.finish_reason = "length"
+        sampled = sampler.sample(turn, [episode for episode, _ in writing], [limit for _, limit in writing])
+        for (episode, _), own in zip(writing, sampled, strict=True):
+            self._take_turn(episode, own)
+        self._call_tools([episode for episode, _ in writing if episode.is_open], sampler.max_length)
+
+    def _take_turn(self, episode: Episode, sampled: Rollout) -> None:
+        tools = self.runner.schemas(episode.session.kind)
+        message = self._chat.parse(sampled.token_ids, episode.history, tools) if sampled.token_ids else None
+        episode.add_turn(sampled, message)
+        allowed, calls = self._limits.max_tool_calling_iterations, (message or {}).get("tool_calls") or []
+        if sampled.finish_reason == "length" or not calls or (allowed is not None and episode.iterations >= allowed):
+            episode.finish_reason = sampled.finish_reason or "stop"
+        else:
+            episode.calls = [_read_call(call) for call in calls]
+
+    def _call_tools(self, episodes: Sequence[Episode], max_length: int | None) -> None:
+        """Make the calls of a turn; a result that does not fit is left out whole, and its episode ends."""
+        results = self.runner.call([(episode.session, episode.calls) for episode in episodes])
+        for episode, own in zip(episodes, results, strict=True):
+            episode.count(own)
+            token_ids = self._chat.encode_results([message_of(result) for result in own])
+            if self._fits(episode, len(token_ids), max_length):
+                episode.add_results(own, token_ids)
+            else:
+                episode.finish_reason = "length"
+
+    def _fits(self, episode: Episode, count: int, max_length: int | None) -> bool:
+        most, length = self._limits.max_episode_tokens, len(episode.token_ids) + count
+        if most is not None and length > most:
+            return False
+        return max_length is None or len(episode.prompt_ids) + length < max_length
+
+    def _finish(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Prompt, list[Rollout]]:
+        shared = len(os.path.commonprefix([episode.prompt_ids for episode in episodes]))
+        texts = [self._chat.tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in episodes]
+        rollouts = [episode.rollout(shared, text) for episode, text in zip(episodes, texts, strict=True)]
+        return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
+
+
+def _read_call(call: dict[str, Any]) -> ToolCall:
+    """A call as messages have it, with its type, or flat."""
+    function = call.get("function", call)
+    return ToolCall(function["name"], function.get("arguments") or {}, call.get("type", "function"))

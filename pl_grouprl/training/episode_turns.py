@@ -1,0 +1,111 @@
+"""Samples the turns of episodes with an engine; names their random numbers by place, rollout and turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from pl_grouprl.episodes.episode import Episode
+from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
+from pl_grouprl.rollout.limits import length_limits
+from pl_grouprl.sync.sampler import SamplerLostError
+from pl_grouprl.training.run import Run
+from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain, raise_on_all_ranks
+
+
+class EngineTurns:
+    """An engine as a `TurnSampler`.
+
+    Args:
+        run: Has the policy, and the rank.
+        engine: Samples; bound to the policy or to a copy.
+        sampling: How to sample.
+        num_generations: Rollouts per prompt.
+        seed: Names the random numbers of the call.
+        base_seed: The run's seed.
+        one_prompt: Whether all rollouts of a group read the same prompt, as they do without environments. The first
+            turn is then what a run without tools samples.
+
+    Attributes:
+        max_length: Longest sequence of model and engine, prompt included; None if unknown.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        engine: RolloutEngine,
+        sampling: SamplingConfig,
+        num_generations: int,
+        seed: Sequence[int | str],
+        *,
+        base_seed: int,
+        one_prompt: bool,
+    ) -> None:
+        self._run, self._engine, self._sampling = run, engine, sampling
+        self._num_generations, self._one_prompt = num_generations, one_prompt
+        self._seed, self._base_seed = seed, base_seed
+        self._is_collective = isinstance(engine, SyncedRolloutEngine)
+        lengths = [*length_limits(run.policy).values(), getattr(engine, "max_model_len", None)]
+        self.max_length: int | None = min((length for length in lengths if length is not None), default=None)
+
+    def keeping_caches(self) -> AbstractContextManager[Any]:
+        """Let the engine keep what it has encoded until the episodes end, if it can."""
+        engine: Any = self._engine
+        return engine.keep_caches() if declares(engine, "keeps_caches") else nullcontext()
+
+    def sample(self, turn: int, episodes: Sequence[Episode], limits: Sequence[int]) -> list[Rollout]:
+        """Sample the next turn of each episode, at most so many tokens."""
+        count = self._num_generations
+        if turn == 0 and self._one_prompt:
+            firsts, places = episodes[::count], [episode.place for episode in episodes[::count]]
+            groups = self._generate(turn, firsts, places, limits[::count], count)
+        else:
+            places = [episode.place * count + episode.number for episode in episodes]
+            groups = self._generate(turn, episodes, places, limits, 1)
+        return [
+            _cut(rollout, limit) for rollout, limit in zip((r for own in groups for r in own), limits, strict=True)
+        ]
+
+    def _generate(
+        self, turn: int, episodes: Sequence[Episode], places: list[int], limits: Sequence[int], count: int
+    ) -> list[list[Rollout]]:
+        if not episodes and not self._is_collective:
+            return []
+        media = [dict(episode.media) for episode in episodes]
+        options: dict[str, Any] = {"media": media} if any(media) else {}
+        if declares(self._engine, "takes_limits"):
+            options["max_new_tokens"] = list(limits)
+        by_place = declares(self._engine, "takes_prompt_indices")
+        if by_place:
+            options["prompt_indices"] = places
+        names = self._seed if turn == 0 else (*self._seed, "turn", turn)
+        return self._engine.generate(
+            [episode.history for episode in episodes],
+            replace(self._sampling, max_new_tokens=max(limits, default=1)),
+            num_generations=count,
+            # An engine that numbers its prompts itself would draw the same numbers on all ranks.
+            seed=derive_seed(*names, self._base_seed, 0 if by_place else self._run.global_rank),
+            **options,
+        )
+
+    def in_step(self, run: Callable[[], None]) -> None:
+        """Run on this rank; an error on one ends all where the engine is collective."""
+        if self._is_collective:
+            raise_on_all_ranks(run, self._run.device, shared=SamplerLostError)
+        else:
+            run()
+
+    def any_open(self, is_open: bool) -> bool:
+        """Whether an episode goes on, on any rank if the engine is collective."""
+        return any(gather_plain(is_open, self._run.device)) if self._is_collective else is_open
+
+
+def _cut(rollout: Rollout, limit: int) -> Rollout:
+    """Cut a rollout of an engine that knows no limits per prompt."""
+    if len(rollout.token_ids) <= limit:
+        return rollout
+    logprobs = None if rollout.logprobs is None else rollout.logprobs[:limit]
+    return Rollout(rollout.token_ids[:limit], logprobs, finish_reason="length")

@@ -1,0 +1,188 @@
+"""Tools and environments of a run: what the options ask for, and when they start and end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pl_grouprl.chat import ChatFormat
+from pl_grouprl.data.encoding import ChatOptions
+from pl_grouprl.episodes.limits import EpisodeLimits
+from pl_grouprl.episodes.loop import EpisodeLoop
+from pl_grouprl.episodes.runner import ToolRunner
+from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.rewards.base import as_weighted
+from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.environment import EnvironmentReward
+from pl_grouprl.training.run import Run
+from pl_grouprl.utilities.options import check_options
+
+Rewards = list[Weighted | RewardFunction] | RewardFunction
+
+
+class Episodes:
+    """How a run samples episodes of several turns; without tools, it only renders conversations.
+
+    Args:
+        run: Has the tokenizer.
+        tools: Functions that the model may call.
+        environment_factory: Makes environments; one, or several by name.
+        limits: How long an episode may become.
+        chat_template: Used in place of the tokenizer's; see `ChatFormat`.
+        tool_timeout: Seconds that a call may take; None for any time.
+        tool_workers: Processes per rank that run tools; 0 runs them in threads.
+
+    Attributes:
+        runner: Runs tools and environments; None if there are none.
+
+    Raises:
+        ValueError: If an option is out of range, or has no effect without tools.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        tools: Sequence[Callable[..., Any]] | None,
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+        limits: EpisodeLimits,
+        *,
+        chat_template: str | None = None,
+        tool_timeout: float | None = None,
+        tool_workers: int = 0,
+    ) -> None:
+        check_options(
+            {
+                "tool_timeout": (tool_timeout, tool_timeout is None or tool_timeout > 0, "larger than 0, or None"),
+                "tool_workers": (tool_workers, tool_workers >= 0, "0 (none) or larger"),
+            }
+        )
+        self._run, self._limits, self._chat_template = run, limits, chat_template
+        self._workers = tool_workers
+        self.runner: ToolRunner | None = None
+        if tools or environment_factory is not None:
+            self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
+        else:
+            _refuse_without_tools(limits, tool_timeout, tool_workers)
+        self._template_kwargs: Mapping[str, Any] = {}
+        self._loop: EpisodeLoop | None = None
+
+    def with_rewards(self, rewards: Rewards | None) -> Rewards:
+        """Add the rewards of environments that have them, each with weight 1.
+
+        Raises:
+            ValueError: If there is no reward at all.
+        """
+        names = [] if self.runner is None else self.runner.reward_names
+        if not names:
+            if rewards is None:
+                raise ValueError("rewards is None; pass a reward function, or an environment that has get_reward.")
+            return rewards
+        return [*([] if rewards is None else as_weighted(rewards)), *map(EnvironmentReward, names)]
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        """What the data needs to know about conversations."""
+        runner = self.runner
+        if runner is None:
+            return ChatOptions(self._of_row)
+        return ChatOptions(
+            self._of_row,
+            needs_messages="tools and environments need a conversation",
+            may_be_empty=runner.has_environments,
+            writes_data=runner.has_environments and runner.environment_names is None,
+        )
+
+    def longest_completion(self, max_new_tokens: int, budget: int | None) -> int:
+        """Most tokens after a prompt.
+
+        Args:
+            max_new_tokens: What the model writes at most.
+            budget: `max_tokens_per_micro_batch`.
+
+        Raises:
+            ValueError: If a budget needs to know it, and results of tools have no limit.
+        """
+        if self.runner is None:
+            return max_new_tokens
+        if self._limits.max_episode_tokens is None and budget is not None:
+            raise ValueError(
+                f"max_tokens_per_micro_batch is {budget}, and results of tools may take any number of tokens; set "
+                "max_episode_tokens."
+            )
+        return self._limits.max_episode_tokens or max_new_tokens
+
+    def set_up(self, template_kwargs: Mapping[str, Any], rewards: Sequence[PreparedReward], *, ahead: bool) -> None:
+        """Refuse a chat template and reward functions that cannot work, and start the workers.
+
+        Args:
+            template_kwargs: What the data passes to the chat template.
+            rewards: The reward functions.
+            ahead: Whether rollouts are sampled ahead.
+
+        Raises:
+            ValueError: Says what to change.
+        """
+        self._template_kwargs, self._loop = template_kwargs, None
+        if self.runner is None:
+            return
+        _check_readers_of_environments(rewards, self.runner, self._workers, ahead)
+        self._chat(self._run.tokenizer).check_tools()
+        self.runner.open()
+
+    def close(self) -> None:
+        """End the workers and what the environments hold."""
+        if self.runner is not None:
+            self.runner.close()
+
+    def _of_row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """What the chat template gets for a row, besides the messages."""
+        options: dict[str, Any] = {}
+        if self._chat_template is not None:
+            options["chat_template"] = self._chat(self._run.tokenizer).chat_template
+        if self.runner is not None:
+            options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama renders []
+        return options
+
+    def loop(self) -> EpisodeLoop | None:
+        """Samples episodes; None without tools."""
+        if self.runner is None:
+            return None
+        if self._loop is None:
+            self._loop = EpisodeLoop(self._chat(self._run.tokenizer), self.runner, self._limits)
+        return self._loop
+
+    def loop_for_thread(self) -> EpisodeLoop | None:
+        """The same for another thread: threads must not share a tokenizer."""
+        if self.runner is None:
+            return None
+        return EpisodeLoop(self._chat(copy.deepcopy(self._run.tokenizer)), self.runner, self._limits)
+
+    def _chat(self, tokenizer: Any) -> ChatFormat:
+        return ChatFormat(tokenizer, self._chat_template, self._template_kwargs)
+
+
+def _refuse_without_tools(limits: EpisodeLimits, tool_timeout: float | None, tool_workers: int) -> None:
+    given = {**vars(limits), "tool_timeout": tool_timeout, "tool_workers": tool_workers or None}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value}, which has no effect without tools; pass tools or environment_factory, or leave "
+                "it out."
+            )
+
+
+def _check_readers_of_environments(
+    rewards: Sequence[PreparedReward], runner: ToolRunner, workers: int, ahead: bool
+) -> None:
+    readers = [reward.name for reward in rewards if reward.parameters and "environments" in reward.parameters]
+    if not readers:
+        return
+    if not runner.has_environments:
+        raise ValueError(f"Reward functions {readers} read `environments`; pass environment_factory.")
+    for name, unfit in (("tool_workers", workers > 0), ("rollout_ahead", ahead)):
+        if unfit:
+            raise ValueError(
+                f"Reward functions {readers} read `environments`, which {name} keeps out of their reach; set {name} "
+                "to 0, or let the environment reward itself (get_reward)."
+            )
