@@ -133,7 +133,7 @@ def register_advantage_estimator(
     Args:
         name: What `advantage_estimator` calls it.
         needs: What the function takes besides rewards, by the names of its arguments: `group_ids`, the prompt of each
-            rollout, shape [B]; `lengths`, response tokens, shape [B]; `greedy_rewards`, the reward of the prompt's
+            rollout, shape [B]; `lengths`, the tokens that the model wrote, shape [B]; `greedy_rewards`, the reward of the prompt's
             rollout without sampling, shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape
             [B, T]; `reduce`, which adds up sums over ranks, or None for one rank. Per token, each rank passes its own
             rollouts alone; otherwise every rank passes those of all ranks.
