@@ -117,7 +117,8 @@ class EpisodeLoop:
         self._call_tools([episode for episode, _ in writing if episode.is_open], sampler.max_length)
 
     def _take_turn(self, episode: Episode, sampled: Rollout) -> None:
-        message = self._chat.parse(sampled.token_ids, episode.history) if sampled.token_ids else None
+        tools = self.runner.schemas(episode.session.environment_key)
+        message = self._chat.parse(sampled.token_ids, episode.history, tools) if sampled.token_ids else None
         episode.add_turn(sampled, message)
         allowed, calls = self._limits.max_tool_calling_iterations, (message or {}).get("tool_calls") or []
         if sampled.finish_reason == "length" or not calls or (allowed is not None and episode.iterations >= allowed):
@@ -144,6 +145,6 @@ class EpisodeLoop:
 
     def _finish(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Prompt, list[Rollout]]:
         shared = len(os.path.commonprefix([episode.prompt_ids for episode in episodes]))
-        texts = [self._chat.decode(episode.token_ids) for episode in episodes]
+        texts = [self._chat.tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in episodes]
         rollouts = [episode.rollout(shared, text) for episode, text in zip(episodes, texts, strict=True)]
         return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
