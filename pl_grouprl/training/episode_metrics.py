@@ -19,7 +19,7 @@ def summarize_episode(rollout: Rollout) -> EpisodeRecord | None:
     if rollout.messages is None:
         return None
     return rollout.tool_counts | {
-        "turns": float(sum(message["role"] == "assistant" for message in rollout.messages)),
+        "turns": float(rollout.num_turns),
         "context_tokens": float(len(rollout.token_ids) - rollout.num_sampled_tokens),
     }
 
