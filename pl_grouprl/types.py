@@ -107,8 +107,9 @@ class Rollout:
             different ones. They are not trained.
         tool_counts: For an episode, `calls` and `seconds` of tools, and how many calls failed by the kind of failure;
             see `pl_grouprl.episodes.tools.ToolResult`.
-        environment_reward: What the environment's `get_reward` returned; None if it has no such method.
-        environment_name: Name of the environment's class, if it has such a method.
+        environment_reward: What the environment's `get_reward` returned, NaN if it failed; None if it has no such
+            method.
+        environment_name: The class of that environment, which names its reward; None if it has no `get_reward`.
         environment: The environment itself, for reward functions; None once the rollout has left its process.
     """
 

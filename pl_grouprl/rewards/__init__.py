@@ -13,7 +13,9 @@ from pl_grouprl.rewards.apply import (
 )
 from pl_grouprl.rewards.base import FunctionFromFile, RewardConfigurationError, RewardFunction, Weighted
 from pl_grouprl.rewards.code_tests import CodeTests
+from pl_grouprl.rewards.conventions import check_environments
 from pl_grouprl.rewards.cosine_length import CosineLengthReward
+from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CodeTests",
     "CosineLengthReward",
+    "EnvironmentReward",
     "ExactMatch",
     "FunctionFromFile",
     "LeadingCorrectCharacters",
@@ -45,6 +48,7 @@ __all__ = [
     "Weighted",
     "apply_rewards",
     "check_columns",
+    "check_environments",
     "check_stoppable",
     "prepare_rewards",
     "start_rewards",

@@ -16,7 +16,7 @@ from pl_grouprl.rewards.conventions import (
     prepare_reward,
 )
 from pl_grouprl.rewards.results import Score, fits_float32
-from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.types import LiveObject, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import private_copy
 
 Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
@@ -39,10 +39,16 @@ def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
     return prepared
 
 
-def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> None:
+def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str, *, environments: bool = False) -> None:
     """Check before a run that every prompt has the columns that the reward functions cannot be called without.
 
     Calls each function's `set_up` and, for each row, its `check_row`, if it has these methods.
+
+    Args:
+        prompts: All prompts.
+        rewards: The reward functions.
+        split: Name of the data set, for messages.
+        environments: Whether rollouts will have environments in this process, for functions that require them.
 
     Raises:
         ValueError: If one has not, or `check_row` refuses it; names the row, the function and the column.
@@ -52,10 +58,9 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str) -> No
     for reward in prepared:
         if set_up := hook_of(reward.function, "set_up"):
             set_up()
+    rollout = Rollout([], text="", environment=LiveObject(object()) if environments else None)
     for number, prompt in enumerate(prompts):
-        group = RolloutGroup(
-            prompt.token_ids, [Rollout([], text="")], number, prompt.columns, prompt.prompt, prompt.data_source
-        )
+        group = RolloutGroup(prompt.token_ids, [rollout], number, prompt.columns, prompt.prompt, prompt.data_source)
         inputs = flatten_groups([group])
         for reward in prepared:
             try:
@@ -99,7 +104,7 @@ class PendingRewards:
         start = 0
         for group in self._groups:
             end = start + len(group.rollouts)
-            by_function = [_as_steps(own[start:end], group.rollouts) for own in scores]
+            by_function = [_align_steps(own[start:end], group.rollouts) for own in scores]
             for index, rollout in enumerate(group.rollouts):
                 _write_reward(rollout, self._prepared, [own[index] for own in by_function])
             start = end
@@ -158,7 +163,14 @@ def apply_rewards(
 
     A function may return a list for a completion, with a number for each token, or None (or NaN) for a token without a
     reward. Their sum is then the function's reward. Where it does so for a completion of a group, a number that it
-    returns for another one of the group is the reward of the last token.
+    returns for another one of the group is the reward of the last token. A completion begins after the observation of
+    its environment, so its tokens are `Rollout.completion_ids`.
+
+    Of an episode, functions of TRL's signature get the messages as `completions`, calls and results of tools included.
+    They may also take `completion_mask`, per completion 1 for each token that the model wrote and 0 for the others, and
+    `environments`, the environments themselves rather than copies; `environments` not in worker processes. As
+    `solution_str`, functions of verl's signature get the whole completion decoded, results of tools included, as verl
+    does; those with a true attribute `reads_final_answer` get the content of the last assistant message.
 
     Args:
         groups: Any number of groups of any size. Changed in place.
@@ -202,7 +214,7 @@ def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
             raise ValueError(
                 "Rollout.text is None and tokenizer is None; set the text or pass a tokenizer to decode it."
             )
-        rollout.text = tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        rollout.text = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
@@ -239,16 +251,22 @@ def _weighted_tokens(scores: Sequence[tuple[float, Score]]) -> list[float | None
     ]
 
 
-def _as_steps(scores: Sequence[Score], rollouts: Sequence[Rollout]) -> list[Score]:
-    """Make a function's numbers rewards of the last token if it rewarded tokens of another rollout of the group."""
+def _align_steps(scores: Sequence[Score], rollouts: Sequence[Rollout]) -> list[Score]:
+    """Bring a function's rewards of tokens into line with the token ids of a group's rollouts.
+
+    If it rewarded tokens of any rollout, its numbers become rewards of the last token.
+    """
     if all(score.token_rewards is None for score in scores):
         return list(scores)
-    return [
-        replace(score, token_rewards=[*[None] * (len(rollout.token_ids) - 1), score.value])
-        if score.token_rewards is None and score.value is not None and rollout.token_ids
-        else score
-        for score, rollout in zip(scores, rollouts, strict=True)
-    ]
+    return [_align(score, rollout) for score, rollout in zip(scores, rollouts, strict=True)]
+
+
+def _align(score: Score, rollout: Rollout) -> Score:
+    if score.token_rewards is not None:
+        return replace(score, token_rewards=[*[None] * rollout.num_observation_tokens, *score.token_rewards])
+    if score.value is not None and rollout.token_ids:
+        return replace(score, token_rewards=[*[None] * (len(rollout.token_ids) - 1), score.value])
+    return score
 
 
 def _metrics(prefix: str, scores: Sequence[Score]) -> dict[str, float]:

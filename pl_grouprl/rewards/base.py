@@ -43,6 +43,9 @@ raises ValueError if it cannot score it. An object with a true attribute `stays_
 processes, nor is an `async` function; every other one must then give a group's rewards whatever the other groups are,
 since workers call it once per group.
 
+Of an episode, functions see more: see `pl_grouprl.rewards.apply_rewards`. A function of verl's signature with a true
+attribute `reads_final_answer` gets the content of the last assistant message as `solution_str`.
+
 This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
 a YAML file would be refused for not naming them.
 """

@@ -8,6 +8,7 @@ from typing import Any
 from pl_grouprl.rewards.base import RewardConfigurationError, RewardFunction
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.rewards.results import Score, read_result
+from pl_grouprl.types import LiveObject
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.progress import tick
 
@@ -20,7 +21,7 @@ class Call:
         unit: The rollouts that it scores.
         group_of: The group of each of them.
         lengths: Tokens of each completion.
-        kwargs: The function's arguments, not yet copied.
+        kwargs: The function's arguments, not yet copied. Each of the `environments` is a `LiveObject`, never copied.
     """
 
     unit: list[int]
@@ -31,7 +32,14 @@ class Call:
     def make(self, function: RewardFunction) -> Any:
         """Call a function with copies, so that it can change neither training nor the arguments of other calls."""
         tick()
-        return function(**private_copy(self.kwargs))
+        return function(**_unwrap_environments(private_copy(self.kwargs)))
+
+
+def _unwrap_environments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if "environments" not in kwargs:
+        return kwargs
+    values = [own.value if isinstance(own, LiveObject) else own for own in kwargs["environments"]]
+    return kwargs | {"environments": values}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol
 
 from pl_grouprl.rewards.async_calls import AsyncCalls
@@ -19,6 +20,7 @@ from pl_grouprl.rewards.conventions import (
     RewardInputs,
     call_arguments,
     call_units,
+    check_environments,
     smaller_units,
 )
 from pl_grouprl.rewards.process_state import left_as_found
@@ -52,7 +54,7 @@ class PendingScores:
         timeout: Seconds that a call of a coroutine function may take; None uses the workers' limit.
 
     Raises:
-        ValueError: If a function needs a column that the data lacks.
+        ValueError: If a function needs a column that the data lacks, or the environments of this process in a worker.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class PendingScores:
         self._max_failed_share = max_failed_share
         self._workers = workers
         self._begun_elsewhere: list[AsyncCalls | Future[Any]] = []
+        if workers is not None and inputs.environments is not None:
+            check_environments(rewards)
         units = [call_units(reward, inputs, by_group=self._runs_in_workers(reward)) for reward in rewards]
         self._calls = [self._make_calls(reward, own) for reward, own in zip(rewards, units, strict=True)]
         self._begun = [self._begin(reward, own, retries) for reward, own in zip(rewards, self._calls, strict=True)]
@@ -112,12 +116,13 @@ class PendingScores:
 
     def _make_calls(self, reward: PreparedReward, units: Sequence[list[int]]) -> list[Call]:
         groups, completions = self._inputs.groups, self._inputs.completion_ids
+        inputs = replace(self._inputs, environments=None) if self._runs_in_workers(reward) else self._inputs
         return [
             Call(
                 unit,
                 [groups[index] for index in unit],
                 [len(completions[index]) for index in unit],
-                call_arguments(reward, self._inputs, unit),
+                call_arguments(reward, inputs, unit),
             )
             for unit in units
         ]

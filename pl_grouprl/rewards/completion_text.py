@@ -1,12 +1,36 @@
-"""The text of a completion, whichever form TRL's convention gives it."""
+"""What the model wrote in a completion, whichever form TRL's convention gives it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+
+from pl_grouprl.types import Messages
 
 
-def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return a string as it is, and the contents of messages joined by line feeds."""
+def completion_text(completion: str | Messages) -> str:
+    """Return the model's answer: a string as it is; of messages, the content of the last one by the assistant.
+
+    Earlier turns and results of tools are not the answer. Empty if there is none.
+    """
     if isinstance(completion, str):
         return completion
-    return "\n".join(message.get("content") or "" for message in completion)
+    return next(reversed(_assistant_texts(completion)), "")
+
+
+def written_text(completion: str | Messages) -> str:
+    """Return all that the model wrote: a string as it is; of messages, the assistant's contents joined."""
+    return completion if isinstance(completion, str) else "\n".join(_assistant_texts(completion))
+
+
+def written_ids(completion_ids: Sequence[list[int]], completion_mask: Sequence[list[int]] | None) -> list[list[int]]:
+    """Return the tokens of each completion that the model wrote; without a mask, all of them."""
+    if completion_mask is None:
+        return list(completion_ids)
+    return [
+        [token for token, bit in zip(ids, mask, strict=True) if bit]
+        for ids, mask in zip(completion_ids, completion_mask, strict=True)
+    ]
+
+
+def _assistant_texts(messages: Messages) -> list[str]:
+    return [message.get("content") or "" for message in messages if message.get("role") == "assistant"]

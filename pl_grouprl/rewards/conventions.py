@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pl_grouprl.rewards.base import FunctionFromFile, RewardFunction, Weighted
-from pl_grouprl.types import Messages, RolloutGroup
+from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.types import LiveObject, Messages, Rollout, RolloutGroup
 
 Convention = Literal["trl", "verl", "groups"]
 
-_TRL_INPUTS = ("prompts", "completions", "completion_ids")
-_VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_NO_ENVIRONMENTS = (
+    " `environments` are those of an environment_factory, in the process that trains: leave tool_workers and "
+    "reward_workers at 0."
+)
 
 
 @dataclass
@@ -21,14 +24,17 @@ class RewardInputs:
     """The rollouts of all groups in one flat list, as reward functions see them.
 
     Attributes:
-        prompts: Prompt of each rollout, length B: a string or messages.
-        texts: Completion of each rollout, decoded.
+        prompts: Prompt of each rollout, length B: a string or messages, with the observation of its environment.
+        texts: Completion of each rollout, decoded; of an episode, with the results of tools.
         completion_ids: Tokens of each completion.
         data_sources: Name of the data set that each prompt is from.
         columns: Every column of the data, one value per rollout; None where a prompt's row lacks it.
         groups: Which group each rollout is from, counted from 0.
         rollout_groups: The groups themselves.
         of_prompts: What a function of verl's signature is told about a prompt, by its name and the group.
+        messages: Completion of each rollout as messages; None for one that is not an episode.
+        completion_masks: For each token of each completion, 1 if the model wrote it; None if none is an episode.
+        environments: The environment of each rollout; None if there are none in this process.
     """
 
     prompts: list[str | Messages]
@@ -39,6 +45,9 @@ class RewardInputs:
     groups: list[int]
     rollout_groups: list[RolloutGroup] = field(default_factory=list)
     of_prompts: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    messages: list[Messages | None] = field(default_factory=list)
+    completion_masks: list[list[int]] | None = None
+    environments: list[LiveObject | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class PreparedReward:
         required: Names without which it cannot be called.
         is_async: True for a coroutine function.
         in_process: True where the function is never sent to a worker process: it is async, or says so itself.
+        final_answer: True where a function of verl's signature reads only the answer of an episode, as it says itself.
+        names_environments: True where the function names the parameter `environments`.
     """
 
     function: RewardFunction
@@ -64,6 +75,8 @@ class PreparedReward:
     required: frozenset[str]
     is_async: bool
     in_process: bool
+    final_answer: bool = False
+    names_environments: bool = False
 
 
 def prepare_reward(weighted: Weighted) -> PreparedReward:
@@ -108,7 +121,22 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
         required=frozenset(key for key, parameter in by_name.items() if parameter.default is parameter.empty),
         is_async=is_async,
         in_process=is_async or getattr(function, "stays_in_process", False),
+        final_answer=getattr(function, "reads_final_answer", False),
+        names_environments="environments" in by_name,
     )
+
+
+def check_environments(rewards: Sequence[PreparedReward]) -> None:
+    """Refuse to run functions in reward workers that take the environments, which live in this process.
+
+    Raises:
+        ValueError: Names the functions.
+    """
+    if stranded := [reward.name for reward in rewards if reward.names_environments and not reward.in_process]:
+        raise ValueError(
+            f"The reward functions {stranded} take `environments`, which live in this process, and reward_workers "
+            "would run them in another; set reward_workers to 0, or give each a true attribute `stays_in_process`."
+        )
 
 
 def _convention(parameters: Set[str], takes_any: bool) -> Convention | None:
@@ -124,16 +152,36 @@ def _convention(parameters: Set[str], takes_any: bool) -> Convention | None:
 def flatten_groups(groups: Sequence[RolloutGroup]) -> RewardInputs:
     """List the rollouts of all groups, in order. Every rollout must have its text."""
     pairs = [(index, group, rollout) for index, group in enumerate(groups) for rollout in group.rollouts]
+    rollouts = [rollout for _, _, rollout in pairs]
     names = {name: None for group in groups for name in group.columns}  # a dictionary keeps the order
     return RewardInputs(
-        prompts=[group.prompt for _, group, _ in pairs],
-        texts=[rollout.text or "" for _, _, rollout in pairs],
-        completion_ids=[rollout.token_ids for _, _, rollout in pairs],
+        prompts=[group.prompt if rollout.prompt is None else rollout.prompt for _, group, rollout in pairs],
+        texts=[rollout.text or "" for rollout in rollouts],
+        completion_ids=[rollout.completion_ids for rollout in rollouts],
         data_sources=[group.data_source for _, group, _ in pairs],
         columns={name: [group.columns.get(name) for _, group, _ in pairs] for name in names},
         groups=[index for index, _, _ in pairs],
         rollout_groups=list(groups),
+        messages=[rollout.messages for rollout in rollouts],
+        completion_masks=_completion_masks(rollouts),
+        environments=_environments(rollouts),
     )
+
+
+def _completion_masks(rollouts: Sequence[Rollout]) -> list[list[int]] | None:
+    if all(rollout.messages is None for rollout in rollouts):
+        return None
+    return [
+        [1] * len(rollout.completion_ids)
+        if rollout.loss_mask is None
+        else rollout.loss_mask[rollout.num_observation_tokens :]
+        for rollout in rollouts
+    ]
+
+
+def _environments(rollouts: Sequence[Rollout]) -> list[LiveObject | None] | None:
+    environments = [rollout.environment for rollout in rollouts]
+    return environments if any(own is not None and own.value is not None for own in environments) else None
 
 
 def call_units(reward: PreparedReward, inputs: RewardInputs, *, by_group: bool = False) -> list[list[int]]:
@@ -177,10 +225,13 @@ def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]
         make = _trl_arguments if reward.convention == "trl" else _groups_arguments
         return _taken(reward, inputs, make(inputs, unit))
     (index,) = unit
+    text, messages = inputs.texts[index], inputs.messages[index]
+    if reward.final_answer and messages is not None:
+        text = completion_text(messages)
     of_prompt = (reward.name, inputs.groups[index])  # made once for all of its rollouts
     if of_prompt not in inputs.of_prompts:
         inputs.of_prompts[of_prompt] = _taken(reward, inputs, _verl_arguments(reward, inputs, index))
-    return inputs.of_prompts[of_prompt] | {"solution_str": inputs.texts[index]}
+    return inputs.of_prompts[of_prompt] | {"solution_str": text}
 
 
 def _taken(reward: PreparedReward, inputs: RewardInputs, available: dict[str, Any]) -> dict[str, Any]:
@@ -194,6 +245,7 @@ def _taken(reward: PreparedReward, inputs: RewardInputs, available: dict[str, An
         raise ValueError(
             f"Reward function {reward.name!r} requires {missing}, and the data has the columns "
             f"{sorted(inputs.columns)}; add the column, or give the parameter a default."
+            + (_NO_ENVIRONMENTS if "environments" in missing else "")
         )
     if reward.parameters is None:
         return available
@@ -207,15 +259,22 @@ def _groups_arguments(inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
 
 def _trl_arguments(inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:
     columns = {name: [values[index] for index in unit] for name, values in inputs.columns.items()}
-    completions: list[Any] = []
-    for index in unit:
-        text, conversational = inputs.texts[index], not isinstance(inputs.prompts[index], str)
-        completions.append([{"role": "assistant", "content": text}] if conversational else text)
-    return columns | {
+    available = columns | {
         "prompts": [inputs.prompts[index] for index in unit],
-        "completions": completions,
+        "completions": [_completion(inputs, index) for index in unit],
         "completion_ids": [inputs.completion_ids[index] for index in unit],
     }
+    of_episodes = {"completion_mask": inputs.completion_masks, "environments": inputs.environments}
+    return available | {
+        name: [values[index] for index in unit] for name, values in of_episodes.items() if values is not None
+    }
+
+
+def _completion(inputs: RewardInputs, index: int) -> str | Messages:
+    messages, text = inputs.messages[index], inputs.texts[index]
+    if messages is not None:
+        return messages
+    return text if isinstance(inputs.prompts[index], str) else [{"role": "assistant", "content": text}]
 
 
 def _verl_arguments(reward: PreparedReward, inputs: RewardInputs, index: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pl_grouprl.rewards.base import RewardFunction, Weighted, as_weighted, hook_of
 from pl_grouprl.rewards.calls import score_all
-from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.rewards.completion_text import written_ids, written_text
 from pl_grouprl.rewards.conventions import flatten_groups, prepare_reward
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import LiveObject, Messages, Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_finite, check_options
 
@@ -49,7 +49,8 @@ class CosineLengthReward:
         max_value_correct: Reward of a correct answer of length 0.
         exceed_value: Reward at `max_len` and beyond, right or wrong (the paper's r_e). None: no such penalty.
         threshold: Largest reward of `correct` that still counts as wrong.
-        unit: What lengths count: `token` (the paper) or `character` of the text (open-r1).
+        unit: What lengths count: `token` (the paper) or `character` of the text (open-r1). Of an episode, only
+            those that the model wrote.
     """
 
     def __init__(
@@ -100,16 +101,25 @@ class CosineLengthReward:
             check_row(columns)
 
     def __call__(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        completion_mask: list[list[int]] | None = None,
+        **columns: list[Any],
     ) -> list[float | None]:
         """Return the reward of each completion; NaN, which counts as a failure, where `correct` failed.
 
         Raises:
             ValueError: If `correct` needs a column that the data lacks, or returns the wrong type or length.
         """
-        texts = [completion_text(completion) for completion in completions]
-        correctness = self._correctness(prompts, texts, completion_ids, columns)
-        units: Sequence[Any] = completion_ids if self.unit == "token" else texts
+        none: list[Any] = [None] * len(completions)
+        masks, environments = completion_mask or none, columns.get("environments") or none
+        rollouts = list(map(_rollout, prompts, completions, completion_ids, masks, environments))
+        correctness = self._correctness(prompts, rollouts, columns)
+        units: Sequence[Any] = written_ids(completion_ids, completion_mask)
+        if self.unit == "character":
+            units = [written_text(completion) for completion in completions]
         return [self._score(value, len(own)) for value, own in zip(correctness, units, strict=True)]
 
     def _score(self, correctness: float | None, length: int) -> float | None:
@@ -122,7 +132,7 @@ class CosineLengthReward:
         return cosine_between(self.min_value_wrong, self.max_value_wrong, length / self.max_len)
 
     def _correctness(
-        self, prompts: list[Any], texts: list[str], completion_ids: list[list[int]], columns: dict[str, list[Any]]
+        self, prompts: list[Any], rollouts: list[Rollout], columns: dict[str, list[Any]]
     ) -> list[float | None]:
         """Call `correct` as it would be called by itself."""
         # One group per rollout, so that a completion on which the function fails costs no other one its reward. No
@@ -130,13 +140,13 @@ class CosineLengthReward:
         groups = [
             RolloutGroup(
                 prompt_ids=[0],
-                rollouts=[Rollout(ids, text=text)],
+                rollouts=[rollout],
                 group_id=index,
                 columns={name: values[index] for name, values in columns.items()},
                 prompt=prompt,
                 data_source=str(columns["data_source"][index] or "default") if "data_source" in columns else "default",
             )
-            for index, (prompt, text, ids) in enumerate(zip(prompts, texts, completion_ids, strict=True))
+            for index, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True))
         ]
         # How many may fail is judged by the caller, which sees the NaNs.
         (scores,) = score_all([self.correct], flatten_groups(groups), retries=1, max_failed_share=1.0)
@@ -157,3 +167,14 @@ class CosineLengthReward:
                 f"min_value_correct={self.min_value_correct}: a long wrong answer would earn more than a long correct "
                 "one; lower it."
             )
+
+
+def _rollout(
+    prompt: Any, completion: str | Messages, completion_ids: list[int], mask: list[int] | None, environment: Any
+) -> Rollout:
+    live = None if environment is None else LiveObject(environment)
+    if isinstance(completion, str):
+        return Rollout(completion_ids, text=completion, loss_mask=mask, environment=live)
+    text = "\n".join(message.get("content") or "" for message in completion)
+    messages = None if isinstance(prompt, str) else completion
+    return Rollout(completion_ids, text=text, messages=messages, loss_mask=mask, environment=live)

@@ -16,6 +16,9 @@ class ExactMatch:
         ignore_case: Compare without regard to upper and lower case.
     """
 
+    reads_final_answer = True
+    """Of an episode, the content of the last assistant message is the completion."""
+
     def __init__(self, strip: bool = True, ignore_case: bool = False) -> None:
         self.strip = strip
         self.ignore_case = ignore_case

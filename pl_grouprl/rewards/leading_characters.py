@@ -25,6 +25,9 @@ class LeadingCorrectCharacters:
     Partly correct completions earn something, so a policy that is rarely exactly right has something to learn from.
     """
 
+    reads_final_answer = True
+    """Of an episode, the content of the last assistant message is the completion."""
+
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> float:

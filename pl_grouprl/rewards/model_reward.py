@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from pl_grouprl.models.score import hidden_states
 from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
 from pl_grouprl.packing import Sharing, pack
 from pl_grouprl.rewards.base import RewardConfigurationError
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import Messages, Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.describe import identity, is_plain
 from pl_grouprl.utilities.memory import naming_memory
@@ -41,8 +42,9 @@ class ModelReward:
         model: Name on the model hub or a local folder; or a transformers model, which is put into evaluation mode.
         label: Which of several labels is the reward. May be left out where the model has one.
         tokenizer: Name, folder or tokenizer of a reward model whose tokens are not the policy's. Messages and
-            completion then go through its chat template, a string and its completion are encoded as one text. None:
-            the reward model reads the policy's own token ids.
+            completion then go through its chat template, a string and its completion are encoded as one text. The
+            template must be able to render the tool calls of an episode. None: the reward model reads the policy's own
+            token ids.
         max_tokens_per_pass: Groups are put into one forward pass up to so many tokens, one group at least.
         sharing: `shared` encodes what the sequences of a group have in common once, `repeated` once per rollout.
         attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
@@ -248,14 +250,46 @@ def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> I
             continue
         if rollout.text is None:
             raise ValueError(f"{reward!r} has a tokenizer of its own and Rollout.text is None; decode it first.")
-        if isinstance(group.prompt, str):
-            ids = tokenizer(group.prompt + rollout.text)["input_ids"]
-        else:
-            conversation = [*group.prompt, {"role": "assistant", "content": rollout.text}]
+        prompt = group.prompt if rollout.prompt is None else rollout.prompt
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt + rollout.text)["input_ids"]
+        elif rollout.messages is None:
+            conversation = [*prompt, {"role": "assistant", "content": rollout.text}]
             ids = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)
+        else:
+            ids = _encode_episode([*prompt, *rollout.messages], tokenizer, reward)
         if not ids:
             raise ValueError(f"{reward!r}: prompt and completion have no token in its tokenizer; leave such rows out.")
         yield list(ids)
+
+
+def _encode_episode(messages: Messages, tokenizer: Any, reward: ModelReward) -> list[int]:
+    """Render an episode with a chat template; refuses one that leaves out calls or results of tools."""
+    messages = [message | {"content": message.get("content") or ""} for message in messages]
+    remedy = (
+        "pass a tokenizer whose chat template renders tool calls and messages of the role `tool`, or a reward model "
+        "that reads the policy's tokens (tokenizer=None)"
+    )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # templates raise what they like
+        raise RewardConfigurationError(
+            f"{reward!r}: its chat template refuses an episode ({error}); {remedy}."
+        ) from error
+    called = [call.get("function", call)["name"] for message in messages for call in message.get("tool_calls") or ()]
+    lost = [name for name in called if name not in text]
+    lost += [message["content"] for message in messages if message["role"] == "tool" and not _shows(text, message)]
+    if lost:
+        raise RewardConfigurationError(
+            f"{reward!r}: its chat template leaves out {lost[0]!r:.80} of an episode; {remedy}."
+        )
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+
+def _shows(text: str, message: dict[str, Any]) -> bool:
+    """Whether a rendering has a message's content, as it is or as JSON."""
+    content = message["content"].strip()
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text or json.dumps(content)[1:-1] in text
 
 
 def _without_padding(sequence: list[int], pad: int | None) -> list[int]:

@@ -44,6 +44,9 @@ class NumericAnswer:
         format_score: Reward for a number in the asked form that is wrong.
     """
 
+    reads_final_answer = True
+    """Of an episode, the content of the last assistant message is the completion."""
+
     def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
         if method not in ("strict", "flexible"):
             raise ValueError(f"NumericAnswer.method is {method!r}; it must be 'strict' or 'flexible'.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pl_grouprl.rewards.completion_text import written_ids
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
@@ -19,8 +20,8 @@ class OverlongPenalty:
         penalty * ((L - C) - y) / C      L - C < y <= L
         -penalty                         y > L
 
-    All tokens of a completion count, those of tools too. Add it to a reward for correctness; by itself it only
-    teaches brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
+    Of an episode, only tokens that the model wrote count. Add it to a reward for correctness; by itself it only teaches
+    brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
     `overlong_buffer_cfg` (`len`, `penalty_factor`, with `max_resp_len`) give the same numbers.
 
     Args:
@@ -46,10 +47,15 @@ class OverlongPenalty:
         self.penalty = penalty
 
     def __call__(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        completion_mask: list[list[int]] | None = None,
+        **columns: list[Any],
     ) -> list[float]:
         """Return the penalty of each completion, from -penalty to 0."""
-        return [self._score(len(ids)) for ids in completion_ids]
+        return [self._score(len(ids)) for ids in written_ids(completion_ids, completion_mask)]
 
     def _score(self, length: int) -> float:
         free = self.max_length - self.overlong_buffer

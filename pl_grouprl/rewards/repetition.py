@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
-from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.rewards.completion_text import written_ids, written_text
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
@@ -33,7 +33,8 @@ class RepetitionPenalty:
     """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
 
     On words it gives the numbers of open-r1's `get_repetition_penalty_reward`: words are what white space separates,
-    upper and lower case are the same. Languages without spaces between words need `unit="token"`.
+    upper and lower case are the same. Languages without spaces between words need `unit="token"`. Of an episode, only
+    what the model wrote counts, all turns as one text.
 
     Args:
         ngram_size: Words or tokens in one n-gram.
@@ -55,11 +56,16 @@ class RepetitionPenalty:
         self.unit = unit
 
     def __call__(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: list[Any]
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        completion_mask: list[list[int]] | None = None,
+        **columns: list[Any],
     ) -> list[float]:
         """Return the penalty of each completion, from max_penalty to 0."""
-        sequences: list[Any] = completion_ids
+        sequences: list[Any] = written_ids(completion_ids, completion_mask)
         if self.unit == "word":
-            sequences = [completion_text(completion).lower().split() for completion in completions]
+            sequences = [written_text(completion).lower().split() for completion in completions]
         # No penalty is 0.0, not -0.0.
         return [self.max_penalty * repeated_share(units, self.ngram_size) + 0.0 for units in sequences]

@@ -140,7 +140,7 @@ class Episodes:
         if self._chat_template is not None:
             options["chat_template"] = self._chat(self._run.tokenizer).chat_template
         if self.runner is not None:
-            options["tools"] = self.runner.schemas(self.runner.key_of(columns)) or None  # Llama renders []
+            options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama renders []
         return options
 
     def loop(self) -> EpisodeLoop | None:

@@ -13,6 +13,7 @@ from pl_grouprl.rewards import (
     RewardWorkers,
     Weighted,
     check_columns,
+    check_environments,
     check_stoppable,
     prepare_rewards,
     start_rewards,
@@ -33,12 +34,13 @@ class Rewarder:
         retries: How often a call that raised is repeated.
         max_failed_share: Share of a rank's rollouts on which a function may fail before that is an error.
         max_unrewarded_batches: Abort after this many consecutive batches without any reward.
+        environments: Whether rollouts have environments in this process, which reward functions may take.
 
     Attributes:
         unrewarded_batches: Consecutive batches without any reward so far.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If an option is out of range, or a function that takes environments would run in a worker.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Rewarder:
         retries: int = 1,
         max_failed_share: float = 0.5,
         max_unrewarded_batches: int = 10,
+        environments: bool = False,
     ) -> None:
         check_options(
             {
@@ -64,11 +67,14 @@ class Rewarder:
         self.functions = prepare_rewards(rewards)
         if timeout is not None and workers == 0:
             check_stoppable(self.functions, timeout)
+        if environments and workers:
+            check_environments(self.functions)
         self._rewards = rewards
         self._run = run
         self._num_workers, self._timeout = workers, timeout
         self._retries, self._max_failed_share = retries, max_failed_share
         self._max_unrewarded_batches = max_unrewarded_batches
+        self._environments = environments
         self.unrewarded_batches = 0
         self._workers: RewardWorkers | None = None
 
@@ -85,7 +91,7 @@ class Rewarder:
 
     def check_columns(self, prompts: Sequence[Prompt], split: str) -> None:
         """Refuse prompts that lack a column that a reward function reads."""
-        check_columns(prompts, self._rewards, split)
+        check_columns(prompts, self._rewards, split, environments=self._environments)
 
     def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
         """Begin to reward rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.episodes import mask_of, open_episodes, prompt_of
+from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.scripted_engine import ScriptedEngine, logprob
 from helpers.tiny_models import tiny_model

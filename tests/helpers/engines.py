@@ -88,15 +88,17 @@ class Subject:
         *,
         seed: int = 0,
         prompt_indices: list[int] | None = None,
+        limits: list[int] | None = None,
         **options: Any,
     ) -> list[list[Rollout]]:
-        """Sample; `options` go to the `SamplingConfig`."""
+        """Sample; `limits` are `max_new_tokens` of each prompt, `options` go to the `SamplingConfig`."""
         return self.engine.generate(
             prompts,
             SamplingConfig(**options),
             num_generations=num_generations,
             seed=seed,
             prompt_indices=prompt_indices,
+            max_new_tokens=limits,
         )
 
     def sync(self) -> None:

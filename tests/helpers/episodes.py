@@ -1,72 +1,37 @@
-"""Samples episodes as a run does, without a Trainer."""
+"""Rollouts that are episodes, made by hand."""
 
-from __future__ import annotations
+from pl_grouprl.types import LiveObject, Rollout, RolloutGroup
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-from pl_grouprl.data.encoding import EncodingOptions, encode_rows
-from pl_grouprl.data.sources import SourceRow
-from pl_grouprl.episodes.limits import EpisodeLimits
-from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.training.episodes import Episodes
-from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
-
-Rows = Sequence[dict[str, Any]]
-SampleRows = Callable[..., list[RolloutGroup]]
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"key": "a"}}}
+QUESTION = [{"role": "user", "content": "How much is a?"}]
 
 
-@contextmanager
-def open_episodes(
-    policy: Any,
-    tokenizer: Any,
-    engine: Any = None,
-    *,
-    tools: Sequence[Callable[..., Any]] = (),
-    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    tool_timeout: float | None = None,
-    tool_workers: int = 0,
-    **limits: int | None,
-) -> Iterator[SampleRows]:
-    """A function that samples: rows, `SamplingConfig`, number of generations and seed -> groups.
-
-    Args:
-        policy: A transformers model.
-        tokenizer: Its tokenizer.
-        engine: None is an `HFRolloutEngine`.
-        limits: Those of `EpisodeLimits`.
-
-    The other arguments are those of modules, and `template_kwargs` is the data's `chat_template_kwargs`.
-    """
-    run = PlainRun(policy, tokenizer)
-    options = {"chat_template": chat_template, "tool_timeout": tool_timeout, "tool_workers": tool_workers}
-    episodes = Episodes(run, list(tools), environment_factory, EpisodeLimits(**limits), **options)
-    sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
-    episodes.set_up(template_kwargs or {}, [], ahead=False)
-
-    def sample(rows: Rows, sampling: SamplingConfig, num_generations: int, seed: int = 0) -> list[RolloutGroup]:
-        numbered = [SourceRow(f"row {number}", dict(row)) for number, row in enumerate(rows)]
-        encoding = EncodingOptions(chat_template_kwargs=template_kwargs or {})
-        prompts = encode_rows(numbered, tokenizer, encoding, chat=episodes.chat_options)
-        return sampler.generate(prompts, sampling, num_generations, seed=("test", seed))
-
-    try:
-        yield sample
-    finally:
-        episodes.close()
+def turns_of(result="41", answer="#### 42", thought=""):
+    """The messages of an episode with one call."""
+    return [
+        {"role": "assistant", "content": thought, "tool_calls": [CALL]},
+        {"role": "tool", "name": "look_up", "content": result},
+        {"role": "assistant", "content": answer},
+    ]
 
 
-def prompt_of(group: RolloutGroup, rollout: Rollout) -> list[int]:
-    """The prompt as the rollout reads it."""
-    return group.prompt_ids + rollout.token_ids[: rollout.num_observation_tokens]
+def make_episode(*, observation=0, environment=None, **changes):
+    """Three tokens with a call, two of its result, one of the answer, after tokens of an observation."""
+    fields = {
+        "token_ids": [9] * observation + [1, 2, 3, 4, 5, 6],
+        "logprobs": [0.0] * observation + [-1.0, -2.0, -3.0, 0.0, 0.0, -4.0],
+        "loss_mask": [0] * observation + [1, 1, 1, 0, 0, 1],
+        "num_observation_tokens": observation,
+        "finish_reason": "stop",
+        "text": "call 41 #### 42",
+        "messages": turns_of(),
+        "prompt": [{"role": "user", "content": "How much is a? It is dark."}] if observation else None,
+        "tool_counts": {"calls": 1.0, "seconds": 0.5},
+        "environment": None if environment is None else LiveObject(environment),
+    }
+    return Rollout(**fields | changes)
 
 
-def mask_of(rollout: Rollout) -> list[int]:
-    """The loss mask of what follows the rollout's prompt."""
-    mask = [1] * len(rollout.token_ids) if rollout.loss_mask is None else rollout.loss_mask
-    return mask[rollout.num_observation_tokens :]
+def make_group(*rollouts, answer="42", **fields):
+    """A group of episodes with a reference."""
+    return RolloutGroup([7, 8], list(rollouts), columns={"answer": answer}, prompt=QUESTION, **fields)

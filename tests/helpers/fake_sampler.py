@@ -97,8 +97,9 @@ class FakeSampler:
         lines = [{"version": told["version"], "instance": self.state["instance"]}]
         for place, request in enumerate(told["requests"]):
             for number, seed in enumerate(request["seeds"]):
-                tokens = [sum(request["prompt"]) % 61, seed % 61, seed // 61 % 61]
-                rollout = {"token_ids": tokens, "logprobs": [-1.0, -2.0, -3.0], "finish_reason": "length"}
+                tokens = [sum(request["prompt"]) % 61, seed % 61, seed // 61 % 61][: told["sampling"]["max_new_tokens"]]
+                logprobs = [-1.0, -2.0, -3.0][: len(tokens)]
+                rollout = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}
                 lines.append({"index": [place, number], **rollout})
         return 200, b"\n".join(json.dumps(line).encode() for line in [*lines, {"done": True}])
 

@@ -188,3 +188,11 @@ def vandal_groups(groups):
 async def vandal_async(prompts, completions, completion_ids, **columns):
     await asyncio.sleep(0)
     return vandal_trl(prompts, completions, completion_ids, **columns)
+
+
+def score_of_environment(environments, completions):
+    return [float(environment.score) for environment in environments]
+
+
+def knows_environments(completions, **columns):
+    return [float("environments" in columns) for _ in completions]

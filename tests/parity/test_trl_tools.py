@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.episodes import mask_of, open_episodes, prompt_of
+from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.scripted_engine import ScriptedEngine
 from helpers.tiny_models import tiny_model

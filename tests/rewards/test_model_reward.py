@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.episodes import make_episode, make_group, turns_of
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
 from pl_grouprl.rewards import (
@@ -401,3 +402,69 @@ def test_a_function_of_groups_takes_nothing_else():
 def test_no_group_is_no_call():
     assert ModelReward(classifier()).score_groups([]) == []
     assert math.isnan(apply_rewards([], ModelReward(classifier()))["rewards/ModelReward/mean"])
+
+
+class RoleTokenizer(CharacterTokenizer):
+    """Renders what its format says of each message, character by character."""
+
+    def __init__(self, shows):
+        self.shows = shows
+
+    def apply_chat_template(self, messages, *, tokenize, return_dict=True):
+        text = "".join(self.shows(message) for message in messages)
+        return [ord(letter) % VOCAB for letter in text] if tokenize else text
+
+
+def test_an_episode_goes_through_the_chat_template():
+    def shows(message):
+        calls = [
+            call["function"]["name"] + str(call["function"]["arguments"]) for call in message.get("tool_calls", ())
+        ]
+        return f"<{message['role']}>{message['content']}{''.join(calls)}"
+
+    model, expected = (
+        classifier(),
+        "<user>How much is a? It is dark.<assistant>look_up{'key': 'a'}<tool>41<assistant>yes",
+    )
+    turns = turns_of(answer="yes")
+    turns[0]["content"] = None
+    groups = [make_group(make_episode(observation=2, messages=turns))]
+    alone = [RolloutGroup([ord(letter) % VOCAB for letter in expected], [Rollout([])])]
+    actual = ModelReward(model, tokenizer=RoleTokenizer(shows)).score_groups(groups)
+    torch.testing.assert_close(flat(actual), flat(score_one_by_one(model, alone)), atol=1e-5, rtol=1e-5)
+
+
+def test_an_episode_is_scored_by_its_tokens_where_they_are_shared():
+    model, groups = classifier(), [make_group(make_episode(observation=2))]
+    alone = [RolloutGroup([7, 8, 9, 9, 1, 2, 3, 4, 5, 6], [Rollout([])])]
+    torch.testing.assert_close(
+        flat(ModelReward(model).score_groups(groups)), flat(score_one_by_one(model, alone)), atol=1e-5, rtol=1e-5
+    )
+
+
+def only_contents(message):
+    return str(message["content"])
+
+
+def no_results(message):
+    return "look_up" if message["role"] == "assistant" else ""
+
+
+def refuses_tools(message):
+    raise ValueError("no such role")
+
+
+@pytest.mark.parametrize(
+    ("shows", "message"),
+    [
+        (only_contents, "leaves out 'look_up'"),
+        (no_results, "leaves out '41'"),
+        (refuses_tools, r"refuses an episode \(no such role\)"),
+    ],
+)
+def test_a_chat_template_without_tools_is_refused(shows, message):
+    reward = ModelReward(classifier(), tokenizer=RoleTokenizer(shows))
+    with pytest.raises(
+        RewardConfigurationError, match=rf"{message}.*pass a tokenizer whose chat template renders tool"
+    ):
+        reward.score_groups([make_group(make_episode())])

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
+from pl_grouprl.rollout.engine import prompt_limits
 from pl_grouprl.rollout.server.client import RefusedError, ServerClient
 from pl_grouprl.rollout.server.fleet import Fleet, map_over_servers
 from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
@@ -54,12 +55,17 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
         max_concurrent_requests: Number of prompts per rank that a server works on at a time.
 
+    Attributes:
+        max_model_len: Maximum length of prompt plus completion on every server; None before the first
+            `update_weights`.
+
     Raises:
         ValueError: If an option is out of range, or a url is malformed.
     """
 
     reserves_max_new_tokens = True
     takes_prompt_indices = True
+    takes_limits = True
 
     def __init__(
         self,
@@ -88,6 +94,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         token = os.environ.get(TOKEN_VARIABLE) or None if token is None else token
         self.adapter: Literal["merged", "separate"] = adapter
         self.version: int | None = None
+        self.max_model_len: int | None = None
         self.dtype: SamplerDtype = dtype
         self.transfer = transfer
         self.max_concurrent_requests = max_concurrent_requests
@@ -117,6 +124,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         started = time.perf_counter()
         self.version, self._updates = None, []
         size = self._send(weights, version) if own_rank() == 0 else 0
+        self.max_model_len = min(client.info()["model"]["max_model_len"] for client in self._clients)
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
@@ -171,6 +179,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         seed: int,
         media: Sequence[Media] | None = None,
         prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample completions; see `RolloutEngine.generate`.
 
@@ -182,7 +191,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             FloatingPointError: If the model's logits are not finite.
         """
         policy = self.policy
-        policy.check(prompts, sampling, num_generations)
+        policy.check(prompts, sampling, num_generations, self.max_model_len, max_new_tokens=max_new_tokens)
         check_temperature(sampling)
         if media is not None and any(media):
             raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
@@ -192,15 +201,21 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         common = {
             "tokenizer": self._fingerprint() if sampling.stop else None,
             "version": self.version,
-            "sampling": asdict(sampling),
             "end_ids": policy.end_ids(sampling),
             "never": policy.never,
         }
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        requests = [{"prompt": [int(t) for t in p], "seeds": own} for p, own in zip(prompts, seeds, strict=True)]
+        limits = prompt_limits(prompts, sampling, max_new_tokens)
+        requests = [
+            {
+                "requests": [{"prompt": [int(token) for token in prompt], "seeds": own}],
+                "sampling": {**asdict(sampling), "max_new_tokens": limit},
+            }
+            for prompt, own, limit in zip(prompts, seeds, limits, strict=True)
+        ]
 
         def ask(server: int, place: int) -> list[Rollout]:
-            request = {**common, "update": self._updates[server], "requests": [requests[place]]}
+            request = {**common, "update": self._updates[server], **requests[place]}
             with _served():
                 return [_rollout(found) for found in self._clients[server].generate(request)[0]]
 

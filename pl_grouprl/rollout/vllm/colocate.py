@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pl_grouprl.media.inputs import check_prompt_media
 from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
+from pl_grouprl.rollout.engine import prompt_limits
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
@@ -31,7 +33,8 @@ class VLLMRolloutEngine(HoldsPolicy):
 
     The first `update_weights` starts vLLM from the policy's config only; all weights go from the policy directly into
     vLLM's layers. After each update, checksums verify that the layers loaded exactly the weights sent. Rollouts of one
-    prompt share its blocks in vLLM's prefix cache, which an update empties.
+    prompt share its blocks in vLLM's prefix cache, and the turns of an episode those of its history; an update empties
+    it.
 
     Reproducible: each sequence has its own seed, derived from (seed, index of the prompt, number of the rollout); its
     random numbers differ from `HFRolloutEngine`'s. Other sequences in the batch may change the last bits of a
@@ -63,6 +66,8 @@ class VLLMRolloutEngine(HoldsPolicy):
 
     reserves_max_new_tokens = True
     takes_prompt_indices = True
+    takes_limits = True
+    keeps_caches = True
 
     def __init__(
         self,
@@ -106,6 +111,7 @@ class VLLMRolloutEngine(HoldsPolicy):
         self.dtype: SamplerDtype = dtype
         self._bucket_bytes = bucket_mib << 20
         self._sent: dict[str, int] = {}
+        self._awake = False
         self._vllm = VLLMInstance(
             {
                 "gpu_memory_utilization": gpu_memory_utilization,
@@ -179,6 +185,7 @@ class VLLMRolloutEngine(HoldsPolicy):
         seed: int,
         media: Sequence[Media] | None = None,
         prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample completions; see `RolloutEngine.generate`.
 
@@ -193,18 +200,38 @@ class VLLMRolloutEngine(HoldsPolicy):
         given: Sequence[Media] = [{}] * len(prompts) if media is None else media
 
         def plan() -> tuple[list[list[int]], StopStrings]:
-            policy.check(prompts, sampling, num_generations, self.max_model_len)
+            policy.check(prompts, sampling, num_generations, self.max_model_len, max_new_tokens=max_new_tokens)
             check_prompt_media(policy.model, prompts, given)
             check_temperature(sampling)
             return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
 
         seeds, stop = self._vllm.raise_on_its_ranks(plan)
         end_ids = policy.end_ids(sampling)
-        groups = self._vllm.sample(prompts, given, seeds, sampling, end_ids=end_ids, never=policy.never, stop=stop)
+        limits = prompt_limits(prompts, sampling, max_new_tokens)
+        requests = list(zip(prompts, given, seeds, limits, strict=True))
+        groups = self._vllm.sample(requests, sampling, end_ids=end_ids, never=policy.never, stop=stop)
         policy.decode(rollout for group in groups for rollout in group)
-        if self._vllm.sleep():
-            self.version = None
+        self._sleep()
         return groups
+
+    @contextmanager
+    def keep_caches(self) -> Iterator[None]:
+        """Context in which vLLM does not sleep between calls; see `RolloutEngine`.
+
+        vLLM's prefix cache finds what earlier calls have encoded or sampled, in whole blocks: what a prompt has beyond
+        its last cached block is encoded again. A full cache drops the blocks that were used least recently.
+        """
+        self._awake = True
+        try:
+            yield
+        finally:
+            self._awake = False
+        if self.version is not None:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        if not self._awake and self._vllm.sleep():
+            self.version = None
 
     def close(self) -> None:
         """Stop vLLM; the next `update_weights` restarts it."""

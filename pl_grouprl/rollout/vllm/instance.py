@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
+
+Request = tuple[Sequence[int], Media, Sequence[int], int]
+"""Tokens and media of a prompt, a seed for each of its sequences, and their longest length."""
 
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
 """At most one per process, because it uses the process's process groups."""
@@ -198,22 +202,30 @@ class VLLMInstance:
 
     def sample(
         self,
-        prompts: Sequence[Sequence[int]],
-        media: Sequence[Media],
-        seeds: Sequence[Sequence[int]],
+        requests: Sequence[Request],
         sampling: SamplingConfig,
         *,
         end_ids: Sequence[int],
         never: Sequence[int],
         stop: StopStrings,
     ) -> list[list[Rollout]]:
-        """Sample a sequence per seed of each prompt; ranks that share an engine sample all of theirs together."""
-        requests, own = share_requests([list(own) for own in zip(prompts, media, seeds, strict=True)], self._group)
+        """Sample a sequence per seed of each request; ranks that share an engine sample all of theirs together.
+
+        Args:
+            requests: This rank's requests; may be empty. If those of all its ranks are, vLLM is not called.
+            sampling: How to sample; its `max_new_tokens` is not read.
+            end_ids: Tokens that end a sequence.
+            never: Tokens that are not sampled.
+            stop: Strings that end a sequence.
+        """
+        shared, own = share_requests([list(request) for request in requests], self._group)
+        if not shared:
+            return []
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up()
                 self._asleep = False
-            return self._run(requests, sampling, end_ids, never, stop)[own]
+            return self._run(shared, sampling, end_ids, never, stop)[own]
 
     def _run(
         self,
@@ -225,11 +237,12 @@ class VLLMInstance:
     ) -> list[list[Rollout]]:
         completions: dict[str, Completion] = {}
         try:
-            for place, (prompt, media, seeds) in enumerate(requests):
+            for place, (prompt, media, seeds, limit) in enumerate(requests):
                 given = engine_prompt(self._model, prompt, media)
+                limited = replace(sampling, max_new_tokens=limit)
                 for number, seed in enumerate(seeds):
                     completions[f"{place}.{number}"] = Completion(stop)
-                    parameters = sampling_params(sampling, end_ids=end_ids, never=never, seed=seed)
+                    parameters = sampling_params(limited, end_ids=end_ids, never=never, seed=seed)
                     self._engine.add_request(f"{place}.{number}", given, parameters, lora_request=self._adapter)
             while self._engine.has_unfinished_requests():
                 tick()
@@ -241,12 +254,12 @@ class VLLMInstance:
             raise
         return [
             [completions[f"{place}.{number}"].rollout() for number in range(len(seeds))]
-            for place, (_, _, seeds) in enumerate(requests)
+            for place, (_, _, seeds, _) in enumerate(requests)
         ]
 
     def sleep(self) -> bool:
         """Release memory until the next rollout; returns whether the weights are lost."""
-        if self._sleep_level:
+        if self._sleep_level and not self._asleep:
             with self._process.inside():
                 self._engine.sleep(self._sleep_level)
             self._asleep = True

@@ -117,6 +117,57 @@ def test_what_is_asked_for(policy, servers):
     }
 
 
+def test_each_prompt_has_its_limit(policy, servers):
+    """It is that of its request: servers that know one limit per request serve it too."""
+    first, second = servers(), servers()
+    engine = make_engine(policy, first, second)
+    engine.update_weights(weights(policy), version=1)
+    limits = [3, 1, 2, 2, 1, 3, 2]
+    groups = engine.generate(PROMPTS, SAMPLING, num_generations=2, seed=9, max_new_tokens=limits)
+    assert [[len(found) for found in group] for group in tokens(groups)] == [[limit, limit] for limit in limits]
+    asked = {tuple(told["requests"][0]["prompt"]): told["sampling"] for told in first.asked + second.asked}
+    for prompt, limit in zip(PROMPTS, limits, strict=True):
+        assert asked[tuple(prompt)] == {**asked[tuple(PROMPTS[0])], "max_new_tokens": limit}
+    whole = engine.generate(PROMPTS, SAMPLING, num_generations=2, seed=9)
+    cut = [[found[:limit] for found in group] for group, limit in zip(tokens(whole), limits, strict=True)]
+    assert tokens(groups) == cut
+
+
+def test_any_episodes_in_any_order_sample_the_same(policy, servers):
+    """A later turn: a seed depends on the seed of the call and the index of the episode."""
+    engines = [make_engine(policy, *(servers() for _ in range(count)), max_concurrent_requests=1) for count in (1, 3)]
+    for engine in engines:
+        engine.update_weights(weights(policy), version=1)
+    seeds = [derive_seed(6, 20 + place, 0) for place in range(7)]
+    for engine in engines:
+        for chosen in (range(7), [6, 2, 4], [3], [5, 6, 0, 1]):
+            prompts, indices = [PROMPTS[place] for place in chosen], [20 + place for place in chosen]
+            groups = engine.generate(prompts, SAMPLING, num_generations=1, seed=6, prompt_indices=indices)
+            for place, (found,) in zip(chosen, tokens(groups), strict=True):
+                assert found == [sum(PROMPTS[place]) % 61, seeds[place] % 61, seeds[place] // 61 % 61]
+
+
+def test_no_prompts_ask_no_server(policy, servers):
+    """Ranks without an open episode go through a turn with the others."""
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    server.close()
+    for options in ({}, {"prompt_indices": []}, {"prompt_indices": [], "max_new_tokens": []}):
+        assert engine.generate([], SAMPLING, num_generations=1, seed=0, **options) == []
+
+
+def test_the_longest_sequence_is_that_of_all_servers(policy, servers):
+    engine = make_engine(policy, servers(), servers(max_model_len=20), servers(max_model_len=30))
+    assert engine.max_model_len is None
+    engine.update_weights(weights(policy), version=1)
+    assert engine.max_model_len == 20
+    assert len(engine.generate([[1] * 17], SAMPLING, num_generations=1, seed=0)) == 1
+    refused = r"prompts\[1\] has 18 tokens, which with max_new_tokens=3 exceeds the model's max_model_len=20"
+    with pytest.raises(ValueError, match=refused):
+        engine.generate([[1], [1] * 18], SAMPLING, num_generations=1, seed=0, max_new_tokens=[4, 3])
+
+
 def test_neither_servers_nor_ranks_matter(policy, servers):
     one = make_engine(policy, servers())
     three = make_engine(policy, *(servers() for _ in range(3)), max_concurrent_requests=1)

@@ -1,0 +1,32 @@
+"""The reward that an environment gives its own episode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
+
+
+@checked_arguments
+class EnvironmentReward:
+    """What `get_reward` of an environment returned; does not apply to episodes of environments of other classes.
+
+    `get_reward` is called when an episode ends; an episode whose `get_reward` failed has no reward.
+
+    Args:
+        name: Name of the environment's class; also the reward's name in metrics.
+    """
+
+    stays_in_process = True
+    """The rewards are known already."""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.__name__ = name
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+        """Return the reward of each rollout; NaN, which counts as a failure, where `get_reward` failed."""
+        return [[self._reward(rollout) for rollout in group.rollouts] for group in groups]
+
+    def _reward(self, rollout: Rollout) -> float | None:
+        return rollout.environment_reward if rollout.environment_name == self.name else None
