@@ -19,7 +19,7 @@ from typing import Any
 
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt_async, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
-from pl_grouprl.rewards.exit_gate import exits_refused
+from pl_grouprl.utilities.exit_gate import exits_refused
 
 log = logging.getLogger(__name__)
 
