@@ -48,10 +48,12 @@ class ChatFormat:
         Raises:
             ValueError: With the remedy. Also if nothing can parse the calls that the template asks for.
         """
+        if not self.source:
+            raise ValueError(f"Tools need a chat template, and the tokenizer has none; {remedy(self.source)}.")
         try:
             check_tool_template(self._encode, self.encode_results, self._render)
         except ValueError as error:
-            raise ValueError(f"Tools need another chat template: {error}. Remedy: {remedy(self.source)}.") from error
+            raise ValueError(f"Tools need another chat template: {error}; {remedy(self.source)}.") from error
         if self.parser is None and not self._has_response_template():
             raise ValueError(
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
@@ -69,12 +71,13 @@ class ChatFormat:
             ValueError: If there is no chat template, or it refuses the messages.
         """
         open_ended = messages[-1]["role"] == "assistant"
+        options = {"tools": list(tools)} if tools else {}
         return self._apply(
             messages,
-            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=not open_ended,
             continue_final_message=open_ended,
+            **options,
         )
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
@@ -100,7 +103,10 @@ class ChatFormat:
         prefix_ids = self._prefix_ids(name)
         token_ids = self._encode([*_dummy_conversation(name), *results], add_generation_prompt=True)
         if token_ids[: len(prefix_ids)] != prefix_ids:
-            raise ValueError(f"the chat template renders a call of {name!r} differently once its result follows.")
+            raise ValueError(
+                f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its "
+                "result follows"
+            )
         return token_ids[len(prefix_ids) :]
 
     def parse(
@@ -179,12 +185,12 @@ class ChatFormat:
         if not self.source:
             raise ValueError(
                 "the tokenizer has no chat template; use a tokenizer that has one, set tokenizer.chat_template, or "
-                "pass chat_template."
+                "pass chat_template"
             )
+        if self.chat_template is not None:
+            options["chat_template"] = self.chat_template
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, **{**options, **self.template_kwargs}
-            )
+            return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
 
