@@ -47,6 +47,11 @@ class Session:
     _kind: str | None = field(default=None, repr=False)
     _number: int | None = field(default=None, repr=False)
 
+    @property
+    def kind(self) -> str | None:
+        """The row's environment, where there are several."""
+        return self._kind
+
 
 class ToolRunner:
     """Calls tools, and makes, resets and calls environments; all calls of a round run concurrently.
@@ -102,6 +107,14 @@ class ToolRunner:
         """Classes of the environments that have `get_reward`, each once."""
         classes = [kind.class_name for kind in self._kinds.values() if kind.async_reward is not None]
         return list(dict.fromkeys(classes))
+
+    def kind_of(self, row: Mapping[str, Any]) -> str | None:
+        """The environment of a row, where there are several.
+
+        Raises:
+            ValueError: If it names an unknown one.
+        """
+        return kind_of_row(row, self._kinds) if self._kinds else None
 
     def schemas(self, environment: str | None = None) -> list[dict[str, Any]]:
         """JSON schemas of the tools in an episode, for the chat template.

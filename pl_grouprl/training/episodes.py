@@ -58,6 +58,7 @@ class Episodes:
             }
         )
         self._run, self._limits, self._chat_template = run, limits, chat_template
+        self._workers = tool_workers
         self.runner: ToolRunner | None = None
         if tools or environment_factory is not None:
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
@@ -125,7 +126,7 @@ class Episodes:
         self._template_kwargs, self._loop = template_kwargs, None
         if self.runner is None:
             return
-        _check_readers_of_environments(rewards, self.runner, ahead)
+        _check_readers_of_environments(rewards, self.runner, self._workers, ahead)
         self._chat(self._run.tokenizer).check_tools()
         self.runner.open()
 
@@ -171,13 +172,15 @@ def _refuse_without_tools(limits: EpisodeLimits, tool_timeout: float | None, too
             )
 
 
-def _check_readers_of_environments(rewards: Sequence[PreparedReward], runner: ToolRunner, ahead: bool) -> None:
+def _check_readers_of_environments(
+    rewards: Sequence[PreparedReward], runner: ToolRunner, workers: int, ahead: bool
+) -> None:
     readers = [reward.name for reward in rewards if reward.parameters and "environments" in reward.parameters]
     if not readers:
         return
     if not runner.has_environments:
         raise ValueError(f"Reward functions {readers} read `environments`; pass environment_factory.")
-    for name, unfit in (("tool_workers", runner.workers > 0), ("rollout_ahead", ahead)):
+    for name, unfit in (("tool_workers", workers > 0), ("rollout_ahead", ahead)):
         if unfit:
             raise ValueError(
                 f"Reward functions {readers} read `environments`, which {name} keeps out of their reach; set {name} "
