@@ -100,14 +100,16 @@ class ChatFormat:
         """
         results = plain_data(results)
         name = results[0]["name"]
-        prefix_ids = self._prefix_ids(name)
-        token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
-        if token_ids[: len(prefix_ids)] != prefix_ids:
-            raise ValueError(
-                f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its "
-                "result follows"
-            )
-        return token_ids[len(prefix_ids) :]
+        for _ in range(2):
+            token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
+            prefix_ids = self._prefix_ids(name)
+            if token_ids[: len(prefix_ids)] == prefix_ids:
+                return token_ids[len(prefix_ids) :]
+            self._prefixes.clear()  # the template may render the date, and it is another day
+        raise ValueError(
+            f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its result "
+            "follows"
+        )
 
     def parse(
         self, token_ids: Sequence[int], prefix_ids: Sequence[int] = (), tools: Sequence[Schema] = ()

@@ -113,6 +113,14 @@ def test_names_that_models_make_up_do_not_fill_the_memory():
     assert len(chat._prefixes) <= 256
 
 
+def test_another_day_is_no_other_conversation():
+    """Templates may render the date, which the beginning of the dummy conversation was rendered with."""
+    chat = ChatFormat(llama_tokenizer(), "llama3", {"date_string": "31 Jan 2026"})
+    expected = chat.encode_results(results("12"))
+    chat.template_kwargs["date_string"] = "1 Feb 2026"
+    assert chat.encode_results(results("12")) == expected
+
+
 def test_templates_come_from_names_files_and_text(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text("{{ messages[0].content }}!", encoding="utf-8")
