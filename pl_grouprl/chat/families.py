@@ -12,8 +12,8 @@ from pl_grouprl.chat.parsing import (
     Region,
     Schema,
     ToolParser,
+    TurnGrammar,
     read_json,
-    read_regions,
 )
 
 
@@ -22,21 +22,21 @@ def _function_call(found: re.Match[str], body: str) -> Any:
 
 
 def _named_json_call(found: re.Match[str], body: str) -> Any:
-    return {"type": "function", "function": {"name": found[1], "arguments": read_json(body)}}
+    return {"type": "function", "function": {"name": found["name"], "arguments": read_json(body)}}
 
 
 def _text(found: re.Match[str], body: str) -> str:
     return body.strip()
 
 
-_THINK = Region("reasoning_content", re.compile("<think>"), re.compile(r"</think>\s*"), _text)
-_JSON_CALL = Region("tool_calls", re.compile("<tool_call>"), re.compile(r"</tool_call>\s*"), _function_call)
-_IM_END = re.compile(r"<\|im_end\|>\s*")
+_THINK = Region("reasoning_content", "<think>", r"</think>\s*", _text)
+_JSON_CALL = Region("tool_calls", "<tool_call>", r"</tool_call>\s*", _function_call)
+_HERMES = TurnGrammar(_THINK, _JSON_CALL, end=r"<\|im_end\|>\s*")
 
 
 def parse_hermes(text: str, tools: Sequence[Schema] = ()) -> Message:
     """Parse a turn of Qwen2.5 and Qwen3: `<think>`, content, and calls as JSON in `<tool_call>` tags."""
-    return read_regions(text, (_THINK, _JSON_CALL), _IM_END)
+    return _HERMES.read(text)
 
 
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
@@ -48,7 +48,7 @@ def _tagged_call(found: re.Match[str], body: str) -> Any:
     while (opened := _PARAMETER.search(body, position)) and (end := body.find("</parameter>", opened.end())) >= 0:
         arguments[opened[1]] = _json_or_text(body[opened.end() : end].strip())
         position = end
-    return {"type": "function", "function": {"name": found[1], "arguments": arguments}}
+    return {"type": "function", "function": {"name": found["name"], "arguments": arguments}}
 
 
 def _json_or_text(text: str) -> Any:
@@ -59,30 +59,28 @@ def _json_or_text(text: str) -> Any:
 
 
 _TAGGED_CALL = Region(
-    "tool_calls",
-    re.compile(r"<tool_call>\s*<function=([^\n>]{1,256})>"),
-    re.compile(r"</tool_call>\s*"),
-    _tagged_call,
+    "tool_calls", r"<tool_call>\s*<function=(?P<name>[^\n>]{1,256})>", r"</tool_call>\s*", _tagged_call
 )
+_TAGGED = TurnGrammar(_THINK, _TAGGED_CALL, end=r"<\|im_end\|>\s*")
 
 
 def parse_tagged(text: str, tools: Sequence[Schema] = ()) -> Message:
     """Parse a turn of Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags."""
-    return read_regions(text, (_THINK, _TAGGED_CALL), _IM_END)
+    return _TAGGED.read(text)
 
 
 _LLAMA_CALL = Region(
     "tool_calls",
-    re.compile(r'\{"name":\s*"([^"]+)",\s*"parameters":\s*'),
-    re.compile(r"\}<\|eot_id\|>\s*"),
+    r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+    r"\}<\|eot_id\|>\s*",
     _named_json_call,
 )
-_EOT = re.compile(r"<\|eot_id\|>\s*")
+_LLAMA = TurnGrammar(_LLAMA_CALL, end=r"<\|eot_id\|>\s*")
 
 
 def parse_llama3(text: str, tools: Sequence[Schema] = ()) -> Message:
     """Parse a turn of Llama 3.1 and 3.2: content, or one call as JSON with `name` and `parameters`."""
-    return read_regions(text, (_LLAMA_CALL,), _EOT)
+    return _LLAMA.read(text)
 
 
 def parse_plain(text: str, tools: Sequence[Schema] = ()) -> Message:
@@ -144,8 +142,3 @@ def register_tool_parser(parser: ToolParser) -> None:
 def find_tool_parser(chat_template: str) -> ToolParser | None:
     """The parser of the family that a chat template belongs to; None if it belongs to no known one."""
     return next((p for p in reversed(_PARSERS) if all(marker in chat_template for marker in p.markers)), None)
-
-
-def tool_parsers() -> tuple[ToolParser, ...]:
-    """All parsers, in the order in which they were added."""
-    return tuple(_PARSERS)

@@ -237,13 +237,14 @@ def test_lone_surrogates_are_replaced():
 
 
 @pytest.mark.parametrize("family", ["qwen", "tagged", "llama"])
+@pytest.mark.parametrize("beginning", ["", "<tool_call><function=f><parameter=a>"])
 @pytest.mark.parametrize(
     "piece",
     ["<think>", "<think></think>", "<parameter=", "<parameter=a>", '{"name": "', '{"name": "f", "parameters": ', " "],
 )
-def test_long_repetitive_turns_end(family, piece):
+def test_long_repetitive_turns_end(family, beginning, piece):
     """Expressions with more than linear cost would hang here."""
-    text = "<tool_call><function=f><parameter=a>" + piece * 20_000
+    text = beginning + piece * 20_000
     with contextlib.suppress(MalformedTurnError):
         assert FORMATS[family].parser.parse(text + "x", ())["role"] == "assistant"
 
