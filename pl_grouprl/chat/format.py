@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pl_grouprl.chat.casting import cast_arguments
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
 from pl_grouprl.chat.template_files import read_template
@@ -122,7 +123,8 @@ class ChatFormat:
         Args:
             token_ids: The turn, end token included.
             prefix_ids: Everything before it; what the chat template writes at a turn's beginning belongs to the turn.
-            tools: Schemas of the tools, for formats that do not name arguments.
+            tools: Schemas of the tools: arguments written as text are cast to their types, and formats that do not
+                name arguments find the names there.
 
         Returns:
             `role`, `content` (a string), and, if there are any, `reasoning_content` and `tool_calls`, each
@@ -130,6 +132,7 @@ class ChatFormat:
         """
         try:
             message = checked_message(self._parse(list(token_ids), list(prefix_ids), tools))
+            cast_arguments(message, tools)
         except (ValueError, TypeError, RecursionError):
             return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
         eos = self.tokenizer.eos_token
