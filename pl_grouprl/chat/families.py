@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pl_grouprl.chat.parsing import (
@@ -46,16 +46,9 @@ def _tagged_call(found: re.Match[str], body: str) -> Any:
     arguments: dict[str, Any] = {}
     position = 0
     while (opened := _PARAMETER.search(body, position)) and (end := body.find("</parameter>", opened.end())) >= 0:
-        arguments[opened[1]] = _json_or_text(body[opened.end() : end].strip())
+        arguments[opened[1]] = body[opened.end() : end].strip()
         position = end
     return {"type": "function", "function": {"name": found["name"], "arguments": arguments}}
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return read_json(text)
-    except MalformedTurnError:
-        return text
 
 
 _TAGGED_CALL = Region(
@@ -65,7 +58,7 @@ _TAGGED = TurnGrammar(_THINK, _TAGGED_CALL, end=r"<\|im_end\|>\s*")
 
 
 def parse_tagged(text: str, tools: Sequence[Schema] = ()) -> Message:
-    """Parse a turn of Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags."""
+    """Parse a turn of Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags of text."""
     return _TAGGED.read(text)
 
 
@@ -104,21 +97,7 @@ def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
     parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
     values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
     places = parameters or {"input": {}}  # for a tool without parameters too, which then refuses what it was given
-    arguments = {key: _cast(value, schema) for (key, schema), value in zip(places.items(), values, strict=False)}
-    return {"name": name, "arguments": arguments}
-
-
-def _cast(value: str, schema: Schema) -> Any:
-    """Convert a value to the type that the schema asks for; unconvertible ones stay text, for the tool to refuse."""
-    casts: dict[Any, Callable[[str], Any]] = {"integer": int, "number": float, "boolean": _boolean}
-    try:
-        return casts.get(schema.get("type"), str)(value)
-    except (ValueError, KeyError, TypeError):
-        return value
-
-
-def _boolean(value: str) -> bool:
-    return {"true": True, "false": False}[value.lower()]
+    return {"name": name, "arguments": dict(zip(places, values, strict=False))}
 
 
 _LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"

@@ -132,7 +132,7 @@ class ChatFormat:
         """
         try:
             message = checked_message(self._parse(list(token_ids), list(prefix_ids), tools))
-            cast_arguments(message, tools)
+            message = plain_data(cast_arguments(message, tools))
         except (ValueError, TypeError, RecursionError):
             return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
         eos = self.tokenizer.eos_token

@@ -120,6 +120,16 @@ def test_a_turn_may_be_cut_anywhere(place):
     assert parsed == message("", CALL) or "tool_calls" not in parsed
 
 
+SEARCH = {
+    "function": {
+        "name": "search",
+        "parameters": {
+            "properties": {"query": {"type": "string"}, "n": {"type": "integer"}, "filter": {"type": "object"}}
+        },
+    }
+}
+
+
 @pytest.mark.parametrize(
     ("text", "before", "expected"),
     [
@@ -141,7 +151,13 @@ def test_a_turn_may_be_cut_anywhere(place):
     ],
 )
 def test_qwen_with_tags(text, before, expected):
-    assert parse("tagged", text, before) == expected
+    assert parse("tagged", text, before, [SEARCH]) == expected
+
+
+def test_tags_hold_text_if_no_schema_says_otherwise():
+    text = "<tool_call><function=search><parameter=n>\n3\n</parameter></function></tool_call><|im_end|>"
+    assert parse("tagged", text) == message("", call("search", {"n": "3"}))
+    assert parse("tagged", text, tools=[SEARCH]) == message("", call("search", {"n": 3}))
 
 
 @pytest.mark.parametrize(
@@ -213,6 +229,14 @@ NESTED = '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'
 def test_values_that_cannot_be_handled_make_a_turn_text(value):
     text = NESTED % value
     assert parse("qwen", text + "<|im_end|>") == message(text)
+
+
+def test_arguments_that_are_cast_are_not_nested_deeply_either():
+    schema = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "array"}}}}}
+    for depth, expected in ((3, [[[]]]), (MAX_NESTING, None)):
+        text = NESTED % f'"{"[" * depth + "]" * depth}"'
+        calls = [] if expected is None else [call("f", {"a": expected})]
+        assert parse("qwen", text, tools=[schema]) == message("" if calls else text, *calls)
 
 
 def test_odd_values_are_kept():
