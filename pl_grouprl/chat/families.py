@@ -62,6 +62,17 @@ def parse_tagged(text: str, tools: Sequence[Schema] = ()) -> Message:
     return _TAGGED.read(text)
 
 
+_TAGGED_CALLS = TurnGrammar(_TAGGED_CALL, end=r"<\|im_end\|>\s*")
+
+
+def parse_nemotron(text: str, tools: Sequence[Schema] = ()) -> Message:
+    """Parse a turn of Nemotron 3: calls as Qwen3.5's; the prompt opens a thought, which is one if the model closes it."""
+    text = text.removeprefix("</think>")  # a prompt that asks for no thought closes it as well
+    thought, closed, rest = text.partition("</think>")
+    message = _TAGGED_CALLS.read(rest.lstrip() if closed else text)
+    return {**message, "reasoning_content": thought.strip()} if closed else message
+
+
 _LLAMA_CALL = Region(
     "tool_calls",
     r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
@@ -101,11 +112,13 @@ def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
 
 
 _LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+_IM_HEADER = "<|im_start|>assistant\n"
 _PARSERS: list[ToolParser] = [
     ToolParser("plain", ("<call>", "<result>"), "<assistant>", parse_plain),
     ToolParser("llama3", ("<|start_header_id|>", '"parameters'), _LLAMA_HEADER, parse_llama3),
-    ToolParser("qwen3", ("<|im_start|>", "<tool_call>", '"arguments'), "<|im_start|>assistant\n", parse_hermes),
-    ToolParser("qwen3_5", ("<|im_start|>", "<tool_call>", "<function="), "<|im_start|>assistant\n", parse_tagged),
+    ToolParser("qwen3", ("<|im_start|>", "<tool_call>", '"arguments'), _IM_HEADER, parse_hermes),
+    ToolParser("qwen3_5", ("<|im_start|>", "<tool_call>", "<function="), _IM_HEADER, parse_tagged),
+    ToolParser("nemotron_3", ("<function=", "truncate_history_thinking"), f"{_IM_HEADER}<think>", parse_nemotron),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message,
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.chat.tool_check import check_tool_template, remedy
 from pl_grouprl.types import Messages
+
+log = logging.getLogger(__name__)
 
 _CACHED_PREFIXES = 256
 _TAIL_TOKENS = 64
@@ -59,6 +62,12 @@ class ChatFormat:
             raise ValueError(
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
+            )
+        if self.tokenizer.eos_token_id not in self._prefix_ids("check"):
+            log.warning(
+                "The chat template does not end turns with the tokenizer's EOS token (%r). Put the token that ends "
+                "them into sampling.stop_token_ids, unless it is among the model's end tokens.",
+                self.tokenizer.eos_token,
             )
 
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:

@@ -191,6 +191,16 @@ def test_a_template_that_ends_only_questions_with_eos_is_refused():
         ChatFormat(tokenizer, template).check_tools()
 
 
+def test_turns_that_end_without_eos_are_pointed_out(caplog):
+    tokenizer = gemma_tokenizer()
+    tokenizer.response_template = {"start_anchor": "model", "fields": {"content": {}}}
+    ChatFormat(tokenizer, GEMMA).check_tools()
+    assert "does not end turns with the tokenizer's EOS token ('<eos>')" in caplog.text
+    caplog.clear()
+    ChatFormat(qwen_tokenizer(), "qwen3").check_tools()
+    assert not caplog.text
+
+
 def test_options_that_clash_with_ours_are_refused():
     with pytest.raises(ValueError, match=r"refused the messages.*add_generation_prompt"):
         ChatFormat(qwen_tokenizer(), "qwen3", {"add_generation_prompt": False}).render_prompt([USER])

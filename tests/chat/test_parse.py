@@ -24,12 +24,14 @@ TAGGED = """{%- for m in messages %}<|im_start|>{{ m.role }}
 FORMATS = {
     "qwen": ChatFormat(qwen_tokenizer(), "qwen3"),
     "tagged": ChatFormat(qwen_tokenizer(), TAGGED),
+    "nemotron": ChatFormat(qwen_tokenizer(), TAGGED + "{# truncate_history_thinking #}"),
     "llama": ChatFormat(llama_tokenizer(), "llama3"),
     "plain": ChatFormat(plain_tokenizer(), "plain"),
 }
 HEADERS = {
     "qwen": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
     "tagged": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "nemotron": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
     "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "plain": "<user>hi<end><assistant>",
 }
@@ -158,6 +160,23 @@ def test_tags_hold_text_if_no_schema_says_otherwise():
     text = "<tool_call><function=search><parameter=n>\n3\n</parameter></function></tool_call><|im_end|>"
     assert parse("tagged", text) == message("", call("search", {"n": "3"}))
     assert parse("tagged", text, tools=[SEARCH]) == message("", call("search", {"n": 3}))
+
+
+PING_TAGS = "<tool_call>\n<function=ping>\n</function>\n</tool_call>\n<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "expected"),
+    [
+        ("Hm.\n</think>\nIt is 12.<|im_end|>", "<think>\n", message("It is 12.", thought="Hm.")),
+        (f"Hm.\n</think>\nNow.\n{PING_TAGS}", "<think>\n", message("Now.", call("ping", {}), thought="Hm.")),
+        (f"\n</think>{PING_TAGS}", "<think>\n", message("", call("ping", {}))),
+        (f"Now.\n{PING_TAGS}", "<think>\n", message("Now.", call("ping", {}))),
+        (f"Now.\n{PING_TAGS}", "<think></think>", message("Now.", call("ping", {}))),
+    ],
+)
+def test_nemotron(text, before, expected):
+    assert parse("nemotron", text, before) == expected
 
 
 @pytest.mark.parametrize(
