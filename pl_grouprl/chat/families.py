@@ -66,7 +66,7 @@ _TAGGED_CALLS = TurnGrammar(_TAGGED_CALL, end=r"<\|im_end\|>\s*")
 
 
 def parse_nemotron(text: str, tools: Sequence[Schema] = ()) -> Message:
-    """Parse a turn of Nemotron 3: calls as Qwen3.5's; the prompt opens a thought, which is one if the model closes it."""
+    """Parse a turn of Nemotron 3: calls as Qwen3.5's; the prompt opens a thought, which the model may close."""
     text = text.removeprefix("</think>")  # a prompt that asks for no thought closes it as well
     thought, closed, rest = text.partition("</think>")
     message = _TAGGED_CALLS.read(rest.lstrip() if closed else text)
