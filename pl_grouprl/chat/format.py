@@ -30,15 +30,21 @@ class ChatFormat:
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
 
     Raises:
-        ValueError: If there is no such chat template.
+        ValueError: If there is no such chat template, or `template_kwargs` has another one.
     """
 
     def __init__(
         self, tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer = tokenizer
-        self.chat_template = None if chat_template is None else read_template(chat_template)
         self.template_kwargs = dict(template_kwargs or {})
+        other = self.template_kwargs.pop("chat_template", None)
+        if chat_template is not None and other is not None:
+            raise ValueError(
+                "chat_template is given twice, as an option and in chat_template_kwargs; leave one of them out."
+            )
+        chosen = other if chat_template is None else chat_template
+        self.chat_template = None if chosen is None else read_template(chosen)
         source = self.chat_template or getattr(tokenizer, "chat_template", None) or ""
         if isinstance(source, Mapping):
             source = source.get("tool_use") or source.get("default") or ""
@@ -188,12 +194,12 @@ class ChatFormat:
         return token_ids
 
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
-        return list(
-            self._apply(messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt)
-        )
+        """Tokens of a conversation by the template for tools, if the tokenizer has several."""
+        options = {"return_dict": False, "add_generation_prompt": add_generation_prompt, "chat_template": self.source}
+        return list(self._apply(messages, tokenize=True, **options))
 
     def _render(self, messages: Messages) -> str:
-        return self._apply(messages, tokenize=False)
+        return self._apply(messages, tokenize=False, chat_template=self.source)
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
         if not self.source:
@@ -202,7 +208,7 @@ class ChatFormat:
                 "pass chat_template"
             )
         if self.chat_template is not None:
-            options["chat_template"] = self.chat_template
+            options.setdefault("chat_template", self.chat_template)
         try:
             return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything

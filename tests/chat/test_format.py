@@ -132,8 +132,21 @@ def test_templates_come_from_names_files_and_text(tmp_path):
     tokenizer.chat_template = {"default": "default", "tool_use": "{{ tools | length }} tools"}
     assert ChatFormat(tokenizer).render_prompt([USER]) == "default"
     assert ChatFormat(tokenizer).render_prompt([USER], [{"type": "function"}]) == "1 tools"
+    options = {"chat_template": "{{ messages[0].content }}, {{ name }}"}
+    assert ChatFormat(tokenizer, None, {**options, "name": "you"}).render_prompt([USER]) == "hi, you"
+    with pytest.raises(ValueError, match="chat_template is given twice"):
+        ChatFormat(tokenizer, "qwen3", options)
     with pytest.raises(ValueError, match=r"chat_template is 'qwen4', which is no file.*llama3, plain, qwen3"):
         ChatFormat(tokenizer, "qwen4")
+
+
+def test_of_several_templates_that_for_tools_counts():
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = {"default": "no tools here", "tool_use": ChatFormat(tokenizer, "qwen3").source}
+    chat = ChatFormat(tokenizer)
+    chat.check_tools()
+    assert chat.encode_results(results("12")) == ChatFormat(tokenizer, "qwen3").encode_results(results("12"))
+    assert chat.parser.name == "qwen3"
 
 
 @pytest.mark.parametrize(
