@@ -68,6 +68,10 @@ class KeptCaches:
         """Keep the cache of these tokens."""
         self._sequences[_key(token_ids)] = KeptSequence(len(token_ids), cache)
 
+    def clear(self) -> None:
+        """Forget all."""
+        self._sequences = {}
+
     def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
         """Hand out the longest sequence that each prompt continues, and forget all others.
 

@@ -210,24 +210,24 @@ class PromptEncoder:
         from pl_grouprl.rollout.kv_cache import has_states
 
         self._logits, self._prompts = logits, prompts
-        self._kept = [sequence for sequence in kept if sequence is not None]
-        self._fresh = len(prompts) - len(self._kept)
+        continued = [sequence for sequence in kept if sequence is not None]
+        self._kept, self._fresh = dict(enumerate(continued)), len(prompts) - len(continued)
         max_padding = MAX_PADDING if padding and not has_states(new_cache(logits.model)) else 0.0
         lengths = [len(prompt.token_ids) for prompt in prompts[self._fresh :]]
-        continuing = plan_continuing(lengths, self._kept, max_tokens, padding=padding)
+        continuing = plan_continuing(lengths, continued, max_tokens, padding=padding)
         self.batches = [
             *plan_prefill(prompts[: self._fresh], max_tokens, max_padding=max_padding),
             *(range(batch.start + self._fresh, batch.stop + self._fresh) for batch in continuing),
         ]
 
     def encode(self, batch: range) -> Prefix:
-        """Encode one of the batches."""
+        """Encode one of the batches; each only once, as it frees the sequences that it continues."""
         from pl_grouprl.rollout.kept_caches import continue_sequences
 
         prompts = self._prompts[batch.start : batch.stop]
         if batch.start < self._fresh:
             return prefill(self._logits, prompts)
-        kept = self._kept[batch.start - self._fresh : batch.stop - self._fresh]
+        kept = [self._kept.pop(index - self._fresh) for index in batch]
         return continue_sequences(self._logits, prompts, kept)
 
 

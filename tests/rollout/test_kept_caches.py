@@ -208,3 +208,41 @@ def test_contexts_do_not_nest(qwen3):
     engine = HFRolloutEngine(qwen3)
     with engine.keep_caches(), pytest.raises(RuntimeError, match=r"keep_caches.* is in use already; leave"):
         engine.keep_caches().__enter__()
+
+
+def test_a_model_that_continues_caches_otherwise_is_encoded_from_the_start(make_model, caplog):
+    model = make_model("llama")
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def forget(hidden_states, past_key_values=None, **kwargs):
+        if hidden_states.shape[1] > 1 and past_key_values is not None and past_key_values.get_seq_length(1):
+            hidden_states = 1.05 * hidden_states + 0.05
+        return forward(hidden_states, past_key_values=past_key_values, **kwargs)
+
+    attention.forward = forget
+    engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=4)
+    with caplog.at_level("INFO"):
+        check(engine, PROMPTS, sampling)
+        check(engine, PROMPTS, sampling)
+    assert caplog.text.count("encodes every turn of an episode from the start: LlamaForCausalLM gives") == 1
+    with counted_tokens(model) as counts, engine.keep_caches():
+        engine.generate([LONG], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)
+        engine.generate([[*LONG, *LONG[:5]]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)
+    assert counts == [100, 105]
+
+
+def test_another_model_does_not_continue_the_caches_of_the_last(make_model):
+    first, second = make_model("qwen3"), make_model("llama")
+    engine, sampling = HFRolloutEngine(first), SamplingConfig(max_new_tokens=1)
+    with engine.keep_caches():
+        engine.bind(second)
+        ((rollout,),) = engine.generate([LONG], sampling, num_generations=1, seed=0)  # checks the model
+        engine.bind(second)
+        prompt = [*LONG, *rollout.token_ids, 1, 2]
+        for model, run in [(second, 3), (first, 103)]:
+            engine.bind(model)
+            with counted_tokens(model) as counts:
+                engine.generate([prompt], sampling, num_generations=1, seed=0)
+            assert counts[-1] == run
+            prompt = LONG + prompt[-3:]
