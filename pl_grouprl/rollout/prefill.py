@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from pl_grouprl.rollout.kept_caches import KeptSequence
+    from pl_grouprl.rollout.shared_prompt import EncodedPrompt
 
 PAD = 0
 """Left padding. Masked, so any token works."""
@@ -96,12 +97,14 @@ class Prefix:
         lengths: Tokens of each prompt.
         positions: First position of each prompt's completions: after the prompt's largest position, which is less than
             its length if patches of an image share positions.
+        shared: The part of each prompt that sequences may share: all of it, unless it continues a kept sequence.
     """
 
     cache: Cache
     logits_PV: Tensor
     lengths: list[int]
     positions: list[int]
+    shared: list[EncodedPrompt]
 
     @property
     def width(self) -> int:
@@ -124,6 +127,8 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
         logits: The model.
         prompts: Prompts of any length; a single one if it has media.
     """
+    from pl_grouprl.rollout.shared_prompt import EncodedPrompt  # imports transformers
+
     lengths = [len(prompt.token_ids) for prompt in prompts]
     width, device = max(lengths), logits.device
     rows = [[PAD] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]
@@ -138,7 +143,8 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
         media, positions = media_inputs(logits.model, prompts[0].token_ids, prompts[0].media)
         if positions is not None:
             position_ids, following = positions.position_ids.to(device), positions.next_position_S.tolist()
-    return Prefix(cache, logits(input_ids, cache, position_ids, mask, media), lengths, following)
+    logits_PV = logits(input_ids, cache, position_ids, mask, media)
+    return Prefix(cache, logits_PV, lengths, following, [EncodedPrompt(length) for length in lengths])
 
 
 def new_cache(model: Any) -> Cache:
