@@ -115,7 +115,8 @@ def _longest_prefixes(keys: Iterable[bytes], kept: Iterable[bytes]) -> dict[byte
 
     In sorted order, the kept keys that a key begins with come before it, each the beginning of the next one.
     """
-    found, beginnings = {}, []
+    found: dict[bytes, bytes] = {}
+    beginnings: list[bytes] = []
     for key, is_kept in sorted([*((key, False) for key in keys), *((key, True) for key in kept)]):
         while beginnings and not key.startswith(beginnings[-1]):
             beginnings.pop()

@@ -93,6 +93,7 @@ class PromptRows:
 
     def __init__(self, prompts: Sequence[int], device: torch.device, own_lengths: Sequence[int] | None = None) -> None:
         self._prompts, self._device = list(prompts), device
+        self._mask: Tensor | None = None
         self.counts = [0] * (max(prompts) + 1)
         own_lengths = [0] * len(self._prompts) if own_lengths is None else own_lengths
         self.own_width = max(own_lengths)
@@ -137,7 +138,7 @@ class PromptRows:
         if order != list(range(len(order))):
             self.order = torch.tensor(order, device=self._device)
             self.inverse = self.order.argsort()
-        self._mask: Tensor | None = None
+        self._mask = None
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,11 @@ def test_families(family, max_sequences):
     check(engine, [LONG[:60], LONG[2:60]], sampling, num_generations=8, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_window"])
-def test_every_token_of_an_episode_runs_once(make_model, family):
-    model = make_model(family)
-    engine, prompts = HFRolloutEngine(model), [LONG[:30], LONG[1:20]]
+@pytest.mark.parametrize("prompts", [[LONG[:30], LONG[1:20]], [4 * LONG, 3 * LONG]], ids=["copied", "shared"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_window"])
+def test_every_token_of_an_episode_runs_once(make_model, family, prompts):
+    model = make_model(family, max_position_embeddings=1024)
+    engine = HFRolloutEngine(model)
     sampling = SamplingConfig(max_new_tokens=5)
     play(engine, prompts, sampling, turns=2, keep=True)  # checks the model
     for turns in (2, 6):
@@ -201,7 +202,8 @@ def held():
 
 
 def test_caches_are_freed(make_model):
-    engine, sampling = HFRolloutEngine(make_model("qwen3")), SamplingConfig(max_new_tokens=12)
+    model, sampling = make_model("qwen3", max_position_embeddings=512), SamplingConfig(max_new_tokens=12)
+    engine = HFRolloutEngine(model)
     play(engine, PROMPTS, sampling, keep=True)
     gc.collect()
     gc.disable()
@@ -213,6 +215,8 @@ def test_caches_are_freed(make_model):
             continued = [[*PROMPTS[0], *own.token_ids, 1] for own in groups[0]]
             engine.generate(continued[:2], sampling, num_generations=1, seed=1)
             assert len(held()) == before + 3 * 2
+        assert len(held()) == before
+        play(engine, [2 * LONG], sampling, num_generations=9, turns=3, keep=True)
         assert len(held()) == before
         fail_inside(engine)
         play(engine, PROMPTS, sampling, keep=False)
