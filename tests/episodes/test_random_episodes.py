@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.qwen_tokenizer import qwen_tokenizer
+from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.scripted_engine import ScriptedEngine, logprob
 from helpers.tiny_models import tiny_model
 
