@@ -107,6 +107,7 @@ def test_environments_in_reward_workers():
         group = make_group(episode)
         apply_rewards([group], worker_rewards.knows_environments, workers=workers)
         assert episode.reward == 0.0
+        assert episode.environment.value == Room(1.0)  # stays here
         with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`.*stays_in_process"):
             apply_rewards([group], functions[0].function, workers=workers)
     finally:
