@@ -243,10 +243,7 @@ class Collector:
     ) -> list[RolloutGroup]:
         seed = ("rollout", rollout_number)
         options = engine, prompts, self._sampling, self._num_generations
-        groups = self._sampler.sample_with(*options, seed=seed, episodes=self._episodes_ahead) if prompts else []
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            rollout.environment = None  # the next rollouts reset it before this one is rewarded
-        return groups
+        return self._sampler.sample_with(*options, seed=seed, episodes=self._episodes_ahead) if prompts else []
 
     def _replace_uniform_groups(self, batch: PromptBatch, collected: CollectedRollouts) -> None:
         """Keep groups whose rewards differ, and sample other prompts for the rest."""
