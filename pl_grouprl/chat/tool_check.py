@@ -7,9 +7,15 @@ from typing import Any
 
 from pl_grouprl.types import Messages
 
-_NAME, _VALUE = "check_tool", "check_value"
+_SIGNS = {
+    "check_tool": "the name of a call",
+    "check_value": "the arguments of a call",
+    "check_result_1": "the result of a tool",
+    "check_result_2": "the second result of a turn",
+}
+_NAME, _VALUE, *_RESULTS = _SIGNS
 _USER = {"role": "user", "content": "check"}
-_RESULTS = ("check_result_1", "check_result_2")
+_FAMILIES = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id|>",)}
 
 
 def check_tool_template(
@@ -34,18 +40,9 @@ def check_tool_template(
 
 
 def _check_complete(text: str) -> None:
-    dropped = [
-        what
-        for what, sign in (
-            ("the name of a call", _NAME),
-            ("the arguments of a call", _VALUE),
-            ("the result of a tool", _RESULTS[0]),
-            ("the second result of a turn", _RESULTS[1]),
-        )
-        if sign not in text
-    ]
-    if dropped:
-        raise ValueError(f"the chat template drops {dropped[0]}")
+    for sign, what in _SIGNS.items():
+        if sign not in text:
+            raise ValueError(f"the chat template drops {what}")
 
 
 def _check_results(
@@ -84,13 +81,10 @@ def _conversation() -> Messages:
     return [_USER, *(message for turn in turns for message in (turn, *_results(1)))]
 
 
-_SIGNS = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id|>",)}
-
-
 def remedy(source: str) -> str:
     """What to do about a refused template; names the built-in one of its family."""
-    fitting = [name for name, signs in _SIGNS.items() if all(sign in source for sign in signs)]
-    names = " or ".join(f"chat_template={name!r}" for name in fitting or _SIGNS)
+    fitting = [name for name, signs in _FAMILIES.items() if all(sign in source for sign in signs)]
+    names = " or ".join(f"chat_template={name!r}" for name in fitting or _FAMILIES)
     return (
         f"pass {names}{'' if fitting else ' if the model is of that family'}, a built-in training template, or a "
         "template of your own that renders each message by itself"

@@ -186,7 +186,7 @@ def kind_of_row(row: Mapping[str, Any], kinds: Mapping[str | None, EnvironmentKi
     Raises:
         ValueError: If there are several, and the row names none of them.
     """
-    if None in kinds:
+    if None in kinds or not kinds:
         return None
     name = row.get(COLUMN)
     if not isinstance(name, str) or name not in kinds:

@@ -38,13 +38,14 @@ class Session:
         environment: The environment; None if there is none, or it lives in a worker.
         reward: After `finish`, what `get_reward` returned; NaN if it failed, None if there is no such method.
         reward_name: The environment's class if it has `get_reward`, otherwise None.
+        kind: The environment's name where there are several, otherwise None; see `ToolRunner.kind_of`.
     """
 
     observation: str | None = None
     environment: Any = None
     reward: float | None = None
     reward_name: str | None = None
-    _kind: str | None = field(default=None, repr=False)
+    kind: str | None = None
     _number: int | None = field(default=None, repr=False)
 
     @property
@@ -68,6 +69,9 @@ class ToolRunner:
             `environment`, which is then not passed to `reset`. Each is called once on construction.
         timeout: Seconds that a call of a tool, or of `get_reward`, may take; None for any time.
 
+    Attributes:
+        workers: As passed.
+
     Raises:
         ValueError: If a tool or method lacks type hints or a docstring, two have the same name, an environment has no
             `reset`, or an option is out of range.
@@ -85,6 +89,7 @@ class ToolRunner:
             raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for any time.")
         if workers != 0:
             raise ValueError(f"tool_workers is {workers}; only 0 is supported.")
+        self.workers = workers
         self._timeout = timeout
         self._tools = prepare_tools(tools)
         self._kinds: dict[str | None, EnvironmentKind] = {}
@@ -125,6 +130,14 @@ class ToolRunner:
         methods = self._kinds[environment].methods if self._kinds else {}
         return [tool.schema for tool in (*self._tools.values(), *methods.values())]
 
+    def kind_of(self, row: Mapping[str, Any]) -> str | None:
+        """The name of a row's environment where there are several, otherwise None.
+
+        Raises:
+            ValueError: If the row names none of them.
+        """
+        return kind_of_row(row, self._kinds)
+
     def open(self) -> None:
         """Start what runs the calls; the other methods do so, too, if it is closed."""
         self._open()
@@ -147,7 +160,7 @@ class ToolRunner:
         """
         if not self._kinds:
             return [Session() for _ in rows]
-        kinds = [kind_of_row(row, self._kinds) for row in rows]
+        kinds = [self.kind_of(row) for row in rows]
         sessions = [self._seat(kind) for kind in kinds]
         try:
             self._reset(sessions, rows)
@@ -207,12 +220,12 @@ class ToolRunner:
     def _seat(self, kind: str | None) -> Session:
         known = self._kinds[kind]
         reward_name = None if known.async_reward is None else known.class_name
-        return Session(reward_name=reward_name, _kind=kind, _number=self._numbers.take(kind))
+        return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
 
     def _release(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
             if session._number is not None:
-                self._numbers.put_back(session._kind, session._number)
+                self._numbers.put_back(session.kind, session._number)
                 session._number = None
 
     def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -220,8 +233,8 @@ class ToolRunner:
             rows = [{name: value for name, value in row.items() if name != COLUMN} for row in rows]
         resets = []
         for session, row in zip(sessions, rows, strict=True):
-            kind = self._kinds[session._kind]
-            name, arguments = f"{kind.class_name}.reset", (session._number, session._kind, row)
+            kind = self._kinds[session.kind]
+            name, arguments = f"{kind.class_name}.reset", (session._number, session.kind, row)
             reset = Operation(name, "reset", arguments, RESET_SECONDS, kind.async_reset, session._number)
             resets.append(self._open().start(reset))
         self._open().wait(resets)
@@ -235,7 +248,7 @@ class ToolRunner:
     def _plan(self, session: Session, call: ToolCall) -> _Call:
         if call.kind != "function" or not isinstance(call.name, str):
             return _Call(session, call, None, False)
-        methods = self._kinds[session._kind].methods if self._kinds else {}
+        methods = self._kinds[session.kind].methods if self._kinds else {}
         tool = self._tools.get(call.name) or methods.get(call.name)
         return _Call(session, call, tool, call.name in methods)
 
@@ -246,8 +259,8 @@ class ToolRunner:
             call.result = _result(one)
 
     def _start_reward(self, session: Session) -> Started:
-        kind = self._kinds[session._kind]
-        name, arguments = f"{kind.class_name}.get_reward", (session._number, session._kind)
+        kind = self._kinds[session.kind]
+        name, arguments = f"{kind.class_name}.get_reward", (session._number, session.kind)
         waits = bool(kind.async_reward)
         return self._open().start(Operation(name, "reward", arguments, self._timeout, waits, session._number))
 
@@ -264,7 +277,7 @@ class _Call:
         self.result = _refusal(call)
 
     def operation(self, limit: float | None) -> Operation:
-        number, kind = self.session._number, self.session._kind
+        number, kind = self.session._number, self.session.kind
         arguments = (number, kind, self.call.name, self.call.arguments)
         return Operation(self.call.name, "call", arguments, limit, self.is_async, number, self.is_method)
 
