@@ -48,11 +48,6 @@ class Session:
     kind: str | None = None
     _number: int | None = field(default=None, repr=False)
 
-    @property
-    def kind(self) -> str | None:
-        """The row's environment, where there are several."""
-        return self._kind
-
 
 class ToolRunner:
     """Calls tools, and makes, resets and calls environments; all calls of a round run concurrently.
@@ -113,14 +108,6 @@ class ToolRunner:
         classes = [kind.class_name for kind in self._kinds.values() if kind.async_reward is not None]
         return list(dict.fromkeys(classes))
 
-    def kind_of(self, row: Mapping[str, Any]) -> str | None:
-        """The environment of a row, where there are several.
-
-        Raises:
-            ValueError: If it names an unknown one.
-        """
-        return kind_of_row(row, self._kinds) if self._kinds else None
-
     def schemas(self, environment: str | None = None) -> list[dict[str, Any]]:
         """JSON schemas of the tools in an episode, for the chat template.
 
@@ -136,7 +123,7 @@ class ToolRunner:
         Raises:
             ValueError: If the row names none of them.
         """
-        return kind_of_row(row, self._kinds)
+        return kind_of_row(row, self._kinds) if self._kinds else None
 
     def open(self) -> None:
         """Start what runs the calls; the other methods do so, too, if it is closed."""
@@ -237,7 +224,7 @@ class ToolRunner:
             name, arguments = f"{kind.class_name}.reset", (session._number, session.kind, row)
             reset = Operation(name, "reset", arguments, RESET_SECONDS, kind.async_reset, session._number)
             resets.append(self._open().start(reset))
-        self._open().wait(resets)
+            self._open().wait(resets[-1:])  # in order, as they may count or draw random numbers
         for session, row, started in zip(sessions, rows, resets, strict=True):
             try:
                 session.observation = started.result()

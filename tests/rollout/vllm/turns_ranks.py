@@ -1,4 +1,4 @@
-"""Run by test_ranks.py: two ranks whose episodes have different numbers of turns, with an engine each, then with one."""
+"""Run by test_ranks.py: two ranks whose episodes have different numbers of turns, with an engine each, then one."""
 
 from __future__ import annotations
 
