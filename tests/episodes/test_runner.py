@@ -173,7 +173,7 @@ def test_an_environment_that_hangs_is_lost_and_replaced(make):
     session, other = runner.begin([{}, {}])
     try:
         results = run(runner, ToolCall("hang", {}), ToolCall("add", {"number": 1}), session=session)
-        assert [result.failure for result in results] == ["timeout", "timeout"]
+        assert [result.failure for result in results] == ["timeout", "exited"]
         assert results[1].content == "{'error': 'The environment of this episode was lost.'}"
         runner.finish([session, other])
         assert math.isnan(session.reward)
