@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
@@ -74,9 +75,13 @@ class Dispatcher:
     Args:
         host: The tools, and the environments of this process.
         workers: The worker processes; None to use threads.
+
+    Attributes:
+        process: The id of the process that it belongs to.
     """
 
     def __init__(self, host: EnvironmentHost, workers: ToolWorkers | None = None) -> None:
+        self.process = os.getpid()
         self._host = host
         self._workers = workers
         self._hanging = HangingThreads()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -188,9 +189,8 @@ class ToolRunner:
         calls = [call for turn in turns for call in turn if call.tool is not None]
         waiting = {id(call.session) for call in calls if not call.is_async and call.session._number is not None}
         later = [call for call in calls if call.is_async and id(call.session) in waiting]
-        sooner = [call for call in calls if call not in later]
-        for group in (sooner, later):
-            self._run_calls(group)
+        self._run_calls([call for call in calls if not call.is_async or id(call.session) not in waiting])
+        self._run_calls(later)
         return [[call.result for call in sorted(turn, key=_Call.is_late)] for turn in turns]
 
     def finish(self, sessions: Sequence[Session]) -> None:
@@ -205,9 +205,15 @@ class ToolRunner:
         finally:
             self._release(running)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lock": None, "_dispatcher": None}  # a copy is closed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
     def _open(self) -> Dispatcher:
         with self._lock:
-            if self._dispatcher is None:
+            if self._dispatcher is None or self._dispatcher.process != os.getpid():  # a fork inherits no threads
                 workers = ToolWorkers(self._tools, self._kinds, self.workers) if self.workers else None
                 self._dispatcher = Dispatcher(EnvironmentHost(self._tools, self._kinds), workers)
             return self._dispatcher
@@ -227,13 +233,15 @@ class ToolRunner:
     def _seat(self, kind: str | None) -> Session:
         known = self._kinds[kind]
         reward_name = None if known.async_reward is None else known.class_name
-        return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
+        with self._lock:
+            return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
 
     def _release(self, sessions: Sequence[Session]) -> None:
-        for session in sessions:
-            if session._number is not None:
-                self._numbers.put_back(session.kind, session._number)
-                session._number = None
+        with self._lock:
+            for session in sessions:
+                if session._number is not None:
+                    self._numbers.put_back(session.kind, session._number)
+                    session._number = None
 
     def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
         if None not in self._kinds:
