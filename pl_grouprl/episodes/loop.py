@@ -7,7 +7,6 @@ Legend: P prompts, G rollouts of each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -144,7 +143,7 @@ class EpisodeLoop:
         return max_length is None or len(episode.prompt_ids) + length < max_length
 
     def _finish(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Prompt, list[Rollout]]:
-        shared = len(os.path.commonprefix([episode.prompt_ids for episode in episodes]))
+        shared = _common_length([episode.prompt_ids for episode in episodes])
         texts = [self._chat.tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in episodes]
         rollouts = [episode.rollout(shared, text) for episode, text in zip(episodes, texts, strict=True)]
         return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
@@ -154,3 +153,9 @@ def _read_call(call: dict[str, Any]) -> ToolCall:
     """A call as messages have it, with its type, or flat."""
     function = call.get("function", call)
     return ToolCall(function["name"], function.get("arguments") or {}, call.get("type", "function"))
+
+
+def _common_length(rows: Sequence[Sequence[int]]) -> int:
+    """How many tokens all rows begin with."""
+    places = (place for place, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1)
+    return next(places, min(map(len, rows)))

@@ -139,7 +139,7 @@ class ToolRunner:
         Raises:
             ValueError: If the row names none of them.
         """
-        return kind_of_row(row, self._kinds)
+        return kind_of_row(row, self._kinds) if self._kinds else None
 
     def open(self) -> None:
         """Start what runs the calls; the other methods do so, too, if it is closed."""
@@ -252,7 +252,7 @@ class ToolRunner:
             name, arguments = f"{kind.class_name}.reset", (session._number, session.kind, row)
             reset = Operation(name, "reset", arguments, RESET_SECONDS, kind.async_reset, session._number)
             resets.append(self._open().start(reset))
-        self._open().wait(resets)
+            self._open().wait(resets[-1:])  # in order, as they may count or draw random numbers
         for session, row, started in zip(sessions, rows, resets, strict=True):
             try:
                 session.observation = started.result()
