@@ -60,7 +60,8 @@ class ToolRunner:
     Async tools run on one event loop, which is kept between rounds, because clients are bound to it. Others, and
     environments, run in threads or in worker processes; the plain calls of an episode with an environment run in order,
     and an environment stays in its thread or worker. Async methods of environments run on the event loop, or one at a
-    time in their worker.
+    time in their worker. Threads reset environments one after another, in the order of the rows; each worker does so
+    with those that it has.
 
     What takes too long is cancelled if it is async and its environment does not live in a worker. A plain function in a
     thread cannot be stopped: it is abandoned, and too many of those end the run. A worker is killed, with all that it
@@ -139,7 +140,7 @@ class ToolRunner:
         Raises:
             ValueError: If the row names none of them.
         """
-        return kind_of_row(row, self._kinds) if self._kinds else None
+        return kind_of_row(row, self._kinds)
 
     def open(self) -> None:
         """Start what runs the calls; the other methods do so, too, if it is closed."""
@@ -244,6 +245,7 @@ class ToolRunner:
                     session._number = None
 
     def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Reset environments, in this process one after another: they may count, or draw from one generator."""
         if None not in self._kinds:
             rows = [{name: value for name, value in row.items() if name != COLUMN} for row in rows]
         resets = []
@@ -252,12 +254,12 @@ class ToolRunner:
             name, arguments = f"{kind.class_name}.reset", (session._number, session.kind, row)
             reset = Operation(name, "reset", arguments, RESET_SECONDS, kind.async_reset, session._number)
             resets.append(self._open().start(reset))
-            self._open().wait(resets[-1:])  # in order, as they may count or draw random numbers
+            if not self.workers:
+                self._open().wait(resets[-1:])
+                _observation(resets[-1], row)  # raises at the first that fails
+        self._open().wait(resets)
         for session, row, started in zip(sessions, rows, resets, strict=True):
-            try:
-                session.observation = started.result()
-            except OperationError as error:
-                raise RuntimeError(f"{started.operation.name} {error}, for the row {describe_row(row)}.") from error
+            session.observation = _observation(started, row)
             session.environment = self._open().environment(session._number)
 
     def _plan(self, session: Session, call: ToolCall) -> _Call:
@@ -305,6 +307,14 @@ def _refusal(call: ToolCall) -> ToolResult:
     if call.kind == "function":
         return ToolResult.error(str(call.name), f"Tool {call.name} not found.", "unknown")
     return ToolResult.error(call.name or "unknown", f"Unsupported tool call type: {call.kind}", "unsupported")
+
+
+def _observation(reset: Started, row: Mapping[str, Any]) -> str | None:
+    try:
+        observation: str | None = reset.result()
+    except OperationError as error:
+        raise RuntimeError(f"{reset.operation.name} {error}, for the row {describe_row(row)}.") from error
+    return observation
 
 
 def _result(started: Started) -> ToolResult:

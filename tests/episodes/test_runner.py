@@ -181,11 +181,9 @@ def test_environments_are_made_once_and_stay_in_their_threads(make):
     factory, made = counting()
     runner = make([], factory)
     assert len(made) == 1
-    known = []
     for rows, so_far in ((1, 1), (3, 3), (2, 3)):
         sessions = runner.begin([{}] * rows)
-        assert [session.environment for session in sessions][: len(known)] == known[:rows]
-        known = known if rows < len(known) else [session.environment for session in sessions]
+        assert [session.environment for session in sessions] == made[:rows]
         results = runner.call([(session, [ToolCall("add", {"number": 1})]) for session in sessions])
         assert [own[0].content for own in results] == ["1"] * rows  # it checks the thread
         runner.finish(sessions)
@@ -233,6 +231,26 @@ def test_a_reset_that_raises_ends_the_run_and_says_where(make):
         runner.begin([{"how": "none"}, {"how": "raise"}])
     assert isinstance(caught.value.__cause__, KeyError)
     assert runner.begin([{"how": "none"}])[0].observation is None
+
+
+def test_environments_are_made_and_reset_in_the_order_of_the_rows(make):
+    events = []
+
+    class Notes(Echo):
+        def __init__(self):
+            events.append("made")
+
+        def reset(self, name):
+            events.append(name)
+            if name == "bad":
+                raise ValueError(name)
+
+    runner = make([], Notes)
+    runner.finish(runner.begin([{"name": name} for name in "abcd"]))
+    assert events == ["made", "a", "made", "b", "made", "c", "made", "d"]
+    with pytest.raises(RuntimeError, match="ValueError: bad"):
+        runner.begin([{"name": name} for name in ("e", "bad", "f")])
+    assert events[8:] == ["e", "bad"]
 
 
 def test_a_tool_that_hangs_is_abandoned_and_the_episode_goes_on(make, hang):
