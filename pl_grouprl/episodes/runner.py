@@ -107,7 +107,16 @@ class ToolRunner:
         self._numbers = _Numbers()
         self._lock = threading.RLock()
         self._dispatcher: Dispatcher | None = None
-        self._probe(named_factories(environment_factory))
+        try:
+            self._probe(named_factories(environment_factory))
+        except BaseException:
+            self.close()
+            raise
+        if workers and not self._kinds and all(tool.is_async for tool in self._tools.values()):
+            raise ValueError(
+                f"tool_workers is {workers}, but each of {list(self._tools)} is async and stays in the process; set it "
+                "to 0."
+            )
 
     @property
     def has_environments(self) -> bool:

@@ -462,5 +462,9 @@ def test_options_out_of_range_are_refused():
             ToolRunner([multiply], timeout=timeout)
     with pytest.raises(ValueError, match="tool_workers is -1; it must be at least 1, or 0"):
         ToolRunner([multiply], workers=-1)
+    with pytest.raises(ValueError, match=r"tool_workers is 2, but each of \['async_multiply'\] is async"):
+        ToolRunner([async_multiply], workers=2)
+    before = set(threading.enumerate())
     with pytest.raises(ValueError, match=r"\['add'\] are tools and methods of Counter"):
         ToolRunner([Counter().add], Counter)
+    assert set(threading.enumerate()) == before
