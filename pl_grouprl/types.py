@@ -149,6 +149,11 @@ class Rollout:
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
+    def num_turns(self) -> int:
+        """How many turns the model took; 1 for a plain completion."""
+        return 1 if self.messages is None else sum(message["role"] == "assistant" for message in self.messages)
+
+    @property
     def step_rewards(self) -> dict[int, float]:
         """The rewards of tokens by position, in order; empty if the rollout has no reward."""
         if self.reward is None or math.isnan(self.reward):

@@ -29,6 +29,7 @@ from pl_grouprl.functional.token_groups import (
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run_options import note_options
 from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import reduce_over_ranks, sum_over_ranks
@@ -71,7 +72,8 @@ class GroupPPO(PPO):
         advantage_mode: Which tokens get the advantage of their group: all (`broadcast`), the last one (`endpoint`:
             biased, for comparison), or each its own (`variable_lambda`).
         critic_positions: Where the critic is trained: at the first tokens of groups (`starts`), or at `all`.
-        boundary_at_turn_ends: End a group where a gap of the loss mask follows (tool output).
+        boundary_at_turn_ends: End a group where a gap of the loss mask follows (the result of a tool); otherwise a
+            group may hold tokens from both sides of a gap. None is True in runs with tools.
         **kwargs: Options of `PPO` and `RLModule`.
 
     Raises:
@@ -98,7 +100,7 @@ class GroupPPO(PPO):
         boundary_signal: Literal["td", "gae"] = "td",
         advantage_mode: AdvantageMode = "broadcast",
         critic_positions: Literal["starts", "all"] = "starts",
-        boundary_at_turn_ends: bool = False,
+        boundary_at_turn_ends: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, rewards, **kwargs)
@@ -133,7 +135,8 @@ class GroupPPO(PPO):
         self.boundary_signal = boundary_signal
         self.advantage_mode = advantage_mode
         self.critic_positions = critic_positions
-        self.boundary_at_turn_ends = boundary_at_turn_ends
+        self.boundary_at_turn_ends = self.has_tools if boundary_at_turn_ends is None else boundary_at_turn_ends
+        note_options(self, {"boundary_at_turn_ends": self.boundary_at_turn_ends})  # a checkpoint holds True or False
         self._token_groups: tuple[RolloutBuffer, TokenGroups] | None = None
 
     @property

@@ -144,7 +144,7 @@ class GRPO(RLModule):
         rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
         if rewards.step_rewards_N is not None and (reason := _why_no_token_rewards(self)):
             raise ValueError(reason)
-        extras: dict[str, Any] = {"lengths": rewards.lengths_B, "greedy_rewards": rewards.greedy}
+        extras: dict[str, Any] = {"lengths": rewards.sampled_B, "greedy_rewards": rewards.greedy}
         if by_function:
             extras |= {"estimator": estimator, "aggregation": self.multi_objective_aggregation}
             weights = [function.weight for function in functions]

@@ -43,8 +43,8 @@ from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.checkpoint import RunCheckpoint
 from pl_grouprl.training.collector import Collector
-from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.episodes import Episodes
+from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
 from pl_grouprl.training.kl_penalty import KLPenalty
 from pl_grouprl.training.loading import module_from_checkpoint
@@ -318,6 +318,7 @@ class RLModule(pl.LightningModule, ABC):
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,
+            environments=self.episodes.in_process,
         )
         self.collector = Collector(
             self,

@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from pl_grouprl.callbacks.run_folder import claim, is_trial, run_folder
-from pl_grouprl.types import Prompt, RolloutGroup
+from pl_grouprl.callbacks.turns import turns_line
+from pl_grouprl.types import Messages, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.writes import OptionalWrites, append_whole
@@ -21,14 +22,21 @@ Row = dict[str, Any]
 
 CONSOLE_WIDTH = 120
 
+_LAYOUT: dict[str, dict[str, Any]] = {
+    "prompt": {"ratio": 2},
+    "completion": {"ratio": 2},
+    **{name: {"justify": "right"} for name in ("turns", "reward", "tokens")},
+}
+
 
 @checked_arguments
 class CompletionsTable(Callback):
     """Show completions of the policy at the first optimizer step and every `every_n_steps` steps.
 
     Works with any module with an attribute `last_rollouts`, as in `GRPO`: a list of `RolloutGroup`, or an object whose
-    `groups` is one. Shows rank 0's rows. Every completion of the chosen groups is appended as a line to
-    `completions.jsonl` in the run folder. A failure to write is a warning.
+    `groups` is one. Shows rank 0's rows, of episodes all turns: `call(...) -> result | answer`. Every completion of the
+    chosen groups is appended as a line to `completions.jsonl` in the run folder, episodes with their `messages`. A
+    failure to write is a warning.
 
     Args:
         every_n_steps: Optimizer steps between tables.
@@ -126,6 +134,9 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
         index: Number of the group in the batch.
         step: Optimizer steps done.
         tokenizer: Decodes tokens that have no text yet; without it, token ids are shown.
+
+    Returns:
+        The rows, with tokens that the model wrote as `num_tokens`; those of episodes have `messages` and `turns`.
     """
     prompt = prompt_text(group, tokenizer)
     return [
@@ -133,16 +144,21 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
             "step": step,
             "group": group.group_id if group.group_id is not None else index,
             "data_source": group.data_source,
-            "prompt": prompt,
-            "completion": rollout.text if rollout.text is not None else _decode(rollout.token_ids, tokenizer),
+            "prompt": prompt if rollout.prompt is None else _join_messages(rollout.prompt),
+            "completion": rollout.text if rollout.text is not None else _decode(rollout.completion_ids, tokenizer),
             "reward": rollout.reward,
             "rewards": dict(rollout.rewards),
-            "num_tokens": len(rollout.token_ids),
+            "num_tokens": rollout.num_sampled_tokens,
             "finish_reason": rollout.finish_reason,
             **({} if rollout.token_rewards is None else {"token_rewards": rollout.token_rewards}),
+            **_of_episode(rollout),
         }
         for rollout in group.rollouts
     ]
+
+
+def _of_episode(rollout: Rollout) -> Row:
+    return {} if rollout.messages is None else {"turns": rollout.num_turns, "messages": rollout.messages}
 
 
 def prompt_text(group: RolloutGroup | Prompt, tokenizer: Any = None) -> str:
@@ -150,8 +166,12 @@ def prompt_text(group: RolloutGroup | Prompt, tokenizer: Any = None) -> str:
     if isinstance(group.prompt, str) and group.prompt:
         return group.prompt
     if group.prompt:
-        return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in group.prompt)  # type: ignore[union-attr]
+        return _join_messages(group.prompt)  # type: ignore[arg-type]
     return _decode(group.prompt_ids if isinstance(group, RolloutGroup) else group.token_ids, tokenizer)
+
+
+def _join_messages(messages: Messages) -> str:
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages)
 
 
 def render_table(rows: Sequence[Row], max_characters: int) -> str:
@@ -161,20 +181,18 @@ def render_table(rows: Sequence[Row], max_characters: int) -> str:
     from rich.text import Text
 
     table = Table(title=f"Completions at step {rows[0]['step']}" if rows else "Completions", title_justify="left")
-    table.add_column("prompt", ratio=2)
-    table.add_column("completion", ratio=2)
-    table.add_column("reward", justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("end")
-    previous = None
+    for name in _columns(rows):
+        table.add_column(name, **_LAYOUT.get(name, {}))
+    previous: Row | None = None
     for row in rows:
-        if previous is not None and row["group"] != previous:
+        is_new = previous is None or row["group"] != previous["group"]
+        if is_new and previous is not None:
             table.add_section()
-        prompt = "" if row["group"] == previous else printable_line(row["prompt"], max_characters)
-        completion = printable_line(row["completion"], max_characters)
-        cells = (prompt, completion, _reward(row), str(row["num_tokens"]), row["finish_reason"] or "")
+        cells = _cells(row, _columns(rows), max_characters)
+        if not is_new and previous is not None and row["prompt"] == previous["prompt"]:
+            cells[0] = ""
         table.add_row(*(Text(cell) for cell in cells))  # Text: brackets of a completion are no markup
-        previous = row["group"]
+        previous = row
     console = Console(file=io.StringIO(), width=CONSOLE_WIDTH, force_terminal=False)
     console.print(table)
     return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
@@ -182,11 +200,30 @@ def render_table(rows: Sequence[Row], max_characters: int) -> str:
 
 def markdown_table(rows: Sequence[Row], max_characters: int) -> str:
     """Write the rows as a Markdown table, which TensorBoard renders."""
-    lines = ["| prompt | completion | reward | tokens | end |", "|---|---|---|---|---|"]
+    names = _columns(rows)
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for row in rows:
-        texts = (printable_line(row[name], max_characters).replace("|", "\\|") for name in ("prompt", "completion"))
-        lines.append(f"| {' | '.join(texts)} | {_reward(row)} | {row['num_tokens']} | {row['finish_reason'] or ''} |")
+        cells = (cell.replace("|", "\\|") for cell in _cells(row, names, max_characters))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    turns = ["turns"] if any("turns" in row for row in rows) else []
+    return ["prompt", "completion", *turns, "reward", "tokens", "end"]
+
+
+def _cells(row: Row, columns: Sequence[str], max_characters: int) -> list[str]:
+    completion = turns_line(row["messages"]) if "messages" in row else row["completion"]
+    cells = {
+        "prompt": printable_line(row["prompt"], max_characters),
+        "completion": printable_line(completion, max_characters),
+        "turns": str(row.get("turns", "")),
+        "reward": _reward(row),
+        "tokens": str(row["num_tokens"]),
+        "end": row["finish_reason"] or "",
+    }
+    return [cells[name] for name in columns]
 
 
 def printable_line(text: str, max_characters: int) -> str:

@@ -87,8 +87,11 @@ def parse_llama3(text: str, tools: Sequence[Schema] = ()) -> Message:
 
 def parse_plain(text: str, tools: Sequence[Schema] = ()) -> Message:
     """Parse a turn of the built-in tasks' format; see `templates/plain.jinja`."""
-    content, *calls = text.split("<end>", 1)[0].split("<call>")
+    written, end, _ = text.partition("<end>")
+    content, *calls = written.split("<call>")
     message: Message = {"role": "assistant", "content": content.strip()}
+    if calls and not end:
+        raise MalformedTurnError("a call is cut off")
     if calls:
         message["tool_calls"] = [{"type": "function", "function": _positional_call(call, tools)} for call in calls]
     return message
@@ -100,14 +103,11 @@ def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
         raise MalformedTurnError("a call has no name")
     functions = [tool.get("function", tool) for tool in tools]
     schema = next((function for function in functions if function.get("name") == name), None)
-    if schema is None:
-        return {"name": name, "arguments": {"input": rest}}
-    parameters = schema.get("parameters", {}).get("properties", {})
+    parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
     values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
-    if values and not parameters:
-        return {"name": name, "arguments": {"input": rest}}
-    typed = [(key, _cast(value, schema)) for (key, schema), value in zip(parameters.items(), values, strict=False)]
-    return {"name": name, "arguments": dict(typed)}
+    places = parameters or {"input": {}}  # for a tool without parameters too, which then refuses what it was given
+    arguments = {key: _cast(value, schema) for (key, schema), value in zip(places.items(), values, strict=False)}
+    return {"name": name, "arguments": arguments}
 
 
 def _cast(value: str, schema: Schema) -> Any:

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pl_grouprl.chat.casting import cast_arguments
 from pl_grouprl.chat.families import find_tool_parser
-from pl_grouprl.chat.parsing import Schema, checked_message, plain_data
+from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.chat.tool_check import check_tool_template, remedy
 from pl_grouprl.types import Messages
@@ -48,11 +49,13 @@ class ChatFormat:
         Raises:
             ValueError: With the remedy. Also if nothing can parse the calls that the template asks for.
         """
+        if not self.source:
+            raise ValueError(f"Tools need a chat template, and the tokenizer has none; {remedy(self.source)}.")
         try:
             check_tool_template(self._encode, self.encode_results, self._render)
         except ValueError as error:
-            raise ValueError(f"Tools need another chat template: {error}. Remedy: {remedy(self.source)}.") from error
-        if self.parser is None and not self._has_response_template():
+            raise ValueError(f"Tools need another chat template: {error}; {remedy(self.source)}.") from error
+        if self.parser is None and not self._tokenizer_parses():
             raise ValueError(
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
@@ -69,12 +72,13 @@ class ChatFormat:
             ValueError: If there is no chat template, or it refuses the messages.
         """
         open_ended = messages[-1]["role"] == "assistant"
+        options = {"tools": list(tools)} if tools else {}
         return self._apply(
             messages,
-            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=not open_ended,
             continue_final_message=open_ended,
+            **options,
         )
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
@@ -98,9 +102,12 @@ class ChatFormat:
         results = plain_data(results)
         name = results[0]["name"]
         prefix_ids = self._prefix_ids(name)
-        token_ids = self._encode([*_dummy_conversation(name), *results], add_generation_prompt=True)
+        token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
         if token_ids[: len(prefix_ids)] != prefix_ids:
-            raise ValueError(f"the chat template renders a call of {name!r} differently once its result follows.")
+            raise ValueError(
+                f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its "
+                "result follows"
+            )
         return token_ids[len(prefix_ids) :]
 
     def parse(
@@ -114,7 +121,8 @@ class ChatFormat:
         Args:
             token_ids: The turn, end token included.
             prefix_ids: Everything before it; what the chat template writes at a turn's beginning belongs to the turn.
-            tools: Schemas of the tools, for formats that do not name arguments.
+            tools: Schemas of the tools: arguments written as text are cast to their types, and formats that do not
+                name arguments find the names there.
 
         Returns:
             `role`, `content` (a string), and, if there are any, `reasoning_content` and `tool_calls`, each
@@ -122,6 +130,7 @@ class ChatFormat:
         """
         try:
             message = checked_message(self._parse(list(token_ids), list(prefix_ids), tools))
+            cast_arguments(message, tools)
         except (ValueError, TypeError, RecursionError):
             return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
         eos = self.tokenizer.eos_token
@@ -129,19 +138,19 @@ class ChatFormat:
             message["content"] = message["content"].removesuffix(eos)
         return message
 
-    def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> dict[str, Any]:
-        if self._has_response_template():
-            takes_prefix = "prefix" in inspect.signature(self.tokenizer.parse_response).parameters
-            options = {"prefix": prefix_ids} if takes_prefix else {}
+    def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> Any:
+        if self._tokenizer_parses():
+            options = {"prefix": prefix_ids} if _takes_prefix(self.tokenizer) else {}
             return self.tokenizer.parse_response(token_ids, **options)
         if self.parser is None:
-            raise ValueError("no parser knows this chat template")
+            raise MalformedTurnError("no parser knows this chat template")
         text = self._turn_start(prefix_ids, self.parser.header) + self.tokenizer.decode(token_ids)
         return self.parser.parse(text, tools)
 
-    def _has_response_template(self) -> bool:
-        names = ("response_template", "response_schema")
-        return any(getattr(self.tokenizer, name, None) is not None for name in names)
+    def _tokenizer_parses(self) -> bool:
+        """Whether the tokenizer has what its own `parse_response` needs in this version of transformers."""
+        name = "response_template" if _takes_prefix(self.tokenizer) else "response_schema"
+        return getattr(self.tokenizer, name, None) is not None
 
     def _turn_start(self, prefix_ids: list[int], header: str) -> str:
         """What the prompt already wrote of the turn: the text after its last header."""
@@ -158,7 +167,7 @@ class ChatFormat:
         """Tokens of a dummy conversation up to the EOS token that ends a call of this name."""
         if name in self._prefixes:
             return self._prefixes[name]
-        token_ids = self._encode(_dummy_conversation(name), add_generation_prompt=False)
+        token_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
         eos = self.tokenizer.eos_token_id
         if eos in token_ids:
             token_ids = token_ids[: len(token_ids) - token_ids[::-1].index(eos)]
@@ -179,16 +188,23 @@ class ChatFormat:
         if not self.source:
             raise ValueError(
                 "the tokenizer has no chat template; use a tokenizer that has one, set tokenizer.chat_template, or "
-                "pass chat_template."
+                "pass chat_template"
             )
+        if self.chat_template is not None:
+            options["chat_template"] = self.chat_template
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, **{**options, **self.template_kwargs}
-            )
+            return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
 
 
-def _dummy_conversation(name: str) -> Messages:
+def _takes_prefix(tokenizer: Any) -> bool:
+    """Whether `parse_response` is that of transformers >= 5.13, with response templates."""
+    parse_response = getattr(tokenizer, "parse_response", None)
+    return parse_response is not None and "prefix" in inspect.signature(parse_response).parameters
+
+
+def dummy_conversation(name: str) -> Messages:
+    """A question, and a turn that calls the tool of this name."""
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pl_grouprl.chat.template_files import builtin_templates
 from pl_grouprl.types import Messages
 
-_NAME, _VALUE = "check_tool", "check_value"
-_RESULTS = ("check_result_1", "check_result_2")
+_SIGNS = {
+    "check_tool": "the name of a call",
+    "check_value": "the arguments of a call",
+    "check_result_1": "the result of a tool",
+    "check_result_2": "the second result of a turn",
+}
+_NAME, _VALUE, *_RESULTS = _SIGNS
+_USER = {"role": "user", "content": "check"}
+_FAMILIES = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id|>",)}
 
 
 def check_tool_template(
@@ -26,7 +32,7 @@ def check_tool_template(
         ValueError: With what the template does.
     """
     conversation = _conversation()
-    _check_complete(render([{"role": "user", "content": "check"}, _turn(), *_results(2)]))
+    _check_complete(render([_USER, _turn(), *_results(2)]))
     for place, message in enumerate(conversation):
         if message["role"] == "tool":
             _check_results(conversation[:place], [message], encode, encode_results)
@@ -34,18 +40,9 @@ def check_tool_template(
 
 
 def _check_complete(text: str) -> None:
-    dropped = [
-        what
-        for what, sign in (
-            ("the name of a call", _NAME),
-            ("the arguments of a call", _VALUE),
-            ("the result of a tool", _RESULTS[0]),
-            ("the second result of a turn", _RESULTS[1]),
-        )
-        if sign not in text
-    ]
-    if dropped:
-        raise ValueError(f"drops {dropped[0]}")
+    for sign, what in _SIGNS.items():
+        if sign not in text:
+            raise ValueError(f"the chat template drops {what}")
 
 
 def _check_results(
@@ -59,13 +56,18 @@ def _check_results(
     full_ids = encode([*before, *results], add_generation_prompt=True)
     prefix_ids = encode(before, add_generation_prompt=False)
     cut = len(full_ids) - len(result_ids)
-    if full_ids[cut:] != result_ids or full_ids[:cut] != prefix_ids[:cut]:
-        raise ValueError("is not prefix-preserving: it renders a turn of the model differently once a result follows")
+    if full_ids[:cut] != prefix_ids[:cut]:
+        raise ValueError(
+            "the chat template is not prefix-preserving: it renders a turn of the model differently once a result "
+            "follows"
+        )
+    if full_ids[cut:] != result_ids:
+        raise ValueError("the chat template renders results differently in different places of a conversation")
 
 
-def _turn(content: str = "", thought: str | None = None) -> dict[str, Any]:
+def _turn(thought: str | None = None) -> dict[str, Any]:
     call = {"type": "function", "function": {"name": _NAME, "arguments": {"key": _VALUE}}}
-    turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     return turn if thought is None else {**turn, "reasoning_content": thought}
 
 
@@ -74,16 +76,16 @@ def _results(count: int) -> Messages:
 
 
 def _conversation() -> Messages:
-    """Turns without text, with text, with thoughts, each followed by a result."""
-    user = {"role": "user", "content": "check"}
-    turns = [_turn(), _turn("check"), _turn(thought="check"), _turn()]
-    return [user, *(message for turn in turns for message in (turn, *_results(1)))]
+    """Calls without thoughts, with thoughts, and without again, each followed by a result."""
+    turns = [_turn(), _turn(thought="check"), _turn()]
+    return [_USER, *(message for turn in turns for message in (turn, *_results(1)))]
 
 
 def remedy(source: str) -> str:
-    """What to do about a template that was refused, by the family that it seems to belong to."""
-    known = {"<|im_start|>": "qwen3", "<|start_header_id|>": "llama3"}
-    name = next((name for sign, name in known.items() if sign in source), None)
-    names = " or ".join(f"chat_template={other!r}" for other in builtin_templates() if other != "plain")
-    first = f"pass chat_template={name!r}, a built-in training template" if name else f"pass {names} if the model fits"
-    return f"{first}, or a template of your own that renders each message by itself"
+    """What to do about a refused template; names the built-in one of its family."""
+    fitting = [name for name, signs in _FAMILIES.items() if all(sign in source for sign in signs)]
+    names = " or ".join(f"chat_template={name!r}" for name in fitting or _FAMILIES)
+    return (
+        f"pass {names}{'' if fitting else ' if the model is of that family'}, a built-in training template, or a "
+        "template of your own that renders each message by itself"
+    )

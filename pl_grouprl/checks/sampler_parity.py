@@ -42,15 +42,17 @@ def sampler_difference(score: Score, groups: Sequence[RolloutGroup], sampling: S
 
 
 def mean_difference(expected: Sequence[Tensor], group: RolloutGroup, sampling: SamplingConfig) -> float:
-    """Mean absolute difference over the tokens of a group, allowing for top-p.
+    """Mean absolute difference over the sampled tokens of a group, allowing for top-p.
 
     Args:
         expected: The policy's log-probabilities, one tensor per rollout.
         group: Group with the sampler's log-probabilities.
         sampling: Its `top_p` makes the kept tokens more likely, by at most 1 / top_p.
     """
-    ours = torch.cat([own.cpu().double() for own in expected])
-    theirs = torch.cat([torch.tensor(rollout.logprobs, dtype=torch.float64) for rollout in group.rollouts])
+    rollouts = group.rollouts
+    sampled = torch.cat([torch.tensor(own.loss_mask or [1] * len(own.token_ids)) for own in rollouts]).bool()
+    ours = torch.cat([own.cpu().double() for own in expected])[sampled]
+    theirs = torch.cat([torch.tensor(own.logprobs, dtype=torch.float64) for own in rollouts])[sampled]
     explained = -math.log(sampling.top_p) if sampling.temperature else 0.0
     return compare(theirs - (theirs - ours).clamp(0, explained), ours).mean
 
@@ -60,6 +62,6 @@ def _longest(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
     candidates = [
         RolloutGroup(group.prompt_ids, reported[:_ROLLOUTS], media=group.media)
         for group in groups
-        if (reported := [rollout for rollout in group.rollouts if rollout.token_ids and rollout.logprobs is not None])
+        if (reported := [own for own in group.rollouts if own.num_sampled_tokens and own.logprobs is not None])
     ]
     return max(candidates, key=lambda group: len(group.prompt_ids) + len(group.rollouts[0].token_ids), default=None)

@@ -89,7 +89,7 @@ class Episode:
 
     def add_results(self, results: Sequence[ToolResult], token_ids: Sequence[int]) -> None:
         """Append results of tools, and the tokens that the model reads for them."""
-        self.messages += [result.message for result in results]
+        self.messages += [message_of(result) for result in results]
         self.token_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
         if self.logprobs is not None:
@@ -126,3 +126,8 @@ class Episode:
             environment_name=self.session.reward_name,
             environment=None if self.session.environment is None else LiveObject(self.session.environment),
         )
+
+
+def message_of(result: ToolResult) -> dict[str, Any]:
+    """The message in which the model reads a result."""
+    return {"role": "tool", "name": result.name, "content": result.content}

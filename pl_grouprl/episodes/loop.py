@@ -7,13 +7,12 @@ Legend: P prompts, G rollouts of each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.episodes.episode import Episode
+from pl_grouprl.episodes.episode import Episode, message_of
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.observations import add_observation, row_of
 from pl_grouprl.episodes.runner import ToolRunner
@@ -99,7 +98,7 @@ class EpisodeLoop:
     def _first_turn(self, prompt: Prompt, episode: Episode) -> Episode:
         observation = episode.session.observation
         if observation is not None:
-            tools = self.runner.schemas(episode.session.environment_key)
+            tools = self.runner.schemas(episode.session.kind)
             episode.prompt = add_observation(prompt, observation)
             episode.prompt_ids = self._chat.encode_prompt(episode.prompt, tools)
         return episode
@@ -117,21 +116,21 @@ class EpisodeLoop:
         self._call_tools([episode for episode, _ in writing if episode.is_open], sampler.max_length)
 
     def _take_turn(self, episode: Episode, sampled: Rollout) -> None:
-        tools = self.runner.schemas(episode.session.environment_key)
+        tools = self.runner.schemas(episode.session.kind)
         message = self._chat.parse(sampled.token_ids, episode.history, tools) if sampled.token_ids else None
         episode.add_turn(sampled, message)
         allowed, calls = self._limits.max_tool_calling_iterations, (message or {}).get("tool_calls") or []
         if sampled.finish_reason == "length" or not calls or (allowed is not None and episode.iterations >= allowed):
             episode.finish_reason = sampled.finish_reason or "stop"
         else:
-            episode.calls = [ToolCall.of(call) for call in calls]
+            episode.calls = [_read_call(call) for call in calls]
 
     def _call_tools(self, episodes: Sequence[Episode], max_length: int | None) -> None:
         """Make the calls of a turn; a result that does not fit is left out whole, and its episode ends."""
         results = self.runner.call([(episode.session, episode.calls) for episode in episodes])
         for episode, own in zip(episodes, results, strict=True):
             episode.count(own)
-            token_ids = self._chat.encode_results([result.message for result in own])
+            token_ids = self._chat.encode_results([message_of(result) for result in own])
             if self._fits(episode, len(token_ids), max_length):
                 episode.add_results(own, token_ids)
             else:
@@ -144,7 +143,19 @@ class EpisodeLoop:
         return max_length is None or len(episode.prompt_ids) + length < max_length
 
     def _finish(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Prompt, list[Rollout]]:
-        shared = len(os.path.commonprefix([episode.prompt_ids for episode in episodes]))
+        shared = _common_length([episode.prompt_ids for episode in episodes])
         texts = [self._chat.tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in episodes]
         rollouts = [episode.rollout(shared, text) for episode, text in zip(episodes, texts, strict=True)]
         return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
+
+
+def _read_call(call: dict[str, Any]) -> ToolCall:
+    """A call as messages have it, with its type, or flat."""
+    function = call.get("function", call)
+    return ToolCall(function["name"], function.get("arguments") or {}, call.get("type", "function"))
+
+
+def _common_length(rows: Sequence[Sequence[int]]) -> int:
+    """How many tokens all rows begin with."""
+    places = (place for place, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1)
+    return next(places, min(map(len, rows)))

@@ -7,26 +7,22 @@ It runs in another thread so that a loop already running in this one, such as a 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import os
 import threading
-import weakref
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from typing import Any
 
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt_async, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
-from pl_grouprl.rewards.exit_gate import exits_refused
+from pl_grouprl.utilities.background_loop import BackgroundLoop
+from pl_grouprl.utilities.exit_gate import exits_refused
 
 log = logging.getLogger(__name__)
 
 MAX_BLOCKED_THREADS = 8
 """Number of threads hanging in blocking functions at which the run ends."""
-
-_reward_name: contextvars.ContextVar[str] = contextvars.ContextVar("reward_name", default="")
 
 
 class AsyncCalls:
@@ -59,7 +55,7 @@ class AsyncCalls:
         while pending := self._pending():
             if self._loop.answers(self._timeout):
                 continue
-            name = self._loop.abandon()
+            name = _abandon(self._loop)
             if name in ("", self._reward.name):
                 blocked = Failure(
                     f"took longer than reward_timeout={self._timeout} seconds and blocked its event loop meanwhile; "
@@ -108,76 +104,26 @@ async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, tim
     return failure
 
 
-class _LoopThread:
-    """An event loop in a thread; it knows which reward function each task runs for."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_task_factory(self._make_task)
-        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._blocked_by: str | None = None
-        self.thread = threading.Thread(target=self._run, name="reward-functions", daemon=True)
-        self.thread.start()
-
-    def submit(self, name: str, coroutine: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
-        """Run a coroutine for the named reward function."""
-        context = contextvars.copy_context()
-        context.run(_reward_name.set, name)
-        return context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
-
-    def answers(self, seconds: float | None) -> bool:
-        """Whether the loop responds within that time; False once it was abandoned."""
-        if self._blocked_by is not None:
-            return False
-        answered = threading.Event()
-        self._loop.call_soon_threadsafe(answered.set)
-        return answered.wait(seconds)
-
-    def abandon(self) -> str:
-        """Give up the thread; returns the name of the function that blocks it, or "" if unknown."""
-        if self._blocked_by is None:
-            task = asyncio.current_task(self._loop)
-            self._blocked_by = "" if task is None else self._names.get(task, "")
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            _forget(self, self._blocked_by)
-        return self._blocked_by
-
-    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(coroutine, loop=loop, **kwargs)
-        self._names[task] = _reward_name.get()
-        return task
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)  # the loop was abandoned, and what blocked it has returned
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(_wait_for_all(tasks))
-        self._loop.close()
-
-
-async def _wait_for_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-_loops: dict[int, _LoopThread] = {}
+_loops: dict[int, BackgroundLoop] = {}
 _blocked: list[threading.Thread] = []
 _lock = threading.Lock()
 
 
-def _current_loop() -> _LoopThread:
+def _current_loop() -> BackgroundLoop:
     """The loop of this process (a fork inherits no threads)."""
     with _lock:
         if os.getpid() not in _loops:
-            _loops[os.getpid()] = _LoopThread()
+            _loops[os.getpid()] = BackgroundLoop("reward-functions")
         return _loops[os.getpid()]
 
 
-def _forget(loop: _LoopThread, name: str) -> None:
-    """Make the next calls use a new loop, unless too many threads hang."""
+def _abandon(loop: BackgroundLoop) -> str:
+    """Make the next calls use a new loop, unless too many threads hang; returns the function that blocks this one."""
+    name = loop.abandon()
     with _lock:
-        if _loops.get(os.getpid()) is loop:
-            del _loops[os.getpid()]
+        if _loops.get(os.getpid()) is not loop:  # done already
+            return name
+        del _loops[os.getpid()]
         _blocked[:] = [thread for thread in (*_blocked, loop.thread) if thread.is_alive()]
         if len(_blocked) >= MAX_BLOCKED_THREADS:
             raise RuntimeError(
@@ -185,3 +131,4 @@ def _forget(loop: _LoopThread, name: str) -> None:
                 f"{name!r}; await what takes time, or make it a plain function and set reward_workers."
             )
     log.warning("Reward function %r blocks its event loop; its thread is abandoned.", name)
+    return name

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pl_grouprl.rewards.exit_gate import exits_refused
+from pl_grouprl.utilities.exit_gate import exits_refused
 from pl_grouprl.utilities.reaper import children as children_of
 
 try:

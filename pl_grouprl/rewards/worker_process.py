@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 import traceback
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from pl_grouprl.rewards.base import RewardConfigurationError, hook_of
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.rewards.results import Score
-from pl_grouprl.utilities.reaper import adopt_orphans
+from pl_grouprl.utilities.worker_process import lead_session
 
 
 class RemoteError(RuntimeError):
@@ -33,8 +32,7 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes]) -> None:
         pipe: Where calls arrive and scores go.
         pickled: The functions by name.
     """
-    os.setsid()  # so that the functions' own processes are killed with this one
-    adopt_orphans()
+    lead_session()
     rewards: dict[str, PreparedReward] = {}
     for name, data in pickled.items():
         try:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
 import pickle
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing import connection
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pl_grouprl.rewards.call import Call, Failure, Outcome, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.rewards.worker_process import read_answer, run_worker
-from pl_grouprl.utilities import reaper
 from pl_grouprl.utilities.progress import tick
-from pl_grouprl.utilities.reaper import kill_tree
-
-START_SECONDS = 600.0
-"""How long a worker may take to start: it imports the program, and everything that the functions import."""
+from pl_grouprl.utilities.worker_process import (
+    Reaper,
+    WorkerExitError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    check_process_groups,
+)
 
 
 class RewardWorkers:
@@ -59,10 +55,10 @@ class RewardWorkers:
                 "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
             )
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        reaper_process = _start_reaper()
-        self._workers = [_Worker(pickled, self._tasks, timeout, reaper_process) for _ in range(count if pickled else 0)]
+        reaper = Reaper()
+        self._workers = [_Worker(pickled, self._tasks, timeout, reaper) for _ in range(count if pickled else 0)]
         # Before multiprocessing waits for its processes at the end of the program.
-        self.close = Finalize(self, _close, (self._workers, self._tasks, reaper_process), exitpriority=100)
+        self.close = Finalize(self, _close, (self._workers, self._tasks, reaper), exitpriority=100)
         for worker in self._workers:
             worker.start()
         try:
@@ -91,7 +87,7 @@ class RewardWorkers:
     @property
     def process_ids(self) -> list[int]:
         """Of the workers that run."""
-        return [worker.process.pid for worker in self._workers if worker.process is not None]
+        return [pid for worker in self._workers if (pid := worker.process.pid) is not None]
 
 
 class _Task(NamedTuple):
@@ -105,33 +101,26 @@ class _Worker(threading.Thread):
 
     Attributes:
         started: Done when the first process is ready.
-        process: The present one.
+        process: The process.
     """
-
-    # multiprocessing's list of children is not made for several threads; a collected pool closes on any of them.
-    _forking = threading.RLock()
 
     def __init__(
         self,
         pickled: Mapping[str, bytes],
         tasks: queue.SimpleQueue[_Task | None],
         timeout: float | None,
-        reaper_process: subprocess.Popen[bytes],
+        reaper: Reaper,
     ) -> None:
         super().__init__(name="reward-worker", daemon=True)
-        self._pickled = pickled
         self._tasks = tasks
         self._timeout = timeout
-        self._reaper = reaper_process
-        self._closing = False
         self.started: Future[None] = Future()
-        self.process: Any = None
-        self._pipe: Any = None
+        self.process = WorkerProcess("reward worker", run_worker, (pickled,), read_answer, reaper)
 
     def run(self) -> None:
         """Serve tasks until there is a None among them."""
         try:
-            self._start_process()
+            self.process.start()
             self.started.set_result(None)
         except BaseException as error:
             self.started.set_exception(error)
@@ -142,73 +131,21 @@ class _Worker(threading.Thread):
                 task.future.set_result(self._attempt(task))
             except BaseException as error:  # raised where the scores are waited for
                 task.future.set_exception(error)
-        self._end_process()
-
-    def kill(self) -> None:
-        """Kill the process and all that it started. What waits for its answer then sees that it is dead."""
-        with self._forking:
-            self._closing = True
-            if self.process is not None:
-                kill_tree(self.process.pid)
+        self.process.end()
 
     def _attempt(self, task: _Task) -> Outcome:
         tick()
         outcome: Outcome = Failure("was not called")
         for _ in range(task.retries + 1):
-            if self.process is not None and connection.wait([self.process.sentinel], 0):
-                self._end_process()  # it died between two calls
-            if self.process is None:
-                self._start_process()
-            with contextlib.suppress(OSError):  # where it dies just now, there will be no answer either
-                self._pipe.send_bytes(task.message)
-            outcome, repeatable = self._receive(self._timeout)
-            if not (isinstance(outcome, Failure) and repeatable):
+            try:
+                outcome = read_answer(self.process.ask(task.message, self._timeout))
+            except WorkerTimeoutError:
+                return too_slow(self._timeout)
+            except WorkerExitError as error:
+                outcome = Failure(str(error))
+            if not isinstance(outcome, Failure):
                 break
         return outcome
-
-    def _start_process(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        with self._forking:
-            if self._closing:
-                raise RuntimeError("the reward workers are being closed.")
-            process = context.Process(target=run_worker, args=(theirs, self._pickled), name="reward-worker")
-            process.start()
-            self.process, self._pipe = process, ours
-            self._tell_reaper(f"+{process.pid}")
-        theirs.close()
-        outcome, _ = self._receive(START_SECONDS)
-        if isinstance(outcome, Failure):
-            raise RuntimeError(f"A reward worker did not start: it {outcome.what}; its error output says more.")
-
-    def _receive(self, timeout: float | None) -> tuple[Outcome, bool]:
-        """Wait for the answer; returns it, and whether a failure may be tried again. Kills what does not answer."""
-        ready = connection.wait([self._pipe, self.process.sentinel], timeout)
-        if not ready:
-            self._end_process()
-            return too_slow(timeout), False
-        try:
-            return read_answer(self._pipe.recv_bytes()), True
-        except (EOFError, OSError):
-            connection.wait([self.process.sentinel], 1.0)  # for its own exit code
-            code = self._end_process()
-            return Failure(f"ended its process with exit code {code}"), True
-
-    def _end_process(self) -> int | None:
-        process, pipe = self.process, self._pipe
-        if process is None:
-            return None
-        with self._forking:
-            kill_tree(process.pid)
-            self._tell_reaper(f"-{process.pid}")
-            process.join()
-            self.process = None
-        pipe.close()
-        return process.exitcode
-
-    def _tell_reaper(self, line: str) -> None:
-        assert self._reaper.stdin is not None
-        self._reaper.stdin.write(f"{line}\n".encode())  # unbuffered, and whole lines
 
 
 def _check(count: int, timeout: float | None) -> None:
@@ -216,8 +153,7 @@ def _check(count: int, timeout: float | None) -> None:
         raise ValueError(f"reward_workers is {count}; it must be at least 1, or 0 for rewards in this process.")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"reward_timeout is {timeout}; it must be larger than 0, or None for any time.")
-    if not hasattr(os, "killpg"):
-        raise ValueError(f"reward_workers is {count}, but this system has no process groups; set it to 0.")
+    check_process_groups("reward_workers", count)
 
 
 def _pickle(reward: PreparedReward) -> bytes:
@@ -230,19 +166,12 @@ def _pickle(reward: PreparedReward) -> bytes:
         ) from error
 
 
-def _start_reaper() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", reaper.__file__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
-
-
-def _close(
-    workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], reaper_process: subprocess.Popen[bytes]
-) -> None:
+def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], reaper: Reaper) -> None:
     for _ in workers:
         tasks.put(None)
     for worker in workers:
-        worker.kill()
+        worker.process.kill()
     for worker in workers:
         if worker is not threading.current_thread():
             worker.join()
-    reaper_process.communicate()
+    reaper.close()

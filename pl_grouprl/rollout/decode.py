@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
+from pl_grouprl.rollout.kept_caches import take_row
 from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
 from pl_grouprl.rollout.prefill import NextTokenLogits, Prefix, left_padding_mask
 from pl_grouprl.rollout.sampling import sample_tokens, uniforms
@@ -45,6 +47,10 @@ class DecodeBatch:
         stop: Strings that end a sequence.
         seed: Seed of the random streams.
         min_saved_tokens: Minimum of copied tokens that sharing must save, per prompt.
+        keep: Whether to keep the cache of each sequence when it leaves, in `kept`.
+
+    Attributes:
+        kept: By the number of a sequence, the cache of its prompt and its tokens except the last.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class DecodeBatch:
         stop: StopStrings,
         seed: int,
         min_saved_tokens: float = MIN_SAVED_TOKENS,
+        keep: bool = False,
     ) -> None:
         device = parts[0][0].logits_PV.device
         indexed = [(prefix, torch.tensor(rows, device=device)) for prefix, rows in parts]
@@ -81,10 +88,13 @@ class DecodeBatch:
         self.uniforms_BT: Tensor | None = None
         self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
         self.finished_B = torch.zeros(len(sequences), dtype=torch.bool, device=device)
-        self._steps_per_check = 1 if stop else STEPS_PER_CHECK.get(device.type, _WAITING)
+        # A kept sequence leaves at once, because layers may forget positions that later tokens push out.
+        self._steps_per_check = 1 if stop or keep else STEPS_PER_CHECK.get(device.type, _WAITING)
         # Results so far, one entry per step; the last column marks tokens after an end.
         self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._stopped: list[Tensor] = []
+        self._lengths, self._keeps = lengths, keep
+        self.kept: dict[int, Cache] = {}
 
     def run(self, logits: NextTokenLogits) -> list[Rollout]:
         """Decode to the end.
@@ -105,10 +115,12 @@ class DecodeBatch:
             if leaving == len(tokens_B):
                 break
             if leaving_B is not None and leaving:
+                self._keep(leaving_B, step)
                 tokens_B = tokens_B[self._drop(leaving_B)]
             self.logits_BV = logits(
                 tokens_B.unsqueeze(-1), self.cache, (self.position_B + step).unsqueeze(-1), self._mask(step + 1)
             )
+        self._keep(torch.ones_like(self.finished_B), step)
         return self._collect()
 
     def _draw(self, step: int) -> Tensor:
@@ -143,6 +155,13 @@ class DecodeBatch:
         if self.prompt_mask_BS is None:
             return None
         return torch.nn.functional.pad(self.prompt_mask_BS, (0, new_tokens), value=1)
+
+    def _keep(self, leaving_B: Tensor, step: int) -> None:
+        """Keep the caches of sequences that leave with the token of this step, which is not in the cache yet."""
+        if self._keeps:
+            for row in leaving_B.nonzero().flatten().tolist():
+                number = int(self.row_B[row])
+                self.kept[number] = take_row(self.cache, row, self._lengths[number] + step)
 
     def _drop(self, leaving_B: Tensor) -> Tensor:
         """Remove sequences, among them all that ended; returns the old index of each remaining row."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.memory import naming_memory
 from pl_grouprl.utilities.modes import evaluating, uncompiled
 from pl_grouprl.utilities.options import check_options
+
+if TYPE_CHECKING:
+    from pl_grouprl.rollout.kept_caches import KeptCaches, KeptSequence
 
 _Sequence = tuple[int, int, int]
 """Index of its distinct prompt, index of its prompt, index of its rollout."""
@@ -64,6 +67,7 @@ class HFRolloutEngine:
     takes_prompt_indices = True
     samples_from_copies = True
     takes_limits = True
+    keeps_caches = True
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class HFRolloutEngine:
         self.max_prefill_tokens = max_prefill_tokens
         self.model: Any = None
         self.tokenizer: Any = None
+        self._kept: KeptCaches | None = None
         if model is not None:
             self.bind(model, tokenizer)
 
@@ -168,9 +173,36 @@ class HFRolloutEngine:
                 end_ids=end_ids,
                 stop=stop,
                 indices=prompt_indices,
+                kept=self._kept,
             )
         policy.decode(rollout for group in groups for rollout in group)
         return groups
+
+    @contextmanager
+    def keep_caches(self) -> Iterator[None]:
+        """Keep the cache of each sampled sequence for the next call of `generate`.
+
+        A prompt of that call which begins with the tokens of such a sequence is encoded from where it ended. Caches
+        that it does not continue are freed, and all of them at the end. Meanwhile the weights must not change. Prompts
+        with images or videos are encoded from the start.
+
+        The caches belong to this object; a copy of the engine begins without any.
+
+        Raises:
+            RuntimeError: If the engine keeps caches already.
+        """
+        from pl_grouprl.rollout.kept_caches import KeptCaches  # imports transformers
+
+        if self._kept is not None:
+            raise RuntimeError("keep_caches() of this HFRolloutEngine is in use already; leave that context first.")
+        self._kept = KeptCaches()
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
 
     def _sample_freely(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
         """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
@@ -194,26 +226,39 @@ class HFRolloutEngine:
         end_ids: Sequence[int],
         stop: StopStrings,
         indices: Sequence[int] | None = None,
+        kept: KeptCaches | None = None,
         **decoding: float,
     ) -> list[list[Rollout]]:
         from pl_grouprl.rollout.decode import DecodeBatch  # imports transformers
-        from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore
+        from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore, PromptEncoder
 
-        distinct, sequences = _arrange(prompts, num_generations)
+        distinct, continued, sequences = _arrange(prompts, num_generations, kept)
         logits = NextTokenLogits(self.model)
         longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
-        store = PrefixStore(logits, distinct, self.max_prefill_tokens, padding=not counts_padding(self.model, longest))
+        padding = not counts_padding(self.model, longest)
+        encoder = PromptEncoder(logits, distinct, self.max_prefill_tokens, kept=continued, padding=padding)
+        store = PrefixStore(encoder)
         groups: list[list[Rollout]] = [[] for _ in prompts]
-        for chunk, needed_later in self._chunks(distinct, sequences, store.padding):
+        for chunk, needed_later in self._chunks(distinct, sequences, padding):
             parts = store.select([key for key, _, _ in chunk], needed_later)
             names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
             limits = [max_new_tokens[prompt] for _, prompt, _ in chunk]
             batch = DecodeBatch(
-                parts, names, sampling, max_new_tokens=limits, end_ids=end_ids, stop=stop, seed=seed, **decoding
+                parts,
+                names,
+                sampling,
+                max_new_tokens=limits,
+                end_ids=end_ids,
+                stop=stop,
+                seed=seed,
+                keep=kept is not None,
+                **decoding,
             )
             del parts  # the prompts' caches are copied by now
-            for (_, prompt, _), rollout in zip(chunk, batch.run(logits), strict=True):
+            for number, ((_, prompt, _), rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
                 groups[prompt].append(rollout)
+                if kept is not None and not prompts[prompt].media:
+                    kept.add([*prompts[prompt].token_ids, *rollout.token_ids[:-1]], batch.kept[number])
             del batch  # frees its cache before the next one
         return groups
 
@@ -225,24 +270,37 @@ class HFRolloutEngine:
         while start < len(sequences):
             stop = min(start + (self.max_sequences or len(sequences)), len(sequences))
             if not padding:
-                stop = start + lengths[start:stop].count(lengths[start])  # ascending, so contiguous
+                stop = next((place for place in range(start, stop) if lengths[place] != lengths[start]), stop)
             yield sequences[start:stop], sequences[stop][0] if stop < len(sequences) else len(distinct)
             start = stop
 
 
-def _arrange(prompts: Sequence[Prompt], num_generations: int) -> tuple[list[Prompt], list[_Sequence]]:
-    """List the distinct prompts by length, and the sequences to decode in that order."""
+def _arrange(
+    prompts: Sequence[Prompt], num_generations: int, kept: KeptCaches | None = None
+) -> tuple[list[Prompt], list[KeptSequence | None], list[_Sequence]]:
+    """List the distinct prompts, the sequences that they continue, and the sequences to decode, all in one order.
+
+    Prompts that continue nothing come first. They are sorted by the number of tokens to run, then by length.
+    """
     owners: dict[tuple[Any, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
         owners.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
-    together = sorted(owners.values(), key=lambda indices: len(prompts[indices[0]].token_ids))
+    together = list(owners.values())
+    distinct = [prompts[indices[0]] for indices in together]
+    continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
+
+    def place(number: int) -> tuple[bool, int, int]:
+        sequence, length = continued[number], len(distinct[number].token_ids)
+        return sequence is not None, length - (0 if sequence is None else sequence.num_tokens), length
+
+    order = sorted(range(len(distinct)), key=place)
     sequences = [
         (key, index, generation)
-        for key, indices in enumerate(together)
-        for index in indices
+        for key, number in enumerate(order)
+        for index in together[number]
         for generation in range(num_generations)
     ]
-    return [prompts[indices[0]] for indices in together], sequences
+    return [distinct[number] for number in order], [continued[number] for number in order], sequences
 
 
 @contextmanager

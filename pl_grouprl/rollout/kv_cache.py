@@ -79,7 +79,7 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
     name = type(first).__name__
     if name == "DummyLayer":  # stores nothing: reads another layer's cache, or needs none
         return first
-    if type(first) in (DynamicLayer, PromptLayer) and first.is_initialized:
+    if type(first) in (DynamicLayer, PromptLayer, GrowingLayer) and first.is_initialized:
         capacity = GrowingLayer.capacity(width, limit)
         keys = _gather([(part.keys, rows) for part, rows in parts], width, capacity)
         values = _gather([(part.values, rows) for part, rows in parts], width, capacity)

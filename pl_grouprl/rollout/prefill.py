@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from pl_grouprl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
+
+    from pl_grouprl.rollout.kept_caches import KeptSequence
 
 PAD = 0
 """Left padding. Masked, so any token works."""
@@ -161,41 +163,83 @@ def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: flo
     Returns:
         The consecutive indices of each batch.
     """
-    batches = []
-    start = 0
-    for index, prompt in enumerate(prompts):
-        length, first = len(prompt.token_ids), prompts[start]
-        too_many = (index + 1 - start) * length > max_tokens
-        too_uneven = length > len(first.token_ids) * (1 + max_padding)
-        alone = bool(prompt.media or first.media)
-        if index > start and (too_many or too_uneven or alone):
+
+    def fits(first: int, last: int) -> bool:
+        shortest, length = len(prompts[first].token_ids), len(prompts[last].token_ids)
+        few = (last + 1 - first) * length <= max_tokens
+        return few and length <= shortest * (1 + max_padding) and not (prompts[first].media or prompts[last].media)
+
+    return plan_batches(len(prompts), fits)
+
+
+def plan_batches(count: int, fits: Callable[[int, int], bool]) -> list[range]:
+    """Split `count` prompts into consecutive batches, each as long as its first and last prompt `fits` together."""
+    batches, start = [], 0
+    for index in range(1, count):
+        if not fits(start, index):
             batches.append(range(start, index))
             start = index
-    if prompts:
-        batches.append(range(start, len(prompts)))
-    return batches
+    return [*batches, range(start, count)] if count else []
 
 
-class PrefixStore:
-    """Prefills prompts on first use and frees them after their last.
+class PromptEncoder:
+    """Encodes the prompts of a call: from the start, or from where a kept sequence ends.
 
     Args:
         logits: The model.
-        prompts: Distinct prompts, sorted by length.
+        prompts: Distinct prompts: first those that continue nothing, sorted by length, then the others, sorted by the
+            number of tokens to run, then by length.
         max_tokens: Most tokens of a forward pass.
+        kept: The sequence that each prompt continues, None for those that are encoded from the start.
         padding: Whether prompts of different lengths may share a forward pass.
+
+    Attributes:
+        batches: Consecutive indices of the prompts that are encoded together.
     """
 
     def __init__(
-        self, logits: NextTokenLogits, prompts: Sequence[Prompt], max_tokens: int, *, padding: bool = True
+        self,
+        logits: NextTokenLogits,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        *,
+        kept: Sequence[KeptSequence | None] = (),
+        padding: bool = True,
     ) -> None:
-        from pl_grouprl.rollout.kv_cache import has_states  # imports transformers
+        from pl_grouprl.rollout.kept_caches import plan_continuing  # imports transformers
+        from pl_grouprl.rollout.kv_cache import has_states
 
-        self._logits = logits
-        self._prompts = prompts
-        self.padding = padding
+        self._logits, self._prompts = logits, prompts
+        self._kept = [sequence for sequence in kept if sequence is not None]
+        self._fresh = len(prompts) - len(self._kept)
         max_padding = MAX_PADDING if padding and not has_states(new_cache(logits.model)) else 0.0
-        self._batches = plan_prefill(prompts, max_tokens, max_padding=max_padding)
+        lengths = [len(prompt.token_ids) for prompt in prompts[self._fresh :]]
+        continuing = plan_continuing(lengths, self._kept, max_tokens, padding=padding)
+        self.batches = [
+            *plan_prefill(prompts[: self._fresh], max_tokens, max_padding=max_padding),
+            *(range(batch.start + self._fresh, batch.stop + self._fresh) for batch in continuing),
+        ]
+
+    def encode(self, batch: range) -> Prefix:
+        """Encode one of the batches."""
+        from pl_grouprl.rollout.kept_caches import continue_sequences
+
+        prompts = self._prompts[batch.start : batch.stop]
+        if batch.start < self._fresh:
+            return prefill(self._logits, prompts)
+        kept = self._kept[batch.start - self._fresh : batch.stop - self._fresh]
+        return continue_sequences(self._logits, prompts, kept)
+
+
+class PrefixStore:
+    """Encodes prompts on first use and frees them after their last.
+
+    Args:
+        encoder: Encodes them.
+    """
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
         self._ready: dict[int, Prefix] = {}
 
     def select(self, wanted: Sequence[int], needed_later: int) -> list[tuple[Prefix, list[int]]]:
@@ -209,11 +253,11 @@ class PrefixStore:
             Batches of encoded prompts, each with the row of every sequence in it; together in the order of `wanted`.
         """
         parts = []
-        for number, batch in enumerate(self._batches):
+        for number, batch in enumerate(self._encoder.batches):
             rows = [index - batch.start for index in wanted if index in batch]
             if rows:
                 if number not in self._ready:
-                    self._ready[number] = prefill(self._logits, [self._prompts[index] for index in batch])
+                    self._ready[number] = self._encoder.encode(batch)
                 parts.append((self._ready[number], rows))
             if batch.stop <= needed_later:
                 self._ready.pop(number, None)

@@ -88,6 +88,10 @@ class PromptRows:
         self._prompts = [self._prompts[row] for row in order]
         self._arrange()
 
+    def prompt_of(self, row: int) -> int:
+        """Index of a row's prompt."""
+        return self._prompts[row]
+
     def _arrange(self) -> None:
         self.counts = [0] * len(self.counts)
         for prompt in self._prompts:
@@ -122,6 +126,11 @@ class SharedPrompts:
     def starts(self) -> list[int]:
         """Start of each prompt among the tokens of all, and their total number; P + 1 entries."""
         return [0, *accumulate(self.lengths)]
+
+    def span(self, row: int) -> tuple[int, int]:
+        """Where the tokens of a row's prompt start and stop among those of all."""
+        prompt = self.rows.prompt_of(row)
+        return self.starts[prompt], self.starts[prompt + 1]
 
     @cached_property
     def starts_on_device(self) -> Tensor:
@@ -195,6 +204,15 @@ class ContinuedPromptsLayer(GrowingLayer):
     def was_read(self) -> None:
         """Record that attention also read the prompts."""
         self._unread = False
+
+    def whole_row(self, row: int) -> tuple[Tensor, Tensor]:
+        """Copy the keys and values of a row, with those of its prompt, shape [1, K, S, H]."""
+        start, stop = self.prompts.span(row)
+        keys, values = (
+            torch.cat([shared[start:stop].transpose(0, 1), own[row]], dim=1).unsqueeze(0)
+            for shared, own in ((self.prompt_keys, self.keys), (self.prompt_values, self.values))
+        )
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Positions so far, including the prompts'."""

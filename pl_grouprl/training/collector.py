@@ -23,7 +23,7 @@ from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.run_state import PerRankState
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.training.selection import mask_truncated, rewards_differ, without_rewards
+from pl_grouprl.training.selection import rewards_differ, without_rewards
 from pl_grouprl.training.step_timer import StepTimer
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, sum_over_ranks
@@ -145,8 +145,6 @@ class Collector:
         if self._dynamic_sampling:
             self._wait(collected)
             self._replace_uniform_groups(batch, collected)
-        if self._mask_truncated:
-            mask_truncated(collected.groups)
         reports = all(rollout.logprobs is not None for group in collected.groups for rollout in group.rollouts)
         collected.sampler_reports = all(gather_plain(reports, self._run.device))
         self._distribute(collected, batch.rollout_number)
@@ -155,7 +153,12 @@ class Collector:
     def make_buffer(self, collected: CollectedRollouts, rollout_number: int) -> RolloutBuffer:
         """Put the groups that this rank trains into a buffer."""
         buffer = RolloutBuffer(
-            collected.groups, rollout_number, self._num_mini_batches, self._seed, mini_batches=collected.mini_batches
+            collected.groups,
+            rollout_number,
+            self._num_mini_batches,
+            self._seed,
+            mini_batches=collected.mini_batches,
+            mask_truncated=self._mask_truncated,
         )
         if not collected.sampler_reports:  # ranks must exchange the same metrics in every step
             buffer.tokens.pop("rollout_logprobs", None)

@@ -65,9 +65,7 @@ class EngineTurns:
         else:
             places = [episode.place * count + episode.number for episode in episodes]
             groups = self._generate(turn, episodes, places, limits, 1)
-        return [
-            _cut(rollout, limit) for rollout, limit in zip((r for own in groups for r in own), limits, strict=True)
-        ]
+        return [_cut(rollout, limit) for rollout, limit in zip((r for own in groups for r in own), limits, strict=True)]
 
     def _generate(
         self, turn: int, episodes: Sequence[Episode], places: list[int], limits: Sequence[int], count: int

@@ -58,6 +58,7 @@ class Episodes:
             }
         )
         self._run, self._limits, self._chat_template = run, limits, chat_template
+        self._workers = tool_workers
         self.runner: ToolRunner | None = None
         if tools or environment_factory is not None:
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
@@ -78,6 +79,11 @@ class Episodes:
                 raise ValueError("rewards is None; pass a reward function, or an environment that has get_reward.")
             return rewards
         return [*([] if rewards is None else as_weighted(rewards)), *map(EnvironmentReward, names)]
+
+    @property
+    def in_process(self) -> bool:
+        """Whether rollouts have environments that reward functions can take."""
+        return self.runner is not None and self.runner.has_environments and self._workers == 0
 
     @property
     def chat_options(self) -> ChatOptions:
@@ -125,7 +131,8 @@ class Episodes:
         self._template_kwargs, self._loop = template_kwargs, None
         if self.runner is None:
             return
-        _check_readers_of_environments(rewards, self.runner, ahead)
+        if ahead:
+            _refuse_readers_of_environments(rewards)
         self._chat(self._run.tokenizer).check_tools()
         self.runner.open()
 
@@ -140,7 +147,7 @@ class Episodes:
         if self._chat_template is not None:
             options["chat_template"] = self._chat(self._run.tokenizer).chat_template
         if self.runner is not None:
-            options["tools"] = self.runner.schemas(self.runner.key_of(columns)) or None  # Llama renders []
+            options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama renders []
         return options
 
     def loop(self) -> EpisodeLoop | None:
@@ -171,15 +178,10 @@ def _refuse_without_tools(limits: EpisodeLimits, tool_timeout: float | None, too
             )
 
 
-def _check_readers_of_environments(rewards: Sequence[PreparedReward], runner: ToolRunner, ahead: bool) -> None:
-    readers = [reward.name for reward in rewards if reward.parameters and "environments" in reward.parameters]
-    if not readers:
-        return
-    if not runner.has_environments:
-        raise ValueError(f"Reward functions {readers} read `environments`; pass environment_factory.")
-    for name, unfit in (("tool_workers", runner.workers > 0), ("rollout_ahead", ahead)):
-        if unfit:
-            raise ValueError(
-                f"Reward functions {readers} read `environments`, which {name} keeps out of their reach; set {name} "
-                "to 0, or let the environment reward itself (get_reward)."
-            )
+def _refuse_readers_of_environments(rewards: Sequence[PreparedReward]) -> None:
+    readers = [reward.name for reward in rewards if reward.names_environments]
+    if readers:
+        raise ValueError(
+            f"rollout_ahead is 1, and the reward functions {readers} take `environments`, which play the next episodes "
+            "by then; set rollout_ahead to 0, or let the environment reward itself (get_reward)."
+        )

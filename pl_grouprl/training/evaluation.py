@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k
+from pl_grouprl.training.episode_metrics import episode_metrics
 from pl_grouprl.training.metrics import Record, rewards_by_function, summarize
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
@@ -23,7 +24,8 @@ def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, floa
     Returns:
         `{prefix}/reward` over all prompts, to select checkpoints by; `{prefix}/rewards/{name}/mean` of each reward
         function; for each data source `{prefix}/{data_source}/mean@k`, and for k > 1 `best@k` and `maj@k`, where
-        completions with the same stripped text vote together.
+        completions with the same stripped text (episodes with the same last message) vote together; for episodes,
+        `{prefix}/` and the names of `episode_metrics`.
     """
     scored = [trimmed for record in records if (trimmed := _with_reward(record))["rewards"]]
     metrics = {f"{prefix}/reward": mean_at_k([record["rewards"] for record in scored]) if scored else math.nan}
@@ -37,7 +39,7 @@ def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, floa
         if k > 1:
             metrics[f"{prefix}/{source}/best@{k}"] = best_at_k(rewards)
             metrics[f"{prefix}/{source}/maj@{k}"] = majority_at_k(rewards, [record["texts"] for record in own])
-    return metrics
+    return metrics | episode_metrics(records, f"{prefix}/")
 
 
 class Evaluator:

@@ -33,6 +33,7 @@ class GroupRewards:
         outcomes: The outcome of each rollout, shape [B], or its reward from each function, shape [B, F]; NaN for none.
         group_ids_B: The group of each rollout.
         lengths_B: Its response tokens.
+        sampled_B: Those of them that the model wrote.
         greedy: The outcomes of the greedy rollout of its prompt, if there is one.
         step_rewards_N: Reward of each step at its last token, NaN elsewhere; None if no rollout of any rank has
             `token_rewards`.
@@ -43,6 +44,7 @@ class GroupRewards:
     outcomes: Tensor
     group_ids_B: Tensor
     lengths_B: Tensor
+    sampled_B: Tensor
     greedy: Tensor | None
     step_rewards_N: Tensor | None
     own_B: slice
@@ -72,6 +74,7 @@ def gather_rewards(
         {
             "sizes": [len(group.rollouts) for group in groups],
             "lengths": [len(rollout.token_ids) for rollout in rollouts],
+            "sampled": [rollout.num_sampled_tokens for rollout in rollouts],
             "rewards": [row for group in groups for row in _columns(group, functions)],
             "greedy": [row for rows in baselines for row in rows],
             "steps": [rollout.step_rewards for rollout in rollouts],
@@ -88,6 +91,7 @@ def gather_rewards(
         outcomes=torch.tensor(joined["rewards"], dtype=torch.float32).view(shape),
         group_ids_B=torch.arange(len(sizes)).repeat_interleave(sizes),
         lengths_B=torch.tensor(joined["lengths"], dtype=torch.long),
+        sampled_B=torch.tensor(joined["sampled"], dtype=torch.long),
         greedy=None if greedy is None else torch.tensor(joined["greedy"], dtype=torch.float32).view(shape),
         step_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["per_token"]) else None,
         own_B=slice(first_B, first_B + count_B),

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
+from pl_grouprl.types import Rollout, RolloutGroup
 
 Record = dict[str, Any]
 """A group without its tokens: numbers, strings and lists of them."""
@@ -18,13 +20,15 @@ def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
         {
             "data_source": group.data_source,
             "prompt_length": len(group.prompt_ids),
-            "lengths": [len(rollout.token_ids) for rollout in group.rollouts],
+            "lengths": [rollout.num_sampled_tokens for rollout in group.rollouts],
+            "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
             "truncated": [rollout.finish_reason == "length" for rollout in group.rollouts],
-            "texts": [rollout.text for rollout in group.rollouts],
+            "texts": [_answer(rollout) for rollout in group.rollouts],
             "rewards": [number_or_nan(rollout.reward) for rollout in group.rollouts],
             "by_function": [
                 {name: number_or_nan(r) for name, r in rollout.rewards.items()} for rollout in group.rollouts
             ],
+            "episodes": [summarize_episode(rollout) for rollout in group.rollouts],
         }
         for group in groups
     ]
@@ -35,8 +39,8 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
 
     Returns:
         `reward` (mean), `reward_std` (mean over groups of the standard deviation inside the group, Bessel-corrected),
-        `frac_reward_zero_std`, `rewards/{name}/mean` and `/std`, and `completions/...` lengths in tokens. Rollouts
-        without a reward are left out of the rewards.
+        `frac_reward_zero_std`, `rewards/{name}/mean` and `/std`, and `completions/...` lengths in tokens that the
+        model wrote. Rollouts without a reward are left out of the rewards. For episodes, also `episode_metrics`.
     """
     spreads = [_std(_finite(record["rewards"])) for record in records]
     lengths = [length for record in records for length in record["lengths"]]
@@ -53,7 +57,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     for name, values in rewards_by_function(records).items():
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
-    return metrics
+    return metrics | episode_metrics(records)
 
 
 def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
@@ -67,7 +71,7 @@ def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
 
 def count_tokens(records: Sequence[Record]) -> int:
     """Tokens of all sequences, each with its prompt: what the trainer would read with the prompt repeated."""
-    return sum(record["prompt_length"] * len(record["lengths"]) + sum(record["lengths"]) for record in records)
+    return sum(record["prompt_length"] * len(record["tokens"]) + sum(record["tokens"]) for record in records)
 
 
 RewardCall = tuple[int, dict[str, float]]
@@ -92,6 +96,11 @@ def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
 def number_or_nan(value: float | None) -> float:
     """NaN for what is missing."""
     return math.nan if value is None else float(value)
+
+
+def _answer(rollout: Rollout) -> str | None:
+    """The text that votes: of an episode, the model's last message."""
+    return rollout.text if rollout.messages is None else completion_text(rollout.messages)
 
 
 def _finite(values: Sequence[float]) -> list[float]:

@@ -36,6 +36,7 @@ class RolloutBuffer:
         num_tokens: Tokens of all sequences of all ranks, prompts included.
         updates_done: Number of updates that have used the buffer.
         mini_batches: Mini-batch index of each group; by default from `cut_into_mini_batches`, as on one rank.
+        mask_truncated: Train no token of rollouts that were cut at a length limit.
     """
 
     groups: list[RolloutGroup]
@@ -47,6 +48,7 @@ class RolloutBuffer:
     num_tokens: int = 0
     updates_done: int = 0
     mini_batches: list[int] = field(default_factory=list)
+    mask_truncated: bool = False
 
     def __post_init__(self) -> None:
         if not self.mini_batches:
@@ -78,7 +80,8 @@ class RolloutBuffer:
 
     def compute_loss_mask(self) -> None:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
-        trained = [bit for group in self.groups for rollout in group.rollouts for bit in _trained_tokens(rollout)]
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        trained = [bit for rollout in rollouts for bit in _trained_tokens(rollout, self.mask_truncated)]
         self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
 
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
@@ -159,8 +162,9 @@ class RolloutBuffer:
         return cls(**{**state, "groups": [from_state(group) for group in state["groups"]]})
 
 
-def _trained_tokens(rollout: Rollout) -> Sequence[int]:
-    if rollout.reward is None or rollout.reward != rollout.reward:
+def _trained_tokens(rollout: Rollout, mask_truncated: bool) -> Sequence[int]:
+    is_left_out = mask_truncated and rollout.finish_reason == "length"
+    if is_left_out or rollout.reward is None or rollout.reward != rollout.reward:
         return [0] * len(rollout.token_ids)
     return rollout.loss_mask if rollout.loss_mask is not None else [1] * len(rollout.token_ids)
 

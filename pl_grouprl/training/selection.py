@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pl_grouprl.types import RolloutGroup
@@ -26,13 +26,6 @@ def _steps_differ(group: RolloutGroup) -> bool:
 def _differ(rewards: Iterable[float | None]) -> bool:
     numbers = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
     return bool(numbers) and max(numbers) > min(numbers)
-
-
-def mask_truncated(groups: Sequence[RolloutGroup]) -> None:
-    """Zero the loss mask of rollouts that reached the length limit, in place."""
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        if rollout.finish_reason == "length":
-            rollout.loss_mask = [0] * len(rollout.token_ids)
 
 
 def without_rewards(group: RolloutGroup) -> RolloutGroup:

@@ -9,6 +9,7 @@ import torch
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
+from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.functional.token_groups import token_group_counts
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.types import Rollout, SamplingConfig
@@ -325,3 +326,39 @@ def test_edges_are_finite(make_module, make_data, make_trainer, ragged_engine, h
         assert module.last_rollouts.joined(name).isfinite().all(), name
     changed = any(not torch.equal(p, start[name]) for name, p in record.weights[-1].items())
     assert moves is None or changed == moves
+
+
+def test_groups_end_at_turns_if_asked_to(fit):
+    def spans(module):
+        """How many groups go on after a gap of the mask."""
+        buffer = module.last_rollouts
+        mask, starts = (to_rows(buffer.joined(name), buffer.rollout_lengths) for name in ("loss_mask", "group_starts"))
+        after_gap = mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1) > 1)[:, 1:]
+        return int((after_gap & ~starts[:, 1:]).sum())
+
+    assert spans(fit(boundary_at_turn_ends=True)[0]) == 0
+    assert spans(fit(boundary_at_turn_ends=False)[0]) > 0
+
+
+def look_up(key: str) -> str:
+    """Look a key up.
+
+    Args:
+        key: The key.
+    """
+    return key
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"tools": [look_up]}, True),
+        ({"tools": [look_up], "boundary_at_turn_ends": False}, False),
+        ({"boundary_at_turn_ends": True}, True),
+    ],
+)
+def test_turns_end_groups_by_default_where_there_are_tools(make_module, options, expected):
+    module = make_module(GroupPPO, **options)
+    assert module.boundary_at_turn_ends is expected
+    assert module.run_options()["boundary_at_turn_ends"] is expected  # a checkpoint compares the value, not the default

@@ -3,7 +3,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from helpers.episodes import make_episode, make_group, turns_of
 
+from pl_grouprl.training.episode_metrics import FAILURES
 from pl_grouprl.training.evaluation import evaluation_metrics
 from pl_grouprl.training.metrics import count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.types import Rollout, RolloutGroup
@@ -67,3 +69,65 @@ def test_evaluation_by_hand():
 
 def test_an_evaluation_without_rewards_is_not_a_number():
     assert math.isnan(evaluation_metrics(summarize([group([None])]), "test")["test/reward"])
+
+
+def episode_groups():
+    """Two groups of episodes: 4 tokens of the model each, one of them with an observation of 3 and a failed call."""
+    failing = {"calls": 3.0, "seconds": 1.5, "timeout": 1.0, "raised": 1.0}
+    long = make_episode(observation=3, tool_counts=failing, finish_reason="length", reward=1.0)
+    short = make_episode(
+        token_ids=[1, 2],
+        logprobs=None,
+        loss_mask=None,
+        messages=turns_of()[2:],
+        tool_counts={"seconds": 0.0},
+        reward=0.0,
+    )
+    return [make_group(long, short), make_group(make_episode(reward=1.0))]
+
+
+def test_episodes_by_hand():
+    records = summarize(episode_groups())
+    metrics = rollout_metrics(records)
+    assert [metrics[f"completions/{name}_length"] for name in ("mean", "min", "max")] == [pytest.approx(10 / 3), 2, 4]
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert count_tokens(records) == 3 * 2 + (9 + 2) + 6
+    of_episodes = {name: value for name, value in metrics.items() if name.startswith(("tools/", "episode/"))}
+    assert of_episodes == pytest.approx(
+        {
+            "tools/call_frequency": 4 / 3,
+            "tools/failure_frequency": 2 / 4,
+            **dict.fromkeys((f"tools/failures/{kind}" for kind in FAILURES), 0.0),
+            "tools/failures/timeout": 1.0,
+            "tools/failures/raised": 1.0,
+            "episode/turns": (2 + 1 + 2) / 3,
+            "episode/tool_seconds": (1.5 + 0.0 + 0.5) / 3,
+            "episode/context_tokens": (3 + 2 + 0 + 2) / 3,
+        }
+    )
+    evaluated = evaluation_metrics(records, "val")
+    assert {name: evaluated[f"val/{name}"] for name in of_episodes} == of_episodes
+
+
+def test_episodes_without_a_call_have_the_same_metrics():
+    silent = make_episode(messages=turns_of()[2:], loss_mask=None, tool_counts={"calls": 0.0, "seconds": 0.0})
+    metrics = rollout_metrics(summarize([make_group(silent)]))
+    assert metrics["tools/call_frequency"] == metrics["tools/failure_frequency"] == 0.0
+    assert metrics.keys() == rollout_metrics(summarize(episode_groups())).keys()
+
+
+def test_plain_rollouts_have_no_metrics_of_episodes():
+    records = summarize([group([1.0, 3.0])])
+    names = rollout_metrics(records).keys() | evaluation_metrics(records, "val").keys()
+    assert not [name for name in names if "tools/" in name or "episode/" in name]
+
+
+def test_episodes_vote_by_their_last_message():
+    texts = ["41 so 42", "42 so 42", "42"]  # of all messages; those with the same answer vote together
+    answers = ["42", "42 ", "41"]
+    rollouts = [
+        make_episode(text=text, messages=turns_of(answer=answer), reward=reward, rewards={})
+        for text, answer, reward in zip(texts, answers, (0.5, 1.0, 0.0), strict=True)
+    ]
+    metrics = evaluation_metrics(summarize([make_group(*rollouts)]), "val")
+    assert metrics["val/default/maj@3"] == pytest.approx((0.5 + 1.0) / 2)

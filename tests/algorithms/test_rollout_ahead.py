@@ -2,7 +2,6 @@
 
 import os
 import threading
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO
 from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.training.distribution import rollout_state
 from pl_grouprl.training.rollout_ahead import RolloutAhead
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
@@ -135,8 +135,8 @@ def test_the_copy_keeps_the_weights_of_the_start():
         rollouts = engine.generate(prompts, None, num_generations=1, seed=number)
         return [RolloutGroup(p.token_ids, own) for p, own in zip(prompts, rollouts, strict=True)]
 
-    def regroup(rollouts):
-        return [RolloutGroup([9], own) for own in rollouts]
+    def regroup(prompt_ids, rollouts):
+        return [RolloutGroup([9, *ids], own) for ids, own in zip(prompt_ids, rollouts, strict=True)]
 
     ahead = RolloutAhead()
     assert ahead.take(0, regroup) is None
@@ -154,7 +154,8 @@ def test_the_copy_keeps_the_weights_of_the_start():
         assert state == {
             "rollout_number": number,
             "policy_step": number,
-            "rollouts": [[asdict(Rollout([int(weight)], logprobs=[0.5]))]],
+            "prompt_ids": [[7]],
+            "rollouts": [[rollout_state(Rollout([int(weight)], logprobs=[0.5]))]],
         }
         (group,) = ahead.take(number, regroup)
         assert (group.prompt_ids, group.rollouts[0].token_ids) == ([7], [int(weight)])
@@ -171,7 +172,7 @@ def test_the_copy_keeps_the_weights_of_the_start():
     assert restored.state_dict() == state
     assert restored.policy_step == 2
     (group,) = restored.take(2, regroup)
-    assert (group.prompt_ids, group.rollouts[0].token_ids) == ([9], [5])
+    assert (group.prompt_ids, group.rollouts[0].token_ids) == ([9, 7], [5])
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from helpers.episodes import make_episode, make_group
 from helpers.rollouts import mini_batch, per_rollout_means
 
 from pl_grouprl.algorithms import RolloutBuffer
@@ -95,3 +96,33 @@ def test_state_survives_a_safe_load():
 
 def _tokens(group):
     return sum(len(rollout.token_ids) for rollout in group.rollouts)
+
+
+def test_truncated_rollouts_are_left_out_but_keep_their_own_mask():
+    cut = make_episode(reward=1.0, finish_reason="length")
+    groups = [RolloutGroup([1], [cut, Rollout([5], reward=1.0, finish_reason="stop")])]
+    assert RolloutBuffer(groups).joined("loss_mask").tolist() == [True, True, True, False, False, True, True]
+    buffer = RolloutBuffer(groups, mask_truncated=True)
+    assert buffer.joined("loss_mask").tolist() == [False] * 6 + [True]
+    assert (cut.loss_mask, cut.num_sampled_tokens) == ([1, 1, 1, 0, 0, 1], 4)
+    assert RolloutBuffer.from_state_dict(buffer.state_dict()).mask_truncated is True
+
+
+def test_episodes_are_saved_and_sent_as_plain_values():
+    episode = make_episode(
+        observation=2,
+        environment=object(),
+        environment_reward=0.5,
+        environment_name="Room",
+        reward=1.0,
+        rewards={"f": 1.0},
+    )
+    buffer = RolloutBuffer([make_group(episode)])
+    stream = io.BytesIO()
+    torch.save(buffer.state_dict(), stream)
+    stream.seek(0)
+    restored = RolloutBuffer.from_state_dict(torch.load(stream, weights_only=True))
+    (rollout,) = restored.groups[0].rollouts
+    assert rollout == episode  # all fields but the environment
+    assert rollout.environment is None
+    assert episode.environment is not None

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from helpers.episodes import CALL, make_episode, make_group, turns_of
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -13,6 +14,7 @@ from pl_grouprl.callbacks.completions_table import (
     prompt_text,
     render_table,
 )
+from pl_grouprl.callbacks.turns import turns_line
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
@@ -109,3 +111,43 @@ def test_long_texts_lose_their_middle_and_control_characters_are_written_out():
 def test_empty_tables_are_drawn():
     assert "completion" in render_table([], 10)
     assert markdown_table([], 10).count("\n") == 1
+
+
+def test_an_episode_is_shown_with_its_turns():
+    observed = make_episode(observation=2, reward=1.0)
+    rows = completion_rows(make_group(observed, Rollout([1, 2], text="hi")), 0, step=0)
+    assert [row["prompt"] for row in rows] == ["user: How much is a? It is dark.", "user: How much is a?"]
+    assert [row["num_tokens"] for row in rows] == [4, 2]
+    assert (rows[0]["messages"], rows[0]["turns"]) == (turns_of(), 2)
+    assert rows[1].keys() == rows[0].keys() - {"messages", "turns"}
+    line = 'look_up(key="a") -> 41 | #### 42'
+    shown = render_table(rows, 60)
+    assert [name for name in shown.split("\n")[2].split() if name.isalpha()] == [
+        "prompt", "completion", "turns", "reward", "tokens", "end",
+    ]  # fmt: skip
+    assert line in shown
+    assert "It is dark." in shown
+    assert "How much is a? " in shown  # another prompt of the same group
+    markdown = markdown_table(rows, 60).split("\n")
+    assert markdown[0] == "| prompt | completion | turns | reward | tokens | end |"
+    assert markdown[2].endswith(f"| {line.replace('|', chr(92) + '|')} | 2 | 1.000 | 4 | stop |")
+
+
+def test_tables_of_plain_completions_have_no_column_of_turns(groups):
+    rows = completion_rows(groups[0], 0, step=3)
+    assert "turns" not in render_table(rows, 60)
+    assert markdown_table(rows, 60).startswith(
+        "| prompt | completion | reward | tokens | end |\n|---|---|---|---|---|\n"
+    )
+
+
+def test_turns_on_one_line():
+    messages = [
+        {"role": "assistant", "content": " Let me see. ", "tool_calls": [CALL, {"name": "now", "arguments": {}}]},
+        {"role": "tool", "name": "look_up", "content": "41"},
+        {"role": "tool", "name": "now", "content": "noon"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": [1, "é"]}}]},
+        {"role": "tool", "name": "add", "content": ""},
+        {"role": "assistant", "content": "42"},
+    ]
+    assert turns_line(messages) == 'Let me see. look_up(key="a"), now() -> 41, noon | add([1, "é"]) ->  | 42'

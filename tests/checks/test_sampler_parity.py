@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.episodes import make_episode, make_group
 
 from pl_grouprl.checks.sampler_parity import can_compare, mean_difference, sampler_difference
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
@@ -37,3 +38,15 @@ def test_the_group_with_the_longest_sequence_is_scored():
 @pytest.mark.parametrize(("option", "says_something"), [({"top_k": 4}, False), ({"min_p": 0.1}, False), ({}, True)])
 def test_filters_under_which_single_tokens_say_nothing(option, says_something):
     assert can_compare(SamplingConfig(**option)) is says_something
+
+
+def test_only_sampled_tokens_are_compared():
+    episode = make_episode(observation=1)  # 0 | -1 -2 -3 | 0 0 | -4
+    plain = Rollout([1, 2], logprobs=[-1.0, -1.0])
+    context_alone = make_episode(loss_mask=[0] * 6)
+    expected = [torch.tensor([-9.0, -1.0, -2.0, -3.5, -9.0, -9.0, -4.25]), torch.tensor([-1.0, -1.75])]
+    group = make_group(episode, plain)
+    assert mean_difference(expected, group, SamplingConfig()) == pytest.approx((0.5 + 0.25 + 0.75) / 6)
+    assert sampler_difference(lambda group: expected, [make_group(context_alone)], SamplingConfig()) is None
+    scored = make_group(context_alone, episode, plain)  # the first has nothing to compare
+    assert sampler_difference(lambda group: expected, [scored], SamplingConfig()) == pytest.approx(1.5 / 6)

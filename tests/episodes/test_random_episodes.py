@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.qwen_tokenizer import qwen_tokenizer
+from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.scripted_engine import ScriptedEngine, logprob
 from helpers.tiny_models import tiny_model
 
@@ -79,13 +79,13 @@ def crash(why: str) -> str:
 
 
 class Walk:
-    """An environment that counts steps and says where it starts, which differs between rollouts."""
+    """An environment that counts steps and says where it starts, which differs between rollouts of a prompt."""
 
     made = 0
 
     def __init__(self) -> None:
-        Walk.made += 1
         self._start = Walk.made
+        Walk.made += 1
 
     def reset(self, **columns: Any) -> str | None:
         self._place = self._start
@@ -278,12 +278,13 @@ def check_messages(
     rollout: Rollout, turns: list[tuple[list[int], list[int]]], index: int, batch: Batch, tokenizer: Any
 ) -> list[str]:
     """Messages, counts, reward and finish reason follow from what the script wrote; returns kinds of ends."""
-    oracle = Oracle(index + 1 if batch.with_environment else None)
+    oracle = Oracle(index if batch.with_environment else None)
     messages, counts = iter(rollout.messages), Counter({"calls": 0})
     gaps = [after[len(prompt) + len(answer) :] for (prompt, answer), (after, _) in pairwise(turns)]
     sequence_end = len(turns[-1][0]) + len(turns[-1][1])
     total = len(turns[0][0]) + len(rollout.completion_ids)
     last_gap = rollout.completion_ids[sequence_end - len(turns[0][0]) :]
+    assert total >= sequence_end
     end = ""
     for turn, ((_, answer), gap) in enumerate(zip(turns, [*gaps, last_gap], strict=True)):
         written = batch.written(index, turn)
@@ -306,18 +307,9 @@ def check_messages(
         end = "no room for a turn"
     assert next(messages, None) is None
     assert rollout.finish_reason == ("stop" if end == "whole" else "length")
-    assert {name: n for name, n in rollout.tool_counts.items() if name != "seconds"} == (
-        counts if counts["calls"] else rollout_counts(rollout)
-    )
+    assert {**counts, "seconds": rollout.tool_counts["seconds"]} == {"calls": 0, **rollout.tool_counts}
     assert rollout.environment_reward == oracle.place
-    assert total >= sequence_end
     return [end]
-
-
-def rollout_counts(rollout: Rollout) -> dict[str, float]:
-    """Counts of an episode without calls, which may leave out the zero."""
-    assert rollout.tool_counts.get("calls", 0) == 0
-    return {name: n for name, n in rollout.tool_counts.items() if name != "seconds"}
 
 
 def check_assistant(message: dict[str, Any], written: WrittenTurn, is_whole: bool, decoded: str) -> None:

@@ -219,3 +219,23 @@ def test_errors_name_the_argument(change, message):
     arguments = {"rewards": ones, "values": ones, "groups": groups, "mask": ones.bool(), "gamma": 1.0, "lam": 1.0}
     with pytest.raises(ValueError, match=message):
         token_group_advantages(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("ends_turns", [False, True])
+def test_advantages_around_a_result_by_hand(ends_turns):
+    """Tokens 0-2 call a tool, 3 and 4 are its result, 5 and 6 answer; pairs of tokens are groups.
+
+    Groups 0 1 | 2 5 | 6:  A = 10 - 5 = 5,  (2 + 5 - 3) + 5/2 = 6.5,  (3 - 1) + 6.5/2 = 5.25.
+    Groups 0 1 | 2 | 5 6:  A = 10 - 4 = 6,  (2 + 4 - 3) + 6/2 = 6,    (3 - 1) + 6/2 = 5.
+    """
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1]]).bool()
+    rewards = torch.tensor([[0, 0, 2, 99.0, 99, 0, 10]])
+    values = torch.tensor([[1, 2, 3, torch.nan, torch.nan, 4, 5]])
+    ends = torch.tensor([[0, 0, 1, 0, 0, 0, 1]]).bool() if ends_turns else None
+    groups = find_token_groups(torch.ones(1, 7), torch.ones(1, 7), mask, threshold=2.0, forced_ends=ends)
+    advantages, returns = token_group_advantages(rewards, values, groups, mask, gamma=1.0, lam=0.5)
+    assert advantages.tolist() == [[5, 5, 6, 0, 0, 6, 6] if ends_turns else [5.25, 5.25, 6.5, 0, 0, 6.5, 5]]
+    starts = [0, 2, 5] if ends_turns else [0, 2, 6]
+    assert returns[0, starts].tolist() == ([6, 9, 10] if ends_turns else [6.25, 9.5, 10])
+    at_ends, _ = token_group_advantages(rewards, values, groups, mask, gamma=1.0, lam=0.5, mode="endpoint")
+    assert at_ends.tolist() == [[0, 5, 6, 0, 0, 0, 6] if ends_turns else [0, 5.25, 0, 0, 0, 6.5, 5]]

@@ -446,3 +446,18 @@ def test_counts_and_metrics_by_hand():
     assert "ended_by_size" not in token_group_metrics(token_group_counts(groups._replace(causes=None)))
     with pytest.raises(ValueError, match=r"mask has shape \(2, 6\)"):
         token_group_counts(groups, mask[:, 1:])
+
+
+TURNS = torch.tensor([[1, 1, 1, 0, 0, 1, 1]]).bool()
+"""Three tokens that call a tool, two of its result, two that answer."""
+
+
+def test_a_group_may_span_a_result_unless_its_turn_is_forced_to_end_it():
+    signal, norms = torch.where(TURNS, 1.0, torch.nan), torch.where(TURNS, 1.0, torch.nan)
+    spanning = find_token_groups(signal, norms, TURNS, threshold=2.0)  # pairs of tokens: 0 1 | 2 5 | 6
+    assert spanning.group_index.tolist() == [[0, 0, 1, -1, -1, 1, 2]]
+    assert spanning.causes.tolist() == [[0, 1, 0, 0, 0, ENDED_BY_VARIANCE, ENDED_BY_LAST]]
+    ends = torch.tensor([[0, 0, 1, 0, 0, 0, 1]]).bool()
+    ended = find_token_groups(signal, norms, TURNS, threshold=2.0, forced_ends=ends)  # 0 1 | 2 | 5 6
+    assert ended.group_index.tolist() == [[0, 0, 1, -1, -1, 2, 2]]
+    assert ended.causes.tolist() == [[0, 1, ENDED_BY_LAST, 0, 0, 0, ENDED_BY_VARIANCE]]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.qwen_tokenizer import qwen_tokenizer
+from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.scripted_engine import ScriptedEngine
 from helpers.tiny_models import tiny_model
 from helpers.tool_cases import ToolCase, tool_cases

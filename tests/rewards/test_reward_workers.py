@@ -22,7 +22,6 @@ from pl_grouprl.rewards import (
     prepare_rewards,
     start_rewards,
 )
-from pl_grouprl.rewards.workers import _start_reaper
 from pl_grouprl.types import Rollout, RolloutGroup
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
@@ -266,17 +265,6 @@ def test_a_program_ends_without_closing_them(tmp_path):
     process, ids = start_script(tmp_path, "fine")
     assert process.wait(timeout=60) == 0
     until(lambda: not any(map(runs, ids)))
-
-
-def test_the_reaper_kills_the_groups_that_are_left():
-    reaper = _start_reaper()
-    first, second = (subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2))
-    reaper.stdin.write(f"+{first.pid}\n+{second.pid}\n-{first.pid}\n".encode())
-    reaper.communicate()
-    assert second.wait() == -signal.SIGKILL
-    assert first.poll() is None
-    first.kill()
-    first.wait()
 
 
 def test_a_timeout_of_nan_is_refused():

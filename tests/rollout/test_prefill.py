@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore, left_padding_mask, plan_prefill, prefill
+from pl_grouprl.rollout.prefill import (
+    NextTokenLogits,
+    PrefixStore,
+    PromptEncoder,
+    left_padding_mask,
+    plan_prefill,
+    prefill,
+)
 from pl_grouprl.types import Prompt
 
 
@@ -50,7 +57,8 @@ def test_store_prefills_once_and_forgets(qwen3):
             calls.append(input_ids_BS.tolist())
             return super().__call__(input_ids_BS, *rest)
 
-    store = PrefixStore(Recorder(qwen3), [Prompt([1]), Prompt([2]), Prompt([3, 4])], max_tokens=2)
+    encoder = PromptEncoder(Recorder(qwen3), [Prompt([1]), Prompt([2]), Prompt([3, 4])], max_tokens=2)
+    store = PrefixStore(encoder)
     (first, rows), (second, more) = store.select([0, 1, 1, 2], needed_later=2)
     assert (rows, more) == ([0, 1, 1], [0])
     assert (first.lengths, second.lengths) == ([1, 1], [2])

@@ -4,11 +4,17 @@ import math
 
 import pytest
 import torch
+from helpers.episodes import make_episode, make_group
 
+from pl_grouprl.functional.advantages.baselines import opo_advantages
+from pl_grouprl.functional.advantages.gae import generalized_advantages, td_errors
+from pl_grouprl.functional.advantages.reinforce import reinforce_plus_plus_advantages
+from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.training import group_rewards
 from pl_grouprl.training.group_rewards import gather_rewards, has_token_rewards, less_penalties
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import PlainRun
+from pl_grouprl.training.token_rewards import rewards_per_token
 from pl_grouprl.types import Rollout, RolloutGroup
 
 NAN = math.nan
@@ -75,3 +81,48 @@ def test_penalties_are_taken_off_once():
     (first,), (second, third) = (group.rollouts for group in less_penalties(buffer))
     assert [first.reward, first.outcome_reward, second.reward, third.reward] == [2.75, -0.25, 0.0, 0.875]
     assert buffer.groups[0].rollouts[0].reward == 3.5
+
+
+def test_estimators_get_the_lengths_that_the_model_wrote():
+    groups = [make_group(make_episode(reward=1.0), Rollout([1, 2], reward=0.0))]
+    rewards = gather_rewards(groups, PlainRun(torch.nn.Linear(1, 1)))
+    assert (rewards.lengths_B.tolist(), rewards.sampled_B.tolist()) == ([6, 2], [4, 2])
+    # The baseline of OPO is (4 * 1 + 2 * 0) / 6.
+    advantages = opo_advantages(rewards.outcomes, rewards.group_ids_B, rewards.sampled_B)
+    assert advantages.tolist() == pytest.approx([1 / 3, -2 / 3])
+
+
+def test_rewards_of_an_episode_go_to_the_models_tokens():
+    """An outcome to its last token, one for a tool's result to the token before, one for the prompt to the first."""
+    rollout = make_episode(
+        observation=1, reward=7.0, token_rewards=[1.0, None, None, None, None, 2.0, None], finish_reason="length"
+    )
+    buffer = RolloutBuffer([make_group(rollout)])
+    assert rewards_per_token(buffer).tolist() == [0, 1, 0, 2, 0, 0, 4]
+    ends_with_a_result = make_episode(loss_mask=[1, 1, 1, 0, 0, 0], reward=3.0)
+    assert rewards_per_token(RolloutBuffer([make_group(ends_with_a_result)])).tolist() == [0, 0, 3, 0, 0, 0]
+
+
+def test_advantages_against_a_critic_step_over_results_of_tools():
+    """The state after a call is the one in which the model reads the result: V at its next token."""
+    buffer = RolloutBuffer([make_group(make_episode(reward=8.0))])
+    mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
+    rewards_BT = to_rows(rewards_per_token(buffer), buffer.rollout_lengths)
+    values_BT = torch.tensor([[1.0, 2.0, 3.0, NAN, NAN, 5.0]])
+    errors = td_errors(rewards_BT, values_BT, mask_BT, gamma=1.0)
+    assert errors.tolist() == [[1, 1, 2, 0, 0, 3]]
+    advantages, returns = generalized_advantages(rewards_BT, values_BT, mask_BT, gamma=1.0, lam=0.5)
+    assert advantages.tolist() == [[2.375, 2.75, 3.5, 0, 0, 3]]
+    assert returns.tolist() == [[3.375, 4.75, 6.5, 0, 0, 8]]
+
+
+def test_reward_to_go_of_an_episode_is_whitened_over_the_models_tokens():
+    buffer = RolloutBuffer([make_group(make_episode(reward=2.0), Rollout([1, 2], reward=0.0))])
+    mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
+    rewards_BT = to_rows(rewards_per_token(buffer), buffer.rollout_lengths)
+    # 2 at 4 tokens, 0 at 2: mean 4/3, squares 4 * (2/3)^2 + 2 * (4/3)^2 = 16/3, variance 16/15
+    scale = (16 / 15 + 1e-8) ** 0.5
+    high, low = (2 - 4 / 3) / scale, (0 - 4 / 3) / scale
+    advantages = reinforce_plus_plus_advantages(rewards_BT, mask_BT)
+    assert advantages[0].tolist() == pytest.approx([high] * 3 + [0, 0, high])
+    assert advantages[1].tolist() == pytest.approx([low] * 2 + [0] * 4)

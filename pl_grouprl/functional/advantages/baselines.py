@@ -24,7 +24,7 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order.
-        lengths: Response tokens of each rollout, shape [B], 0 or more.
+        lengths: Tokens of each rollout that the model wrote, shape [B], 0 or more.
 
     Returns:
         Advantages, shape [B], in units of the reward. Exactly zero where all rewards of a group are equal.

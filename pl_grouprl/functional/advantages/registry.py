@@ -133,10 +133,10 @@ def register_advantage_estimator(
     Args:
         name: What `advantage_estimator` calls it.
         needs: What the function takes besides rewards, by the names of its arguments: `group_ids`, the prompt of each
-            rollout, shape [B]; `lengths`, response tokens, shape [B]; `greedy_rewards`, the reward of the prompt's
-            rollout without sampling, shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape
-            [B, T]; `reduce`, which adds up sums over ranks, or None for one rank. Per token, each rank passes its own
-            rollouts alone; otherwise every rank passes those of all ranks.
+            rollout, shape [B]; `lengths`, tokens that the model wrote, shape [B]; `greedy_rewards`, the reward of the
+            prompt's rollout without sampling, shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool,
+            shape [B, T]; `reduce`, which adds up sums over ranks, or None for one rank. Per token, each rank passes its
+            own rollouts alone; otherwise every rank passes those of all ranks.
         per_token: The function returns advantages [B, T], not [B].
         takes_token_rewards: With `per_token`, its rewards are those of tokens, [B, T], not of rollouts, [B].
         takes_steps: The function also compares the rewards of steps, several per rollout (process supervision); it

@@ -21,6 +21,13 @@ def test_any_sharing_of_engines_samples_the_same(tmp_path, count):
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
 
 
+@pytest.mark.vllm
+def test_ranks_take_part_in_turns_without_episodes(tmp_path):
+    command = [sys.executable, Path(__file__).with_name("turns_ranks.py"), tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+
+
 def test_a_rank_alone_shares_nothing():
     assert engine_group(1) is None
     assert share_requests([[1, 2], [3]], None) == ([[1, 2], [3]], slice(0, 2))

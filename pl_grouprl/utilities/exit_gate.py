@@ -1,4 +1,4 @@
-"""Keeps a reward function from ending the run with `os._exit`: one that ends with `os._exit(0)` looks finished."""
+"""Keeps a user's function from ending the run with `os._exit`: a run that ends with `os._exit(0)` looks finished."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 class _ExitGate:
-    """Replaces `os._exit` while reward functions run; counts them, because several threads may run one."""
+    """Replaces `os._exit` while users' functions run; counts them, because several threads may run one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,0 +1,319 @@
+"""Runs the tools and environments of episodes, concurrently and with limits in time."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pl_grouprl.episodes.dispatch import Operation, Started, ThreadDispatcher
+from pl_grouprl.episodes.environments import (
+    COLUMN,
+    EnvironmentHost,
+    EnvironmentKind,
+    check_names,
+    describe_row,
+    kind_of_row,
+    named_factories,
+)
+from pl_grouprl.episodes.lanes import OperationError, OperationExitError, OperationTimeoutError
+from pl_grouprl.episodes.tools import Tool, ToolCall, ToolResult, prepare_tools
+
+log = logging.getLogger(__name__)
+
+RESET_SECONDS = 600.0
+"""How long an environment may take to be made and reset."""
+
+
+@dataclass(eq=False)
+class Session:
+    """The tools and the environment of one episode.
+
+    Attributes:
+        observation: What `reset` returned.
+        environment: The environment; None if there is none, or it lives in a worker.
+        reward: After `finish`, what `get_reward` returned; NaN if it failed, None if there is no such method.
+        reward_name: The environment's class if it has `get_reward`, otherwise None.
+        kind: The environment's name where there are several, otherwise None; see `ToolRunner.kind_of`.
+    """
+
+    observation: str | None = None
+    environment: Any = None
+    reward: float | None = None
+    reward_name: str | None = None
+    kind: str | None = None
+    _number: int | None = field(default=None, repr=False)
+
+
+class ToolRunner:
+    """Calls tools, and makes, resets and calls environments; all calls of a round run concurrently.
+
+    Async tools and methods run on one event loop, which is kept between rounds, because clients are bound to it. All
+    others run in threads; an environment's in order, and always in the same thread.
+
+    Tools are the user's code with the user's rights. A plain function in a thread cannot be stopped: one that takes too
+    long is abandoned, and too many of those end the run. An async one is cancelled.
+
+    Args:
+        tools: Functions, plain or async, with type hints and Google docstrings.
+        environment_factory: Makes an environment; or such factories by the name that a row has in its column
+            `environment`, which is then not passed to `reset`. Each is called once on construction.
+        timeout: Seconds that a call of a tool, or of `get_reward`, may take; None for any time.
+
+    Attributes:
+        workers: As passed.
+
+    Raises:
+        ValueError: If a tool or method lacks type hints or a docstring, two have the same name, an environment has no
+            `reset`, or an option is out of range.
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[Callable[..., Any]] = (),
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+        *,
+        timeout: float | None = None,
+        workers: int = 0,
+    ) -> None:
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for any time.")
+        if workers != 0:
+            raise ValueError(f"tool_workers is {workers}; only 0 is supported.")
+        self.workers = workers
+        self._timeout = timeout
+        self._tools = prepare_tools(tools)
+        self._kinds: dict[str | None, EnvironmentKind] = {}
+        self._numbers = _Numbers()
+        self._dispatcher: ThreadDispatcher | None = None
+        self._probe(named_factories(environment_factory))
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether each episode has an environment."""
+        return bool(self._kinds)
+
+    @property
+    def environment_names(self) -> list[str] | None:
+        """What a row may have in its column `environment`; None if there is only one environment, or none."""
+        return [name for name in self._kinds if name is not None] or None
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Classes of the environments that have `get_reward`, each once."""
+        classes = [kind.class_name for kind in self._kinds.values() if kind.async_reward is not None]
+        return list(dict.fromkeys(classes))
+
+    def schemas(self, environment: str | None = None) -> list[dict[str, Any]]:
+        """JSON schemas of the tools in an episode, for the chat template.
+
+        Args:
+            environment: The row's environment, where there are several.
+        """
+        methods = self._kinds[environment].methods if self._kinds else {}
+        return [tool.schema for tool in (*self._tools.values(), *methods.values())]
+
+    def kind_of(self, row: Mapping[str, Any]) -> str | None:
+        """The name of a row's environment where there are several, otherwise None.
+
+        Raises:
+            ValueError: If the row names none of them.
+        """
+        return kind_of_row(row, self._kinds) if self._kinds else None
+
+    def open(self) -> None:
+        """Start what runs the calls; the other methods do so, too, if it is closed."""
+        self._open()
+
+    def close(self) -> None:
+        """End the threads, except those that hang, and drop the environments."""
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            dispatcher.close()
+
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Session]:
+        """Begin an episode per row.
+
+        Args:
+            rows: What `reset` gets: the data's columns, and `prompt`.
+
+        Raises:
+            ValueError: If a row names an unknown environment.
+            RuntimeError: If an environment cannot be made or reset.
+        """
+        if not self._kinds:
+            return [Session() for _ in rows]
+        kinds = [self.kind_of(row) for row in rows]
+        sessions = [self._seat(kind) for kind in kinds]
+        try:
+            self._reset(sessions, rows)
+        except BaseException:
+            self._release(sessions)
+            raise
+        return sessions
+
+    def call(self, requests: Sequence[tuple[Session, Sequence[ToolCall]]]) -> list[list[ToolResult]]:
+        """Call tools. What they raise, and how else they fail, is for the model to read.
+
+        Plain calls of an episode with an environment run in order, and then its async ones concurrently. The calls of
+        other episodes all run concurrently.
+
+        Returns:
+            Per request: the results of plain tools, and of calls that could not begin, in order; then those of async
+            tools in order.
+
+        Raises:
+            RuntimeError: If too many threads hang.
+        """
+        turns = [[self._plan(session, call) for call in calls] for session, calls in requests]
+        calls = [call for turn in turns for call in turn if call.tool is not None]
+        waiting = {id(call.session) for call in calls if not call.is_async and call.session._number is not None}
+        later = [call for call in calls if call.is_async and id(call.session) in waiting]
+        sooner = [call for call in calls if call not in later]
+        for group in (sooner, later):
+            self._run_calls(group)
+        return [[call.result for call in sorted(turn, key=_Call.is_late)] for turn in turns]
+
+    def finish(self, sessions: Sequence[Session]) -> None:
+        """End episodes: call `get_reward` where there is one. Their environments are for the next episodes to use."""
+        running = [session for session in sessions if session._number is not None]
+        scored = [session for session in running if session.reward_name is not None]
+        try:
+            rewards = [self._start_reward(session) for session in scored]
+            self._open().wait(rewards)
+            for session, reward in zip(scored, rewards, strict=True):
+                session.reward = _reward(reward)
+        finally:
+            self._release(running)
+
+    def _open(self) -> ThreadDispatcher:
+        if self._dispatcher is None:
+            self._dispatcher = ThreadDispatcher(EnvironmentHost(self._tools, self._kinds))
+        return self._dispatcher
+
+    def _probe(self, factories: Mapping[str | None, Callable[[], Any]]) -> None:
+        """Make the first environment of each kind, in the thread where it stays."""
+        for kind, factory in factories.items():
+            number = self._numbers.take(kind)
+            probe = Operation("environment_factory", "probe", (number, kind, factory), None, number=number)
+            self._open().start(probe).result()
+            self._numbers.put_back(kind, number)
+            check_names(self._kinds[kind], self._tools)
+
+    def _seat(self, kind: str | None) -> Session:
+        known = self._kinds[kind]
+        reward_name = None if known.async_reward is None else known.class_name
+        return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
+
+    def _release(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            if session._number is not None:
+                self._numbers.put_back(session.kind, session._number)
+                session._number = None
+
+    def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
+        if None not in self._kinds:
+            rows = [{name: value for name, value in row.items() if name != COLUMN} for row in rows]
+        resets = []
+        for session, row in zip(sessions, rows, strict=True):
+            kind = self._kinds[session.kind]
+            name, arguments = f"{kind.class_name}.reset", (session._number, session.kind, row)
+            reset = Operation(name, "reset", arguments, RESET_SECONDS, kind.async_reset, session._number)
+            resets.append(self._open().start(reset))
+            self._open().wait(resets[-1:])  # in order, as they may count or draw random numbers
+        for session, row, started in zip(sessions, rows, resets, strict=True):
+            try:
+                session.observation = started.result()
+            except OperationError as error:
+                raise RuntimeError(f"{started.operation.name} {error}, for the row {describe_row(row)}.") from error
+            session.environment = self._open().environment(session._number)
+
+    def _plan(self, session: Session, call: ToolCall) -> _Call:
+        if call.kind != "function" or not isinstance(call.name, str):
+            return _Call(session, call, None, False)
+        methods = self._kinds[session.kind].methods if self._kinds else {}
+        tool = self._tools.get(call.name) or methods.get(call.name)
+        return _Call(session, call, tool, call.name in methods)
+
+    def _run_calls(self, calls: Sequence[_Call]) -> None:
+        started = [self._open().start(call.operation(self._timeout)) for call in calls]
+        self._open().wait(started)
+        for call, one in zip(calls, started, strict=True):
+            call.result = _result(one)
+
+    def _start_reward(self, session: Session) -> Started:
+        kind = self._kinds[session.kind]
+        name, arguments = f"{kind.class_name}.get_reward", (session._number, session.kind)
+        waits = bool(kind.async_reward)
+        return self._open().start(Operation(name, "reward", arguments, self._timeout, waits, session._number))
+
+
+class _Call:
+    """A call of a round."""
+
+    def __init__(self, session: Session, call: ToolCall, tool: Tool | None, is_method: bool) -> None:
+        self.session = session
+        self.call = call
+        self.tool = tool
+        self.is_method = is_method
+        self.is_async = tool is not None and tool.is_async
+        self.result = _refusal(call)
+
+    def operation(self, limit: float | None) -> Operation:
+        number, kind = self.session._number, self.session.kind
+        arguments = (number, kind, self.call.name, self.call.arguments)
+        return Operation(self.call.name, "call", arguments, limit, self.is_async, number, self.is_method)
+
+    def is_late(self) -> bool:
+        """Whether its result comes after those of plain tools: it is async, and could begin."""
+        return self.is_async and self.result.failure != "arguments"
+
+
+def _refusal(call: ToolCall) -> ToolResult:
+    """What the model reads where there is no such tool."""
+    if call.kind == "function":
+        return ToolResult.error(str(call.name), f"Tool {call.name} not found.", "unknown")
+    return ToolResult.error(call.name or "unknown", f"Unsupported tool call type: {call.kind}", "unsupported")
+
+
+def _result(started: Started) -> ToolResult:
+    name, limit = started.operation.name, started.operation.limit
+    try:
+        result: ToolResult = started.result()
+    except OperationTimeoutError as error:
+        return ToolResult.error(name, f"Tool {name} {error}.", "timeout", limit or 0.0)
+    except OperationExitError as error:
+        return ToolResult.error(name, f"Tool {name} {error}.", "exited")
+    except Exception as error:
+        return ToolResult.error(name, f"Tool {name} {error}.", "raised")
+    return result
+
+
+def _reward(started: Started) -> float:
+    try:
+        reward: float = started.result()
+    except Exception as error:
+        log.warning("%s %s; the episode is left without this reward.", started.operation.name, error)
+        return math.nan
+    return reward
+
+
+class _Numbers:
+    """Numbers of environments. An episode gets the lowest free one of its kind, so that few are made."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[str | None, list[int]] = defaultdict(list)
+        self._next = 0
+
+    def take(self, kind: str | None) -> int:
+        if self._free[kind]:
+            return heapq.heappop(self._free[kind])
+        self._next += 1
+        return self._next - 1
+
+    def put_back(self, kind: str | None, number: int) -> None:
+        heapq.heappush(self._free[kind], number)

@@ -1,0 +1,87 @@
+"""An event loop in a separate thread, which can be abandoned if something blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Collection, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_label: contextvars.ContextVar[str] = contextvars.ContextVar("label", default="")
+
+
+class BackgroundLoop:
+    """An event loop in a daemon thread; it knows which label each task was submitted with.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._make_task)
+        self._labels: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._blocked_by: str | None = None
+        self._stopping = False
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def submit(self, label: str, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine. Tasks that it starts have its label."""
+        context = contextvars.copy_context()
+        context.run(_label.set, label)
+        return context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+
+    def answers(self, seconds: float | None) -> bool:
+        """Whether the loop responds within that time; False once it was abandoned."""
+        if self._blocked_by is not None:
+            return False
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(seconds)
+
+    def abandon(self) -> str:
+        """Give up the thread; returns the label of the task that blocks it, or "" if unknown.
+
+        The thread ends, with all of its tasks cancelled, once nothing blocks it.
+        """
+        if self._blocked_by is None:
+            task = asyncio.current_task(self._loop)
+            self._blocked_by = "" if task is None else self._labels.get(task, "")
+            self._stop()
+        return self._blocked_by
+
+    def close(self, seconds: float | None = None) -> None:
+        """Cancel all tasks and end the thread, which is left alone if it does not end in that time."""
+        self._stop()
+        self.thread.join(seconds)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **kwargs)
+        self._labels[task] = _label.get()
+        return task
+
+    def _run(self) -> None:
+        while not self._stopping:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task; they leave run_forever
+                self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(_wait_for_all(tasks))
+        self._loop.close()
+
+
+async def _wait_for_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

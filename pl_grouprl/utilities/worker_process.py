@@ -1,0 +1,185 @@
+"""Worker processes: each answers one message at a time, and is killed if that takes too long.
+
+A worker leads its own session, and dies together with the processes that it started (on Linux including those in other
+sessions), even if the process that started it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+from pl_grouprl.utilities import reaper
+from pl_grouprl.utilities.reaper import adopt_orphans, kill_tree
+
+START_SECONDS = 600.0
+"""How long a worker may take to start: it imports the program, and everything that its functions import."""
+
+
+class WorkerTimeoutError(RuntimeError):
+    """A worker took too long to answer, and was killed."""
+
+
+class WorkerExitError(RuntimeError):
+    """A worker ended before it answered."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(f"ended its process with exit code {code}")
+
+
+class Reaper:
+    """A process that kills workers once this process is gone, however it ended."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", reaper.__file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
+
+    def watch(self, pid: int) -> None:
+        """Kill this worker in the end."""
+        self._tell(f"+{pid}")
+
+    def forget(self, pid: int) -> None:
+        """A worker has ended."""
+        self._tell(f"-{pid}")
+
+    def close(self) -> None:
+        """Kill the workers that are left."""
+        self._process.communicate()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())  # unbuffered, and whole lines
+
+
+class WorkerProcess:
+    """A process that is started when there is something to ask, and replaced if it died. One thread may ask.
+
+    Args:
+        name: Name of the process, such as `reward-worker`.
+        serve: Runs in the process, with a pipe and `arguments`; sends a message once it is ready, and then an answer
+            to each message. It calls `lead_session` first.
+        arguments: What `serve` gets; sent by pickle.
+        check_start: Called with the first message; raises if the process cannot serve.
+        watching: The reaper.
+    """
+
+    # multiprocessing's list of children is not made for several threads; a collected pool closes on any of them.
+    _forking = threading.RLock()
+
+    def __init__(
+        self,
+        name: str,
+        serve: Callable[..., None],
+        arguments: tuple[Any, ...],
+        check_start: Callable[[bytes], object],
+        watching: Reaper,
+    ) -> None:
+        self._name = name
+        self._serve = serve
+        self._arguments = arguments
+        self._check_start = check_start
+        self._reaper = watching
+        self._closing = False
+        self._process: Any = None
+        self._pipe: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        """The present process; None if there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def start(self) -> None:
+        """Start a process if none runs, and wait until it is ready.
+
+        Raises:
+            RuntimeError: If it does not start, or workers are being closed.
+        """
+        if self._process is not None and connection.wait([self._process.sentinel], 0):
+            self.end()  # it died between two calls
+        if self._process is not None:
+            return
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        with self._forking:
+            if self._closing:
+                raise RuntimeError(f"the {self._name}s are being closed.")
+            process: Any = context.Process(target=self._serve, args=(theirs, *self._arguments), name=self._name)
+            process.start()
+            self._process, self._pipe = process, ours
+            self._reaper.watch(process.pid)
+        theirs.close()
+        try:
+            first = self._receive(START_SECONDS)
+        except (WorkerTimeoutError, WorkerExitError) as error:
+            raise RuntimeError(f"A {self._name} did not start: it {error}; its error output says more.") from error
+        self._check_start(first)
+
+    def ask(self, message: bytes, timeout: float | None) -> bytes:
+        """Send a message, and wait for the answer.
+
+        Raises:
+            WorkerTimeoutError: If it took longer than `timeout` seconds.
+            WorkerExitError: If the process ended.
+            RuntimeError: If it does not start.
+        """
+        self.start()
+        with contextlib.suppress(OSError):  # where it dies just now, there will be no answer either
+            self._pipe.send_bytes(message)
+        return self._receive(timeout)
+
+    def kill(self) -> None:
+        """Kill the process, from any thread, and start no other one. The thread that waits sees that it is dead."""
+        with self._forking:
+            self._closing = True
+            if self._process is not None:
+                kill_tree(self._process.pid)
+
+    def end(self) -> int | None:
+        """Kill the process; returns its exit code."""
+        process, pipe = self._process, self._pipe
+        if process is None:
+            return None
+        with self._forking:
+            kill_tree(process.pid)
+            self._reaper.forget(process.pid)
+            process.join()
+            self._process = None
+        pipe.close()
+        code: int | None = process.exitcode
+        return code
+
+    def _receive(self, timeout: float | None) -> bytes:
+        ready = connection.wait([self._pipe, self._process.sentinel], timeout)
+        if not ready:
+            self.end()
+            raise WorkerTimeoutError(f"took longer than {timeout} seconds")
+        try:
+            answer: bytes = self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            connection.wait([self._process.sentinel], 1.0)  # for its own exit code
+            raise WorkerExitError(self.end()) from None
+        return answer
+
+
+def lead_session() -> None:
+    """Called first in a worker: what it starts is killed with it."""
+    os.setsid()
+    adopt_orphans()
+
+
+def check_process_groups(option: str, count: int) -> None:
+    """Refuse workers on a system where they cannot be killed with what they started.
+
+    Raises:
+        ValueError: Names the option.
+    """
+    if not hasattr(os, "killpg"):
+        raise ValueError(f"{option} is {count}, but this system has no process groups; set it to 0.")

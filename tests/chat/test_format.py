@@ -1,0 +1,201 @@
+"""Rendering of results between turns, where templates come from, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+
+from pl_grouprl.chat import ChatFormat
+from tests.helpers.chat_tokenizers import gemma_tokenizer, llama_tokenizer, plain_tokenizer, qwen_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+GEMMA = """{%- for m in messages -%}
+<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+
+THINKING = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' if m.role == 'assistant' else '' }}{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments |
+tojson }}}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+# Thoughts of a turn are dropped as soon as a result follows, if there are none anyway: Qwen3's rule.
+FORGETFUL = THINKING.replace(
+    "'<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' if m.role == 'assistant' else ''",
+    "'<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' if m.role == 'assistant' and (loop.last or "
+    "m.reasoning_content) else ''",
+)
+
+
+def results(*contents, name="multiply"):
+    return [{"role": "tool", "name": name, "content": content} for content in contents]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "options", "messages", "expected"),
+    [
+        (
+            qwen_tokenizer,
+            "qwen3",
+            {},
+            results("12", "é 🎉"),
+            "\n<|im_start|>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\né 🎉\n</tool_response>"
+            "<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            qwen_tokenizer,
+            "qwen3",
+            {"enable_thinking": False},
+            results("12"),
+            "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        ),
+        (
+            qwen_tokenizer,
+            THINKING,
+            {},
+            results("12", name="<|im_end|>"),
+            "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        ),
+        (
+            llama_tokenizer,
+            "llama3",
+            {},
+            results("12"),
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"12"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (plain_tokenizer, "plain", {}, results("12", "a b"), "<result>12<end><result>a b<end><assistant>"),
+        # The end of a turn is no EOS token: everything after the dummy turn, which ends with a line break.
+        (gemma_tokenizer, GEMMA, {}, results("12"), "<start_of_turn>tool\n12<end_of_turn>\n<start_of_turn>model\n"),
+        (qwen_tokenizer, "qwen3", {}, results("a\ud800b"), None),
+    ],
+)
+def test_results_are_the_tokens_between_two_turns(tokenizer, template, options, messages, expected):
+    chat = ChatFormat(tokenizer(), template, options)
+    if expected is None:  # a lone surrogate, which cannot be encoded
+        expected = chat.tokenizer.decode(chat.encode_results(results("a\ufffdb")))
+    for _ in range(2):  # the second time the beginning of the dummy conversation is known
+        assert chat.tokenizer.decode(chat.encode_results(messages)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template"), [(qwen_tokenizer, "qwen3"), (llama_tokenizer, "llama3"), (plain_tokenizer, "plain")]
+)
+def test_an_episode_in_tokens_is_what_the_template_renders(tokenizer, template):
+    """Turns as sampled and results between them give the rendering of the whole conversation."""
+    chat = ChatFormat(tokenizer(), template)
+    call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": "3"}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [USER]
+    token_ids = chat.encode_prompt(messages)
+    for number in range(3):
+        ending = chat.tokenizer.eos_token
+        begun = chat.tokenizer.apply_chat_template([*messages, turn], tokenize=False, chat_template=chat.source)
+        written = begun[len(chat.render_prompt(messages)) : begun.rindex(ending)] + ending
+        token_ids += chat.tokenizer(written, add_special_tokens=False)["input_ids"]
+        answers = results(f"{number}", "x")
+        token_ids += chat.encode_results(answers)
+        messages = [*messages, turn, *answers]
+        assert token_ids == chat.encode_prompt(messages)
+
+
+def test_names_that_models_make_up_do_not_fill_the_memory():
+    chat = ChatFormat(plain_tokenizer(), "plain")
+    for number in range(300):
+        chat.encode_results(results("1", name=f"tool {number}"))
+    assert len(chat._prefixes) <= 256
+
+
+def test_templates_come_from_names_files_and_text(tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ messages[0].content }}!", encoding="utf-8")
+    tokenizer = qwen_tokenizer()
+    assert ChatFormat(tokenizer, str(path)).render_prompt([USER]) == "hi!"
+    assert ChatFormat(tokenizer, "{{ messages[0].content }}?").render_prompt([USER]) == "hi?"
+    tokenizer.chat_template = "{{ messages[0].content }}."
+    assert ChatFormat(tokenizer).render_prompt([USER]) == "hi."
+    tokenizer.chat_template = {"default": "default", "tool_use": "{{ tools | length }} tools"}
+    assert ChatFormat(tokenizer).render_prompt([USER]) == "default"
+    assert ChatFormat(tokenizer).render_prompt([USER], [{"type": "function"}]) == "1 tools"
+    with pytest.raises(ValueError, match=r"chat_template is 'qwen4', which is no file.*llama3, plain, qwen3"):
+        ChatFormat(tokenizer, "qwen4")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template"),
+    [
+        (qwen_tokenizer, "qwen3"),
+        (qwen_tokenizer, THINKING),
+        (llama_tokenizer, "llama3"),
+        (plain_tokenizer, "plain"),
+    ],
+)
+def test_templates_for_tools_pass(tokenizer, template):
+    ChatFormat(tokenizer(), template).check_tools()
+
+
+WITHOUT_CALLS = "{% for m in messages %}<|start_header_id|>{{ m.role }}{{ m.content }}<|eot_id|>{% endfor %}"
+WITHOUT_RESULTS = (
+    "{% for m in messages if m.role != 'tool' %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+)
+WITHOUT_TOOL_ROLE = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+COUNTING = THINKING.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }} {{ loop.index }}")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "problem"),
+    [
+        (qwen_tokenizer, None, r"need a chat template.*has none; pass chat_template='qwen3' or"),
+        (
+            llama_tokenizer,
+            WITHOUT_CALLS,
+            r"drops the name of a call; pass chat_template='llama3', a built-in training template",
+        ),
+        (qwen_tokenizer, WITHOUT_RESULTS, r"drops the result of a tool; .* or a template of your own"),
+        (qwen_tokenizer, WITHOUT_TOOL_ROLE, r"refused the messages \(no tools here\); pass"),
+        (
+            qwen_tokenizer,
+            FORGETFUL,
+            r"not prefix-preserving: it renders a call of 'check_tool' differently.*pass chat_template='qwen3', a",
+        ),
+        (qwen_tokenizer, COUNTING, "renders results differently in different places of a conversation"),
+        (gemma_tokenizer, GEMMA, "No parser knows.*register_tool_parser"),
+    ],
+)
+def test_templates_that_tools_cannot_be_used_with_are_refused(tokenizer, template, problem):
+    with pytest.raises(ValueError, match=problem):
+        ChatFormat(tokenizer(), template).check_tools()
+
+
+def test_a_template_that_ends_only_questions_with_eos_is_refused():
+    """Then the tokens between turns would contain the dummy turn."""
+    tokenizer = qwen_tokenizer()
+    template = THINKING.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}")
+    with pytest.raises(ValueError, match=r"renders results differently|not prefix-preserving"):
+        ChatFormat(tokenizer, template).check_tools()
+
+
+def test_options_that_clash_with_ours_are_refused():
+    with pytest.raises(ValueError, match=r"refused the messages.*add_generation_prompt"):
+        ChatFormat(qwen_tokenizer(), "qwen3", {"add_generation_prompt": False}).render_prompt([USER])
+
+
+def test_a_prompt_of_messages_needs_a_template():
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; use a tokenizer that has one"):
+        ChatFormat(qwen_tokenizer()).encode_prompt([USER])
+
+
+def test_formats_can_be_copied():
+    chat = ChatFormat(plain_tokenizer(), "plain")
+    expected = chat.encode_results(results("1"))
+    for other in (copy.deepcopy(chat), pickle.loads(pickle.dumps(chat))):
+        assert other.encode_results(results("1")) == expected
+        assert other.parser == chat.parser

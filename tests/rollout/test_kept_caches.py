@@ -1,0 +1,210 @@
+import copy
+import gc
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from helpers.continued import counted_tokens, play
+from helpers.rollouts import PROMPTS, assert_same
+from helpers.sampling_oracle import FAMILIES, tiny_decoder
+from transformers.cache_utils import Cache, DynamicLayer
+
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.kept_caches import MAX_REPEATED, KeptCaches, KeptSequence, plan_continuing
+from pl_grouprl.types import Prompt, SamplingConfig
+
+LONG = [1 + place % 23 for place in range(100)]
+SAMPLING = {
+    "ends": {"stop_token_ids": (4, 9)},
+    "greedy": {"temperature": 0.0, "stop_token_ids": (4, 9)},
+    "strings": {"stop": ("e", "bc"), "temperature": 1.3, "top_p": 0.9},
+}
+
+
+def check(engine, prompts, sampling, *, atol=1e-5, **options):
+    """Compare episodes whose caches are kept with those that are encoded from the start; returns the rollouts."""
+    apart, expected = play(engine, prompts, sampling, keep=False, **options)
+    kept, turns = play(engine, prompts, sampling, keep=True, **options)
+    assert apart == kept
+    for left, right in zip(expected, turns, strict=True):
+        assert_same(left, right, atol)
+    return [rollout for turn in turns for group in turn for rollout in group]
+
+
+@pytest.mark.parametrize("max_sequences", [None, 4])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen2_window"])
+def test_continuing_equals_encoding_from_the_start(make_model, family, max_sequences):
+    engine = HFRolloutEngine(make_model(family), max_sequences=max_sequences)
+    sampling = SamplingConfig(max_new_tokens=6, stop_token_ids=(4, 9))
+    rollouts = check(engine, PROMPTS, sampling, new_tokens=lambda numbers: numbers.choice([1, 2, 3, 30]))
+    assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_every_way_to_sample(qwen3, letters, kind):
+    engine = HFRolloutEngine(qwen3, letters())
+    rollouts = check(engine, [*PROMPTS, LONG], SamplingConfig(max_new_tokens=6, **SAMPLING[kind]))
+    assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_window"])
+def test_results_of_very_different_lengths(make_model, family):
+    engine = HFRolloutEngine(make_model(family, max_position_embeddings=1024), max_prefill_tokens=500)
+    sampling = SamplingConfig(max_new_tokens=4)
+    lengths = [1, 2, 5, 90, 100, 200]
+    check(engine, [LONG, [3], LONG[:40]], sampling, new_tokens=lambda numbers: numbers.choice(lengths))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_sequences", [None, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, max_sequences):
+    engine = HFRolloutEngine(tiny_decoder(family, max_position_embeddings=512), max_sequences=max_sequences)
+    sampling = SamplingConfig(max_new_tokens=6, stop_token_ids=(0, 6, 10))
+    prompts = [LONG[:11], LONG[20:23], LONG[3:11], [7]]
+    for lengths in ([3], [1, 2, 20]):
+        check(engine, prompts, sampling, new_tokens=lambda numbers: numbers.choice(lengths), atol=1e-4)  # noqa: B023
+    check(engine, [LONG[:60], LONG[2:60]], sampling, num_generations=8, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_window"])
+def test_every_token_of_an_episode_runs_once(make_model, family):
+    model = make_model(family)
+    engine, prompts = HFRolloutEngine(model), [LONG[:30], LONG[1:20]]
+    sampling = SamplingConfig(max_new_tokens=5)
+    play(engine, prompts, sampling, turns=2, keep=True)  # checks the model
+    for turns in (2, 6):
+        with counted_tokens(model) as counts:
+            episodes, groups = play_simply(engine, prompts, sampling, turns)
+        own = sum(len(episode) for episode in episodes) - 4 * sum(map(len, prompts))
+        assert sum(counts) == sum(map(len, prompts)) + own - len(episodes)  # the last sampled token does not run
+        assert len(groups) == turns
+
+
+def play_simply(engine, prompts, sampling, turns):
+    """Four episodes of each prompt, all of which go on."""
+    with engine.keep_caches():
+        groups = engine.generate(prompts, sampling, num_generations=4, seed=1)
+        played = [groups]
+        episodes = [[*prompt, *own.token_ids] for prompt, group in zip(prompts, groups, strict=True) for own in group]
+        for turn in range(1, turns):
+            episodes = [[*own, turn, 2, 3] for own in episodes]
+            groups = engine.generate(episodes, sampling, num_generations=1, seed=1 + turn)
+            played.append(groups)
+            episodes = [[*own, *group[0].token_ids] for own, group in zip(episodes, groups, strict=True)]
+    return episodes, played
+
+
+def test_few_tokens_run_twice_where_results_differ_in_length(make_model):
+    model = make_model("qwen3", max_position_embeddings=1024)
+    engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=4)
+    options = {"new_tokens": lambda numbers: numbers.randrange(1, 60), "turns": 5}
+    play(engine, [LONG, LONG[:50]], sampling, keep=True, **options)
+    with counted_tokens(model) as counts:
+        _, turns = play(engine, [LONG, LONG[:50]], sampling, keep=True, **options)
+    with counted_tokens(model) as from_start:
+        play(engine, [LONG, LONG[:50]], sampling, keep=False, **options)
+    sequences = sum(len(turn) for turn in turns[1:])
+    sampled = sum(len(rollout.token_ids) for turn in turns for group in turn for rollout in group)
+    assert sum(counts) <= 150 + 3 + sampled + (60 + MAX_REPEATED) * sequences
+    assert sum(counts) < sum(from_start) / 2
+
+
+def layer(tokens):
+    own = DynamicLayer()
+    own.update(torch.zeros(1, 1, tokens, 2), torch.zeros(1, 1, tokens, 2))
+    return own
+
+
+def sequence(tokens):
+    return KeptSequence(tokens, Cache(layers=[layer(tokens)]))
+
+
+def test_the_longest_beginning_is_found():
+    kept = KeptCaches()
+    for tokens in ([1], [1, 2], [1, 2, 3, 4], [1, 2, 300], [7, 8], [1, 2, 3, 4]):
+        kept.add(tokens, Cache(layers=[layer(len(tokens))]))
+    prompts = [[1, 2, 3, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4], [1], [1, 2, 300, 4, 4], [7, 9], [1, 2, 3, 5], [258, 3]]
+    found = kept.claim([Prompt(prompt) for prompt in prompts])
+    assert [own and own.num_tokens for own in found] == [2, 4, 2, None, 3, None, 2, None]
+    assert kept.claim([Prompt([1, 2, 3])]) == [None]  # all were handed out or forgotten
+
+
+def test_prompts_with_media_continue_nothing():
+    kept = KeptCaches()
+    kept.add([1, 2], Cache(layers=[layer(2)]))
+    media = {"pixel_values": torch.zeros(1)}
+    assert kept.claim([Prompt([1, 2, 3], media=media)]) == [None]
+
+
+def test_plan_groups_about_as_many_new_tokens():
+    def plan(pairs, budget=1000, **options):
+        lengths = [cached + new for cached, new in pairs]
+        kept = [sequence(cached) for cached, _ in pairs]
+        return [list(batch) for batch in plan_continuing(lengths, kept, budget, **options)]
+
+    pairs = [(9, 1), (60, 1 + MAX_REPEATED), (60, 2 + MAX_REPEATED), (60, 200), (80, 220), (60, 230)]
+    assert plan([]) == []
+    assert plan(pairs) == [[0], [1, 2], [3, 4], [5]]  # the first has only 10 tokens
+    assert plan([(20, 1), *pairs[1:2]]) == [[0, 1]]
+    assert plan([(20, 1), *pairs[2:3]]) == [[0], [1]]
+    assert plan(pairs[3:5], budget=439) == [[0], [1]]
+    assert plan([(5, 3), (5, 3), (6, 3)], padding=False) == [[0, 1], [2]]
+
+
+def held():
+    return [one for one in gc.get_objects() if isinstance(one, KeptSequence | DynamicLayer)]
+
+
+def test_caches_are_freed(make_model):
+    engine, sampling = HFRolloutEngine(make_model("qwen3")), SamplingConfig(max_new_tokens=12)
+    play(engine, PROMPTS, sampling, keep=True)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(held())
+        with engine.keep_caches():
+            groups = engine.generate(PROMPTS, sampling, num_generations=4, seed=1)
+            assert len(held()) == before + 3 * 20  # a sequence and its two layers
+            continued = [[*PROMPTS[0], *own.token_ids, 1] for own in groups[0]]
+            engine.generate(continued[:2], sampling, num_generations=1, seed=1)
+            assert len(held()) == before + 3 * 2
+        assert len(held()) == before
+        fail_inside(engine)
+        play(engine, PROMPTS, sampling, keep=False)
+        assert len(held()) == before
+    finally:
+        gc.enable()
+
+
+def fail_inside(engine):
+    with suppress(ValueError), engine.keep_caches():
+        engine.generate(PROMPTS, SamplingConfig(max_new_tokens=3), num_generations=1, seed=1)
+        engine.generate([[]], SamplingConfig(), num_generations=1, seed=1)
+
+
+def test_copies_of_the_engine_keep_their_own(make_model):
+    model = make_model("qwen3")
+    engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=5)
+    (ours, _), (theirs, _) = (play(engine, prompts, sampling, keep=False) for prompts in (PROMPTS, [LONG]))
+    with engine.keep_caches():
+        twin = copy.copy(engine)
+        twin.bind(copy.deepcopy(model))
+        groups = engine.generate(PROMPTS, sampling, num_generations=1, seed=0)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(play(twin, [LONG], sampling, keep=True)))
+        thread.start()
+        thread.join()
+        assert [episodes for episodes, _ in found] == [theirs]
+        with counted_tokens(model) as counts:  # the copy has not taken this one's
+            continued = [[*PROMPTS[0], *groups[0][0].token_ids, 1, 2]]
+            engine.generate(continued, sampling, num_generations=1, seed=0)
+        assert counts[0] == 3
+    assert play(engine, PROMPTS, sampling, keep=True)[0] == ours
+
+
+def test_contexts_do_not_nest(qwen3):
+    engine = HFRolloutEngine(qwen3)
+    with engine.keep_caches(), pytest.raises(RuntimeError, match=r"keep_caches.* is in use already; leave"):
+        engine.keep_caches().__enter__()
