@@ -51,8 +51,8 @@ is 1 where a token is imitated and 0 where it is only context."""
 class Demonstrations(Protocol):
     """A task that can be demonstrated."""
 
-    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Return so many demonstrations; the same seed gives the same ones."""
+    def demonstrations(self, count: int, seed: int) -> Any:  # not list[Demonstration]: YAML takes exact types only
+        """Return a list of so many `Demonstration`s; the same seed gives the same ones."""
         ...
 
     def tokenizer(self) -> Any:
