@@ -228,7 +228,7 @@ class RLModule(pl.LightningModule, ABC):
         sampling: SamplingConfig = DEFAULT_SAMPLING,
         engine: RolloutEngine | None = None,
         tools: list[Callable[..., Any]] | None = None,
-        environment_factory: None | dict[str, Callable[..., Any]] | Callable[..., Any] = None,  # noqa: RUF036
+        environment_factory: None | dict[str, type | Callable[..., Any]] | type | Callable[..., Any] = None,  # noqa: RUF036
         max_tool_calling_iterations: int | None = None,
         max_turn_tokens: int | None = None,
         max_episode_tokens: int | None = None,
