@@ -32,7 +32,8 @@ class RolloutEngine(Protocol):
       thread while the policy is updated (`rollout_ahead`).
     - `takes_limits = True`: `generate` takes `max_new_tokens`, a limit for each prompt.
     - `keeps_caches = True`: it has a method `keep_caches()`, a context manager. In it, a prompt that continues a
-      rollout of the previous call is encoded from where that rollout ended (the turns of an episode).
+      rollout of the previous call is encoded from where that rollout ended (the turns of an episode), or from the last
+      whole block of the cache before that.
     - `max_model_len`, an int: maximum length of prompt plus completion.
     """
 

@@ -97,9 +97,11 @@ class FakeSampler:
         lines = [{"version": told["version"], "instance": self.state["instance"]}]
         for place, request in enumerate(told["requests"]):
             for number, seed in enumerate(request["seeds"]):
-                tokens = [sum(request["prompt"]) % 61, seed % 61, seed // 61 % 61][: told["sampling"]["max_new_tokens"]]
+                limit, size = told["sampling"]["max_new_tokens"], self.info["model"]["vocab_size"]
+                tokens = [sum(request["prompt"]) % size, seed % size, seed // size % size][:limit]
                 logprobs = [-1.0, -2.0, -3.0][: len(tokens)]
-                rollout = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}
+                reason = "stop" if tokens[-1] in told["end_ids"] else "length"
+                rollout = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}
                 lines.append({"index": [place, number], **rollout})
         return 200, b"\n".join(json.dumps(line).encode() for line in [*lines, {"done": True}])
 

@@ -87,7 +87,9 @@ def test_an_engine_without_a_policy_says_so(name):
     assert isinstance(engine, RolloutEngine)
     assert declares(engine, "reserves_max_new_tokens")
     assert declares(engine, "takes_prompt_indices")
+    assert declares(engine, "takes_limits")
     assert declares(engine, "samples_from_copies") == (name == "hf")
+    assert declares(engine, "keeps_caches") == (name != "vllm_server")
     with pytest.raises(ValueError, match=r"has no model; .*bind"):
         engine.generate([[1]], SamplingConfig(), num_generations=1, seed=0)
 

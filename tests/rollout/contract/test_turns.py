@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers.engines import ENGINES, new_engine, on
+from helpers.engines import on
 from helpers.rollouts import PROMPTS, assert_same, ids, reference_logprobs
 
 from pl_grouprl.rollout.engine import declares
@@ -15,11 +15,6 @@ LONG = [[(7 * place + first) % 24 for place in range(150)] for first in (1, 2)]
 
 RESULT = [7, 8, 9]
 """What the model reads between two turns."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in ENGINES.items()])
-def test_engines_declare_that_they_take_limits(name):
-    assert declares(new_engine(name), "takes_limits")
 
 
 def cut(groups, limits):

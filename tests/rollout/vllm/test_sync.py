@@ -100,6 +100,33 @@ def test_the_prefix_cache_forgets(start, monkeypatch):
     assert_greedy(engine, model, LONG)
 
 
+def test_turns_read_their_history_from_the_prefix_cache(start, monkeypatch):
+    """In whole blocks of 128 tokens, those of results and sampled ones too; after new weights nothing of it."""
+    model, _ = new_policy("qwen3", max_position_embeddings=512)
+    engine = start(model)
+    vllm, cached = engine._vllm._engine, []
+    step = vllm.step
+
+    def watched_step():
+        outputs = step()
+        cached.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(vllm, "step", watched_step)
+    history = LONG[0]
+    with engine.keep_caches():
+        for number in range(3):
+            ((rollout,),) = sample(engine, [history], max_new_tokens=50)
+            expected = reference_logprobs(model, history, rollout, SamplingConfig())
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+            history = [*history, *rollout.token_ids, *LONG[1][: 7 + number]]
+    assert cached == [0, 128, 256]  # of 200, 257 and 315 tokens
+    renew(model, 1)
+    sync(engine, model)
+    sample(engine, [history])
+    assert cached[-1] == 0
+
+
 def test_one_adapter_after_the_other(start):
     peft = pytest.importorskip("peft")
     base, _ = new_policy("qwen3_tied")

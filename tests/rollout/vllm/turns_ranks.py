@@ -1,4 +1,4 @@
-"""Run by test_ranks.py: two ranks whose episodes have different numbers of turns, with an engine each, then one."""
+"""Run by test_ranks.py: two ranks whose episodes have different numbers of turns, with an engine each or one."""
 
 from __future__ import annotations
 
