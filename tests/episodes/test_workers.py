@@ -272,7 +272,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ending", ["end", "kill", "interrupt"])
+@pytest.mark.parametrize("ending", ["end", "kill", pytest.param("interrupt", marks=pytest.mark.slow)])
 def test_workers_end_with_the_program(tmp_path, ending):
     (tmp_path / "script.py").write_text(SCRIPT)
     folders = [str(Path(tools.__file__).parents[1]), str(Path(pl_grouprl.__file__).parents[1])]
