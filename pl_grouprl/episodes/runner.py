@@ -278,6 +278,8 @@ class ToolRunner:
         return _Call(session, call, self._tools.get(call.name) or methods.get(call.name))
 
     def _run_calls(self, calls: Sequence[_Call]) -> None:
+        if not calls:
+            return
         started = [self._open().start(call.operation(self._timeout)) for call in calls]
         self._open().wait(started)
         for call, one in zip(calls, started, strict=True):
