@@ -26,13 +26,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from pl_grouprl.rollout.kv_cache import gather_cache, needs_padding_mask, shares_prompts
 from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 from pl_grouprl.rollout.prefill import MAX_PADDING, NextTokenLogits, Prefix, left_padding_mask, plan_batches
-from pl_grouprl.rollout.shared_prompt import (
-    ContinuedPromptsLayer,
-    ContinuedRow,
-    EncodedPrompt,
-    dynamic_layer,
-    find_shared_prompts,
-)
+from pl_grouprl.rollout.prompt_rows import EncodedPrompt, find_shared_prompts
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, ContinuedRow, dynamic_layer
 from pl_grouprl.types import Prompt
 
 MAX_REPEATED = 16

@@ -9,13 +9,8 @@ from transformers.cache_utils import Cache
 from pl_grouprl.rollout import HFRolloutEngine, decode
 from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
 from pl_grouprl.rollout.prompt_attention import _masked_softmax, attend, attending_to_shared_prompts
-from pl_grouprl.rollout.shared_prompt import (
-    ContinuedPromptsLayer,
-    EncodedPrompt,
-    PromptLayer,
-    PromptRows,
-    find_shared_prompts,
-)
+from pl_grouprl.rollout.prompt_rows import EncodedPrompt, PromptRows, find_shared_prompts
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer
 from pl_grouprl.types import SamplingConfig
 
 CPU = torch.device("cpu")
