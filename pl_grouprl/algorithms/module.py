@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
+from pl_grouprl.episodes.environment import EnvironmentFactory
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.registry import describe
@@ -228,7 +229,7 @@ class RLModule(pl.LightningModule, ABC):
         sampling: SamplingConfig = DEFAULT_SAMPLING,
         engine: RolloutEngine | None = None,
         tools: list[Callable[..., Any]] | None = None,
-        environment_factory: None | dict[str, Callable[..., Any]] | Callable[..., Any] = None,  # noqa: RUF036
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         max_tool_calling_iterations: int | None = None,
         max_turn_tokens: int | None = None,
         max_episode_tokens: int | None = None,
@@ -318,7 +319,7 @@ class RLModule(pl.LightningModule, ABC):
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,
-            environments=self.episodes.in_process,
+            environments=self.episodes.in_process and not rollout_ahead,  # which resets them before they are read
         )
         self.collector = Collector(
             self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pl_grouprl.chat.parsing import (
@@ -12,8 +12,8 @@ from pl_grouprl.chat.parsing import (
     Region,
     Schema,
     ToolParser,
+    TurnGrammar,
     read_json,
-    read_regions,
 )
 
 
@@ -22,21 +22,21 @@ def _function_call(found: re.Match[str], body: str) -> Any:
 
 
 def _named_json_call(found: re.Match[str], body: str) -> Any:
-    return {"type": "function", "function": {"name": found[1], "arguments": read_json(body)}}
+    return {"type": "function", "function": {"name": found["name"], "arguments": read_json(body)}}
 
 
 def _text(found: re.Match[str], body: str) -> str:
     return body.strip()
 
 
-_THINK = Region("reasoning_content", re.compile("<think>"), re.compile(r"</think>\s*"), _text)
-_JSON_CALL = Region("tool_calls", re.compile("<tool_call>"), re.compile(r"</tool_call>\s*"), _function_call)
-_IM_END = re.compile(r"<\|im_end\|>\s*")
+_THINK = Region("reasoning_content", "<think>", r"</think>\s*", _text)
+_JSON_CALL = Region("tool_calls", "<tool_call>", r"</tool_call>\s*", _function_call)
+_HERMES = TurnGrammar(_THINK, _JSON_CALL, end=r"<\|im_end\|>\s*")
 
 
 def parse_hermes(text: str, tools: Sequence[Schema] = ()) -> Message:
     """Parse a turn of Qwen2.5 and Qwen3: `<think>`, content, and calls as JSON in `<tool_call>` tags."""
-    return read_regions(text, (_THINK, _JSON_CALL), _IM_END)
+    return _HERMES.read(text)
 
 
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
@@ -46,43 +46,45 @@ def _tagged_call(found: re.Match[str], body: str) -> Any:
     arguments: dict[str, Any] = {}
     position = 0
     while (opened := _PARAMETER.search(body, position)) and (end := body.find("</parameter>", opened.end())) >= 0:
-        arguments[opened[1]] = _json_or_text(body[opened.end() : end].strip())
+        arguments[opened[1]] = body[opened.end() : end].strip()
         position = end
-    return {"type": "function", "function": {"name": found[1], "arguments": arguments}}
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return read_json(text)
-    except MalformedTurnError:
-        return text
+    return {"type": "function", "function": {"name": found["name"], "arguments": arguments}}
 
 
 _TAGGED_CALL = Region(
-    "tool_calls",
-    re.compile(r"<tool_call>\s*<function=([^\n>]{1,256})>"),
-    re.compile(r"</tool_call>\s*"),
-    _tagged_call,
+    "tool_calls", r"<tool_call>\s*<function=(?P<name>[^\n>]{1,256})>", r"</tool_call>\s*", _tagged_call
 )
+_TAGGED = TurnGrammar(_THINK, _TAGGED_CALL, end=r"<\|im_end\|>\s*")
 
 
 def parse_tagged(text: str, tools: Sequence[Schema] = ()) -> Message:
-    """Parse a turn of Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags."""
-    return read_regions(text, (_THINK, _TAGGED_CALL), _IM_END)
+    """Parse a turn of Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags of text."""
+    return _TAGGED.read(text)
+
+
+_TAGGED_CALLS = TurnGrammar(_TAGGED_CALL, end=r"<\|im_end\|>\s*")
+
+
+def parse_nemotron(text: str, tools: Sequence[Schema] = ()) -> Message:
+    """Parse a turn of Nemotron 3: calls as Qwen3.5's; the prompt opens a thought, which the model may close."""
+    text = text.removeprefix("</think>")  # a prompt that asks for no thought closes it as well
+    thought, closed, rest = text.partition("</think>")
+    message = _TAGGED_CALLS.read(rest.lstrip() if closed else text)
+    return {**message, "reasoning_content": thought.strip()} if closed else message
 
 
 _LLAMA_CALL = Region(
     "tool_calls",
-    re.compile(r'\{"name":\s*"([^"]+)",\s*"parameters":\s*'),
-    re.compile(r"\}<\|eot_id\|>\s*"),
+    r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+    r"\}<\|eot_id\|>\s*",
     _named_json_call,
 )
-_EOT = re.compile(r"<\|eot_id\|>\s*")
+_LLAMA = TurnGrammar(_LLAMA_CALL, end=r"<\|eot_id\|>\s*")
 
 
 def parse_llama3(text: str, tools: Sequence[Schema] = ()) -> Message:
     """Parse a turn of Llama 3.1 and 3.2: content, or one call as JSON with `name` and `parameters`."""
-    return read_regions(text, (_LLAMA_CALL,), _EOT)
+    return _LLAMA.read(text)
 
 
 def parse_plain(text: str, tools: Sequence[Schema] = ()) -> Message:
@@ -106,29 +108,17 @@ def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
     parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
     values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
     places = parameters or {"input": {}}  # for a tool without parameters too, which then refuses what it was given
-    arguments = {key: _cast(value, schema) for (key, schema), value in zip(places.items(), values, strict=False)}
-    return {"name": name, "arguments": arguments}
-
-
-def _cast(value: str, schema: Schema) -> Any:
-    """Convert a value to the type that the schema asks for; unconvertible ones stay text, for the tool to refuse."""
-    casts: dict[Any, Callable[[str], Any]] = {"integer": int, "number": float, "boolean": _boolean}
-    try:
-        return casts.get(schema.get("type"), str)(value)
-    except (ValueError, KeyError, TypeError):
-        return value
-
-
-def _boolean(value: str) -> bool:
-    return {"true": True, "false": False}[value.lower()]
+    return {"name": name, "arguments": dict(zip(places, values, strict=False))}
 
 
 _LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+_IM_HEADER = "<|im_start|>assistant\n"
 _PARSERS: list[ToolParser] = [
     ToolParser("plain", ("<call>", "<result>"), "<assistant>", parse_plain),
     ToolParser("llama3", ("<|start_header_id|>", '"parameters'), _LLAMA_HEADER, parse_llama3),
-    ToolParser("qwen3", ("<|im_start|>", "<tool_call>", '"arguments'), "<|im_start|>assistant\n", parse_hermes),
-    ToolParser("qwen3_5", ("<|im_start|>", "<tool_call>", "<function="), "<|im_start|>assistant\n", parse_tagged),
+    ToolParser("qwen3", ("<|im_start|>", "<tool_call>", '"arguments'), _IM_HEADER, parse_hermes),
+    ToolParser("qwen3_5", ("<|im_start|>", "<tool_call>", "<function="), _IM_HEADER, parse_tagged),
+    ToolParser("nemotron_3", ("<function=", "truncate_history_thinking"), f"{_IM_HEADER}<think>", parse_nemotron),
 ]
 
 
@@ -144,8 +134,3 @@ def register_tool_parser(parser: ToolParser) -> None:
 def find_tool_parser(chat_template: str) -> ToolParser | None:
     """The parser of the family that a chat template belongs to; None if it belongs to no known one."""
     return next((p for p in reversed(_PARSERS) if all(marker in chat_template for marker in p.markers)), None)
-
-
-def tool_parsers() -> tuple[ToolParser, ...]:
-    """All parsers, in the order in which they were added."""
-    return tuple(_PARSERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message,
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.chat.tool_check import check_tool_template, remedy
 from pl_grouprl.types import Messages
+
+log = logging.getLogger(__name__)
 
 _CACHED_PREFIXES = 256
 _TAIL_TOKENS = 64
@@ -27,15 +30,24 @@ class ChatFormat:
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
 
     Raises:
-        ValueError: If there is no such chat template.
+        ValueError: If there is no such chat template, or `template_kwargs` has another one.
     """
+
+    encodes_prompts = False
+    """Whether prompts must come from `encode_prompt`; otherwise `apply_chat_template` gives the same tokens."""
 
     def __init__(
         self, tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer = tokenizer
-        self.chat_template = None if chat_template is None else read_template(chat_template)
         self.template_kwargs = dict(template_kwargs or {})
+        other = self.template_kwargs.pop("chat_template", None)
+        if chat_template is not None and other is not None:
+            raise ValueError(
+                "chat_template is given twice, as an option and in chat_template_kwargs; leave one of them out."
+            )
+        chosen = other if chat_template is None else chat_template
+        self.chat_template = None if chosen is None else read_template(chosen)
         source = self.chat_template or getattr(tokenizer, "chat_template", None) or ""
         if isinstance(source, Mapping):
             source = source.get("tool_use") or source.get("default") or ""
@@ -59,6 +71,12 @@ class ChatFormat:
             raise ValueError(
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
+            )
+        if self.tokenizer.eos_token_id not in self._prefix_ids("check"):
+            log.warning(
+                "The chat template does not end turns with the tokenizer's EOS token (%r). Put the token that ends "
+                "them into sampling.stop_token_ids, unless it is among the model's end tokens.",
+                self.tokenizer.eos_token,
             )
 
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:
@@ -101,14 +119,16 @@ class ChatFormat:
         """
         results = plain_data(results)
         name = results[0]["name"]
-        prefix_ids = self._prefix_ids(name)
-        token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
-        if token_ids[: len(prefix_ids)] != prefix_ids:
-            raise ValueError(
-                f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its "
-                "result follows"
-            )
-        return token_ids[len(prefix_ids) :]
+        for _ in range(2):
+            token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
+            prefix_ids = self._prefix_ids(name)
+            if token_ids[: len(prefix_ids)] == prefix_ids:
+                return token_ids[len(prefix_ids) :]
+            self._prefixes.clear()  # the template may render the date, and it is another day
+        raise ValueError(
+            f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its result "
+            "follows"
+        )
 
     def parse(
         self, token_ids: Sequence[int], prefix_ids: Sequence[int] = (), tools: Sequence[Schema] = ()
@@ -130,7 +150,7 @@ class ChatFormat:
         """
         try:
             message = checked_message(self._parse(list(token_ids), list(prefix_ids), tools))
-            cast_arguments(message, tools)
+            message = plain_data(cast_arguments(message, tools))
         except (ValueError, TypeError, RecursionError):
             return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
         eos = self.tokenizer.eos_token
@@ -177,12 +197,12 @@ class ChatFormat:
         return token_ids
 
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
-        return list(
-            self._apply(messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt)
-        )
+        """Tokens of a conversation by the template for tools, if the tokenizer has several."""
+        options = {"return_dict": False, "add_generation_prompt": add_generation_prompt, "chat_template": self.source}
+        return list(self._apply(messages, tokenize=True, **options))
 
     def _render(self, messages: Messages) -> str:
-        return self._apply(messages, tokenize=False)
+        return self._apply(messages, tokenize=False, chat_template=self.source)
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
         if not self.source:
@@ -191,7 +211,7 @@ class ChatFormat:
                 "pass chat_template"
             )
         if self.chat_template is not None:
-            options["chat_template"] = self.chat_template
+            options.setdefault("chat_template", self.chat_template)
         try:
             return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything

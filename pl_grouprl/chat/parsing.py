@@ -48,57 +48,62 @@ class Region:
     """A field of a turn between two marks.
 
     Attributes:
-        field: Key of the message.
-        opens: Regular expression of the opening mark.
+        field: Key of the message. Values of `tool_calls` accumulate; of other fields, the last one counts.
+        opens: Regular expression of the opening mark; its named groups are for `read`.
         closes: Regular expression of the closing mark; without one, the region extends to the end.
         read: Turns the match of the opening mark and the text up to the closing one into the value.
     """
 
     field: str
-    opens: re.Pattern[str]
-    closes: re.Pattern[str]
+    opens: str
+    closes: str
     read: Callable[[re.Match[str], str], Any]
 
 
-def read_regions(text: str, regions: Sequence[Region], end: re.Pattern[str]) -> Message:
-    """Split a turn into its regions and its content.
-
-    Calls accumulate; of other fields and of the content, the last one counts.
+class TurnGrammar:
+    """Splits a turn into regions and content, in time linear in its length.
 
     Args:
-        text: The turn.
-        regions: Fields between marks. Where two open at one place, the longer mark counts.
-        end: What ends the turn.
-
-    Raises:
-        MalformedTurnError: If a region cannot be read.
+        regions: Fields between marks; everything outside them is content, of which the last stretch counts.
+        end: Regular expression of what ends a turn.
     """
-    message: Message = {"role": "assistant", "content": ""}
-    position = 0
-    while position < len(text):
-        opened = [(found, region) for region in regions if (found := region.opens.search(text, position))]
-        ended = end.search(text, position)
-        found, region = min(opened, key=lambda item: (item[0].start(), -item[0].end()), default=(None, None))
-        if found is None or (ended is not None and ended.start() < found.start()):
-            found, region = ended, None
-        stop = len(text) if found is None else found.start()
-        if stop > position:
-            message["content"] = text[position:stop].strip()
-        position = len(text) if found is None else found.end()
-        if found is not None and region is not None:
-            closed = region.closes.search(text, position)
-            _add(message, region.field, region.read(found, text[position : closed.start() if closed else len(text)]))
-            position = closed.end() if closed else len(text)
-    return message
 
+    def __init__(self, *regions: Region, end: str) -> None:
+        marks = [*((region.field, region.opens) for region in regions), ("end", end)]
+        self._marks = re.compile("|".join(f"(?P<{name}>{expression})" for name, expression in marks))
+        self._regions = {region.field: (re.compile(region.closes), region.read) for region in regions}
 
-def _add(message: Message, field: str, value: Any) -> None:
-    if field == "tool_calls":
-        message.setdefault(field, []).append(value)
-    elif value:
-        message[field] = value
-    else:
-        message.pop(field, None)
+    def read(self, text: str) -> Message:
+        """Parse a turn.
+
+        Raises:
+            MalformedTurnError: If a region cannot be read.
+        """
+        message: Message = {"role": "assistant", "content": ""}
+        position = 0
+        while position < len(text):
+            mark = self._marks.search(text, position)
+            stop = mark.start() if mark else len(text)
+            if stop > position:
+                message["content"] = text[position:stop].strip()
+            position = stop
+            if mark is not None:
+                position = self._read_region(mark, text, message)
+        return message
+
+    def _read_region(self, mark: re.Match[str], text: str, message: Message) -> int:
+        """Add what a mark opens to the message; returns where it is over."""
+        field = mark.lastgroup or ""
+        if field == "end":
+            return mark.end()
+        closes, read = self._regions[field]
+        closed = closes.search(text, mark.end())
+        value = read(mark, text[mark.end() : closed.start() if closed else len(text)])
+        if field == "tool_calls":
+            message.setdefault(field, []).append(value)
+        else:
+            message[field] = value
+        return closed.end() if closed else len(text)
 
 
 def checked_message(message: Any) -> Message:
@@ -109,7 +114,7 @@ def checked_message(message: Any) -> Message:
     """
     if not isinstance(message, dict):
         raise MalformedTurnError(f"the parsed turn is {type(message).__name__}, not a dictionary")
-    message = plain_data(message)
+    message = {key: value for key, value in plain_data(message).items() if key != "reasoning_content" or value}
     message["content"] = message.get("content") or ""
     calls = message.get("tool_calls")
     if calls is None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from pl_grouprl.checks.probes import token_logprobs
@@ -25,9 +26,17 @@ LENGTHS = (3, 8, 9)
 SAMPLING = SamplingConfig(max_new_tokens=4)
 LONGEST = max(LENGTHS) + SAMPLING.max_new_tokens
 
+CONTINUED = (1, 2, 5)
+"""New tokens of each prompt's second turn."""
+
+LONGEST_CONTINUED = LONGEST + max(CONTINUED) + SAMPLING.max_new_tokens
+
+_CONTINUES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _PASSED: WeakSet[nn.Module] = WeakSet()
 
 Sample = Callable[[list[Prompt], SamplingConfig], list[list[Rollout]]]
+
+SampleTurns = Callable[[list[Prompt], list[list[int]], SamplingConfig], list[tuple[list[int], Rollout]]]
 
 
 def check_decoding(
@@ -69,6 +78,40 @@ def check_decoding(
             "Choose another rollout engine for this model."
         )
     _PASSED.add(model)
+
+
+def continues_exactly(
+    model: Any,
+    sample: SampleTurns,
+    *,
+    placeholders: Collection[int] = (),
+    scoring: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> bool:
+    """Whether prompts can be encoded from kept caches, by log-probabilities as in `check_decoding`; logs once if not.
+
+    Args:
+        model: A transformers decoder that passed `check_decoding` and can serve `LONGEST_CONTINUED` tokens.
+        sample: Samples a turn of each prompt, adds the given tokens, and samples a second turn from the kept caches.
+            Returns the prompts and the rollouts of the second turn.
+        placeholders: Tokens that `sample` never draws (image placeholders).
+        scoring: Context of the forwards without a cache.
+    """
+    if model not in _CONTINUES:
+        tokens = _ordinary_tokens(model, placeholders)
+        prompts = [Prompt(tokens[start : start + length]) for start, length in enumerate(LENGTHS)]
+        worst = 0.0
+        if is_whole(model):
+            with uncompiled():
+                turns = sample(prompts, [tokens[-count:] for count in CONTINUED], SAMPLING)
+                with scoring():
+                    worst = max(_difference(model, prompt, rollout, placeholders) for prompt, rollout in turns)
+        _CONTINUES[model] = worst <= _allowed(model)
+        if not _CONTINUES[model]:
+            rank_zero_info(
+                f"HFRolloutEngine encodes every turn of an episode from the start: {type(model).__name__} gives "
+                f"log-probabilities that differ by {worst:.1e} where it continues a cache with several tokens."
+            )
+    return _CONTINUES[model]
 
 
 def _ordinary_tokens(model: Any, placeholders: Collection[int]) -> list[int]:

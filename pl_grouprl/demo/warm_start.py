@@ -1,6 +1,6 @@
 """A small base policy, built from a config and warm-started on demonstrations.
 
-Supervised training on (prompt, completion) pairs, with the loss on completions only, as is usual before reinforcement
+Supervised training on prompts and completions, with the loss on completions only, as is usual before reinforcement
 learning. The result is a folder in Hugging Face format, cached under a hash of everything that determines it, so the
 second run starts immediately.
 """
@@ -40,20 +40,23 @@ FORMAT_VERSION = 1
 _SAMPLE = 64
 """Number of demonstrations in the cache key, to detect changes of the task."""
 
-Demonstration = tuple[list[int], list[int]]
-"""Token ids of a prompt and of a completion, including its end token."""
+_IGNORED = -100
+
+Demonstration = tuple[list[int], list[int]] | tuple[list[int], list[int], list[int]]
+"""Token ids of a prompt and of a completion, including its end token; and optionally the completion's loss mask, which
+is 1 where a token is imitated and 0 where it is only context."""
 
 
 @runtime_checkable
 class Demonstrations(Protocol):
     """A task that can be demonstrated."""
 
-    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Return `count` pairs; the same seed gives the same pairs."""
+    def demonstrations(self, count: int, seed: int) -> Any:  # not list[Demonstration]: YAML takes exact types only
+        """Return a list of so many `Demonstration`s; the same seed gives the same ones."""
         ...
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the pairs."""
+        """Return the tokenizer of the demonstrations."""
         ...
 
 
@@ -172,8 +175,8 @@ class WarmStartedPolicy:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
         with _progress("Warm start on demonstrations", self.steps, self.progress_bar) as advance:
             for step in range(self.steps):
-                pairs = self.demonstrations.demonstrations(self.batch_size, _demonstration_seed(self.seed, step))
-                loss = supervised_loss(model, pairs)
+                batch = self.demonstrations.demonstrations(self.batch_size, _demonstration_seed(self.seed, step))
+                loss = supervised_loss(model, batch)
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
@@ -218,27 +221,29 @@ def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**options), dtype=torch.float32)
 
 
-def supervised_loss(model: nn.Module, pairs: list[Demonstration]) -> Tensor:
-    """Mean cross-entropy of completion tokens, given the prompt and earlier tokens.
+def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Tensor:
+    """Mean cross-entropy of the imitated tokens, given the prompt and earlier tokens.
 
     Rows are padded on the right, which causal attention never sees, so no mask is needed. Only positions from the end
     of the shortest prompt on go through the output layer.
 
     Args:
         model: A transformers causal language model.
-        pairs: Prompt ids, at least one each, and completion ids.
+        demonstrations: Prompt ids, at least one each, completion ids and, optionally, their loss mask.
     """
     device = next(model.parameters()).device
-    rows = [prompt + completion for prompt, completion in pairs]
+    rows = [prompt + completion for prompt, completion, *_ in demonstrations]
     length = max(len(row) for row in rows)
     input_ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
-    targets = torch.full_like(input_ids, -100)
-    for i, (prompt, completion) in enumerate(pairs):
-        targets[i, len(prompt) - 1 : len(prompt) + len(completion) - 1] = torch.tensor(completion, device=device)
-    first = min(len(prompt) for prompt, _ in pairs) - 1
+    targets = torch.full_like(input_ids, _IGNORED)
+    for i, (prompt, completion, *loss_mask) in enumerate(demonstrations):
+        imitated = loss_mask[0] if loss_mask else [1] * len(completion)
+        own = [token if trained else _IGNORED for token, trained in zip(completion, imitated, strict=True)]
+        targets[i, len(prompt) - 1 : len(rows[i]) - 1] = torch.tensor(own, device=device)
+    first = min(len(prompt) for prompt, *_ in demonstrations) - 1
     kept = torch.arange(first, length - 1, device=device)
     logits = model(input_ids=input_ids, logits_to_keep=kept, use_cache=False).logits
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets[:, kept].flatten(), ignore_index=-100)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets[:, kept].flatten(), ignore_index=_IGNORED)
 
 
 def _describe(instance: Any) -> Any:

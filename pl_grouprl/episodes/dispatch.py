@@ -4,52 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Coroutine, Sequence
+import os
+import threading
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 from pl_grouprl.episodes.environments import EnvironmentHost
-from pl_grouprl.episodes.lanes import HangingThreads, Lanes, OperationCancelledError, OperationTimeoutError, Task
+from pl_grouprl.episodes.lanes import HangingThreads, Lanes, Task
+from pl_grouprl.episodes.operations import Operation, OperationCancelledError, OperationTimeoutError
 from pl_grouprl.episodes.tools import run_coroutine
+from pl_grouprl.episodes.workers import ToolWorkers
 from pl_grouprl.utilities.background_loop import BackgroundLoop
 
 T = TypeVar("T")
 
-MAX_THREADS = 64
+MAX_THREADS = 256
 """How many calls of plain tools and environments run at the same time in threads."""
 
 GRACE_SECONDS = 1.0
 """How long an async tool may take to end once it is cancelled."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A call of a method of `EnvironmentHost`.
-
-    Attributes:
-        name: Of the tool or environment, for errors.
-        method: Name of the method.
-        arguments: Its arguments.
-        limit: Seconds that it may take; None for any time.
-        waits: Whether it needs an event loop, because it calls an async function.
-        number: Of the episode's environment, if there is one: plain operations with the same number run in order.
-        uses_environment: Whether it uses that environment, which is lost if the operation does not end.
-    """
-
-    name: str
-    method: str
-    arguments: tuple[Any, ...]
-    limit: float | None
-    waits: bool = False
-    number: int | None = None
-    uses_environment: bool = True
-
-    def make(self, host: EnvironmentHost) -> Coroutine[Any, Any, Any]:
-        """The coroutine that does it."""
-        coroutine: Coroutine[Any, Any, Any] = getattr(host, self.method)(*self.arguments)
-        return coroutine
 
 
 @dataclass(eq=False)
@@ -59,6 +36,7 @@ class Started:
     operation: Operation
     future: Future[Any]
     task: Task | None = None
+    loop: BackgroundLoop | None = None
 
     def result(self) -> Any:
         """What it returned.
@@ -81,29 +59,51 @@ class Started:
         return isinstance(error, OperationTimeoutError) and error.is_stuck
 
 
-class ThreadDispatcher:
-    """Runs operations in this process.
-
-    Args:
-        host: Whose methods are called.
-    """
-
+class _ThisProcess:
     def __init__(self, host: EnvironmentHost) -> None:
         self._host = host
-        self._lanes = Lanes([host] * MAX_THREADS, "tools")
+
+    def run(self, operation: Operation) -> Any:
+        return run_coroutine(operation.make(self._host))
+
+
+class Dispatcher:
+    """Runs operations: async ones on an event loop, others on lanes, which are threads or worker processes.
+
+    An environment stays in one lane. In a worker, its async methods run there, one at a time.
+
+    Args:
+        host: The tools, and the environments of this process.
+        workers: The worker processes; None to use threads.
+
+    Attributes:
+        process: The id of the process that it belongs to.
+    """
+
+    def __init__(self, host: EnvironmentHost, workers: ToolWorkers | None = None) -> None:
+        self.process = os.getpid()
+        self._host = host
+        self._workers = workers
         self._hanging = HangingThreads()
-        self._loop: BackgroundLoop | None = None
+        self._loops: list[BackgroundLoop] = []  # the present one, if any
+        self._lock = threading.Lock()
+        places = [_ThisProcess(host)] * MAX_THREADS if workers is None else workers
+        self._lanes = Lanes(places, "tools" if workers is None else "tool-workers")
+        # Before multiprocessing waits for its processes at the end of the program.
+        self._end = Finalize(self, _end, (self._lanes, workers, self._loops), exitpriority=100)
+        if workers is not None:
+            self._start_workers()
 
     def start(self, operation: Operation) -> Started:
         """Start an operation. Plain ones of an environment run in order."""
-        if operation.waits:
-            self._loop = self._loop or BackgroundLoop("async-tools")
+        if operation.is_async and not (self._workers is not None and operation.uses_environment):
+            loop = self._current_loop()
             coroutine = _within(operation.make(self._host), operation.limit)
-            return Started(operation, self._loop.submit(operation.name, coroutine))
+            return Started(operation, loop.submit(operation.name, coroutine), loop=loop)
         task = Task(
             operation.name,
-            lambda host: run_coroutine(operation.make(host)),
-            operation.limit,
+            lambda place: place.run(operation),
+            operation.limit if self._workers is None else None,
             on_abandon=lambda: self._lose(operation),
         )
         lane = None if operation.number is None else operation.number % len(self._lanes)
@@ -118,48 +118,79 @@ class ThreadDispatcher:
         """
         try:
             self._lanes.wait([one.task for one in started if one.task is not None], self._hanging)
-            self._wait_for_loop({one.future for one in started if one.task is None}, started)
+            on_loop = [one for one in started if one.loop is not None]
+            while pending := self._pending(on_loop):
+                self._abandon_blocked(pending)
         except BaseException:
             for one in started:
                 one.future.cancel()
             raise
         finally:
-            self._lose_stuck(started)
+            for one in started:
+                if one.may_run():
+                    self._lose(one.operation)
 
     def environment(self, number: int | None) -> Any:
         """The environment of that number, if it is in this process."""
         return None if number is None else self._host.instances.get(number)
 
     def close(self) -> None:
-        """End the threads that do not hang, and drop the environments."""
-        self._lanes.close()
-        if self._loop is not None:
-            self._loop.close(GRACE_SECONDS)
-            self._loop = None
+        """End the workers and the threads that do not hang, and drop the environments."""
+        self._end()
         self._host.instances.clear()
 
-    def _wait_for_loop(self, pending: Collection[Future[Any]], started: Sequence[Started]) -> None:
-        limits = [math.inf if one.operation.limit is None else one.operation.limit for one in started if not one.task]
-        limit = None if math.inf in limits else max(limits, default=0.0)
-        while pending:
-            _, pending = wait_for_futures(pending, limit)
-            if pending and self._loop is not None and not self._loop.answers(limit):
-                loop, self._loop = self._loop, None
-                label = loop.abandon()
-                for future in pending:
-                    future.cancel()
-                self._hanging.add(loop.thread, label)
-                return
+    def _start_workers(self) -> None:
+        starts = [Task("tool workers", lambda worker: worker.start()) for _ in range(len(self._lanes))]
+        try:
+            for number, task in enumerate(starts):
+                self._lanes.submit(task, number)
+            for task in starts:
+                task.future.result()
+        except BaseException:
+            self._end()
+            raise
 
-    def _lose_stuck(self, started: Sequence[Started]) -> None:
-        """Forget the environments whose calls may still run."""
-        for one in started:
-            if one.may_run():
-                self._lose(one.operation)
+    def _current_loop(self) -> BackgroundLoop:
+        with self._lock:
+            if not self._loops:
+                self._loops.append(BackgroundLoop("async-tools"))
+            return self._loops[0]
+
+    def _pending(self, started: Sequence[Started]) -> list[Started]:
+        """Wait for at most the longest limit; returns the operations without a result."""
+        limits = [math.inf if one.operation.limit is None else one.operation.limit for one in started]
+        limit = max(limits, default=0.0)
+        wait_for_futures([one.future for one in started], None if limit == math.inf else limit)
+        return [one for one in started if not one.future.done()]
+
+    def _abandon_blocked(self, pending: Sequence[Started]) -> None:
+        """Give up loops that no longer answer, with all that they run."""
+        for one in pending:
+            assert one.loop is not None
+            if one.future.done() or one.loop.answers(one.operation.limit):
+                continue
+            label = one.loop.abandon()
+            with self._lock:
+                if one.loop in self._loops:
+                    self._loops.remove(one.loop)
+            for other in pending:
+                if other.loop is one.loop:
+                    other.future.cancel()
+            self._hanging.add(one.loop.thread, label)
 
     def _lose(self, operation: Operation) -> None:
         if operation.uses_environment and operation.number is not None:
             self._host.lose(operation.number)
+
+
+def _end(lanes: Lanes, workers: ToolWorkers | None, loops: list[BackgroundLoop]) -> None:
+    if workers is not None:
+        workers.kill()
+    lanes.close(busy_ones=workers is not None)
+    if workers is not None:
+        workers.close()
+    for loop in loops:
+        loop.close(GRACE_SECONDS)
 
 
 async def _within(coroutine: Coroutine[Any, Any, T], limit: float | None) -> T:
@@ -167,13 +198,15 @@ async def _within(coroutine: Coroutine[Any, Any, T], limit: float | None) -> T:
     clock = asyncio.get_running_loop().time
     began = clock()
     task = asyncio.ensure_future(coroutine)
-    await asyncio.wait({task}, timeout=limit)
-    if limit is None or (task.done() and clock() - began <= limit):  # it may have blocked the loop
-        return task.result() if not task.cancelled() else _raise_cancelled()
-    task.cancel()
-    await asyncio.wait({task}, timeout=GRACE_SECONDS)
-    raise OperationTimeoutError(f"took longer than {limit} seconds", is_stuck=not task.done())
-
-
-def _raise_cancelled() -> Any:
-    raise OperationCancelledError("was cancelled")
+    try:
+        await asyncio.wait({task}, timeout=limit)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if limit is not None and (clock() - began > limit or not task.done()):  # it may have blocked the loop meanwhile
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_SECONDS)
+        raise OperationTimeoutError(f"took longer than {limit} seconds", is_stuck=not task.done())
+    if task.cancelled():
+        raise OperationCancelledError("raised CancelledError")
+    return task.result()

@@ -11,15 +11,30 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from pl_grouprl.episodes.tools import Tool, ToolResult, call_tool, is_async, prepare_tools
+from pl_grouprl.chat.parsing import Schema
+from pl_grouprl.episodes.tools import MAX_RESULT_CHARACTERS, Tool, ToolResult, call_tool, is_async, prepare_tools
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.exit_gate import exits_refused
-from pl_grouprl.utilities.text import shorten
+from pl_grouprl.utilities.text import describe_error, shorten
 
 COLUMN = "environment"
 """The column that names a row's environment where there are several."""
+
+
+class Method(NamedTuple):
+    """A method of an environment that is a tool.
+
+    Attributes:
+        attribute: Its name in the environment.
+        is_async: Whether it is a coroutine function.
+        schema: Its JSON schema.
+    """
+
+    attribute: str
+    is_async: bool
+    schema: Schema
 
 
 @dataclass(frozen=True)
@@ -29,14 +44,14 @@ class EnvironmentKind:
     Attributes:
         class_name: Name of their class.
         factory: Makes one.
-        methods: Their tools, by name.
+        methods: Their tools, by the name that the model calls.
         async_reset: Whether `reset` is a coroutine function.
         async_reward: Whether `get_reward` is a coroutine function; None if there is no such method.
     """
 
     class_name: str
     factory: Callable[[], Any]
-    methods: dict[str, Tool]
+    methods: dict[str, Method]
     async_reset: bool
     async_reward: bool | None
 
@@ -55,15 +70,19 @@ class EnvironmentKind:
                 f"environment_factory made a {class_name}, which has no method reset; define reset(self, **row), "
                 "which begins an episode and returns None or text for the prompt."
             )
+        public = {name: method for name, method in methods.items() if not name.startswith("_")}
         try:
-            tools = prepare_tools(method for name, method in methods.items() if not name.startswith("_"))
+            tools = prepare_tools(public.values()).values()
         except ValueError as error:
             raise ValueError(
                 f"environment_factory made a {class_name}, whose public methods are tools. {error} If it is not meant "
                 "for the model, let its name begin with an underscore."
             ) from error
         async_reward = None if get_reward is None else is_async(get_reward)
-        return cls(class_name, factory, tools, is_async(reset), async_reward)
+        by_name = {
+            tool.name: Method(name, tool.is_async, tool.schema) for name, tool in zip(public, tools, strict=True)
+        }
+        return cls(class_name, factory, by_name, is_async(reset), async_reward)
 
 
 class EnvironmentHost:
@@ -89,10 +108,13 @@ class EnvironmentHost:
         if name in self._tools:
             return await call_tool(self._tools[name], arguments)
         if number not in self.instances:
-            return ToolResult.error(name, "The environment of this episode was lost.", "timeout")
+            return ToolResult.error(name, "The environment of this episode was lost.", "exited")
         method = self.kinds[kind].methods[name]
-        bound = Tool(name, getattr(self.instances[number], name), method.is_async, {})
-        return await call_tool(bound, arguments)
+        try:
+            function = getattr(self.instances[number], method.attribute)
+        except Exception as error:
+            return ToolResult.error(name, describe_error(error), "raised")
+        return await call_tool(Tool(name, function, method.is_async, method.schema), arguments)
 
     async def reset(self, number: int, kind: str | None, row: Mapping[str, Any]) -> str | None:
         """Begin an episode, in a new environment if there is none of that number.
@@ -111,14 +133,15 @@ class EnvironmentHost:
         except (Exception, SystemExit) as error:
             raise RuntimeError(
                 f"The environment {known.class_name} cannot begin an episode with the row {describe_row(row)}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {describe_error(error)}"
             ) from error
         if observation is None:
             return None
-        if not isinstance(observation, str):
+        if not isinstance(observation, str) or len(observation) > MAX_RESULT_CHARACTERS:
             raise RuntimeError(
-                f"{known.class_name}.reset returned {shorten(observation)} for the row {describe_row(row)}; "
-                "it must return None, or text that is appended to the prompt."
+                f"{known.class_name}.reset returned {_describe_value(observation)} for the row {describe_row(row)}; it "
+                f"must return None, or text of at most {MAX_RESULT_CHARACTERS} characters that is appended to the "
+                "prompt."
             )
         return str.encode(observation, "utf-8", "replace").decode()
 
@@ -140,7 +163,7 @@ class EnvironmentHost:
                     reward = await reward
                 return math.nan if reward is None else float(reward)
         except (Exception, SystemExit) as error:
-            raise RuntimeError(f"raised {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"raised {type(error).__name__}: {describe_error(error)}") from error
 
     def lose(self, number: int) -> None:
         """Forget an environment in which a call has not returned."""
@@ -178,6 +201,10 @@ def check_names(kind: EnvironmentKind, tools: Mapping[str, Tool]) -> None:
 def describe_row(row: Mapping[str, Any]) -> str:
     """A row as errors show it."""
     return shorten(dict(row), 300)
+
+
+def _describe_value(value: Any) -> str:
+    return f"{len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def kind_of_row(row: Mapping[str, Any], kinds: Mapping[str | None, EnvironmentKind]) -> str | None:

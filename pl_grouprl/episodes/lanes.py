@@ -16,30 +16,11 @@ from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from typing import Any
 
+from pl_grouprl.episodes.operations import OperationTimeoutError
 from pl_grouprl.utilities.progress import tick
 
 MAX_BLOCKED_THREADS = 8
 """Number of threads hanging in tools or environments at which the run ends."""
-
-
-class OperationError(RuntimeError):
-    """An operation did not return; its text says what it did."""
-
-
-class OperationTimeoutError(OperationError):
-    """It took too long; it may still run if `is_stuck`."""
-
-    def __init__(self, message: str, *, is_stuck: bool) -> None:
-        super().__init__(message)
-        self.is_stuck = is_stuck
-
-
-class OperationCancelledError(OperationError):
-    """It is async and raised `CancelledError`, though nothing had cancelled it."""
-
-
-class OperationExitError(OperationError):
-    """Its process ended."""
 
 
 @dataclass(eq=False)
@@ -48,7 +29,7 @@ class Task:
 
     Attributes:
         name: Of the tool or environment, for errors.
-        run: What to run.
+        run: What to run, given the lane's place.
         limit: Seconds that it may take, from when it starts; None for any time.
         on_abandon: Called when it is abandoned, before the lane goes on.
         future: Its result.
@@ -74,7 +55,8 @@ class HangingThreads:
     """Counts threads that were abandoned, and ends the run where there are too many."""
 
     def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
 
     def add(self, thread: threading.Thread, what: str) -> None:
         """Add a thread that hangs in the tool or environment of that name.
@@ -82,55 +64,56 @@ class HangingThreads:
         Raises:
             RuntimeError: If too many hang.
         """
-        self._threads = [known for known in (*self._threads, thread) if known.is_alive()]
-        if len(self._threads) >= MAX_BLOCKED_THREADS:
+        with self._lock:
+            self._threads = {known for known in (*self._threads, thread) if known.is_alive()}
+            count = len(self._threads)
+        if count >= MAX_BLOCKED_THREADS:
             raise RuntimeError(
-                f"{len(self._threads)} threads hang in tools or environments, the last one in {what!r}; give what it "
+                f"{count} threads hang in tools or environments, the last one in {what!r}; give what it "
                 "waits for a time limit, or set tool_workers: a worker process that takes too long is killed."
             )
 
 
 class _Lane:
-    def __init__(self, executor: Any) -> None:
-        self.executor = executor
+    def __init__(self, place: Any, lock: threading.RLock) -> None:
+        self.place = place
         self.thread: threading.Thread | None = None
         self.tasks: deque[Task] = deque()
         self.task: Task | None = None
+        self.changed = threading.Condition(lock)
 
 
 class Lanes:
     """Runs tasks on lanes, whose threads start when they are needed.
 
     Args:
-        executors: One per lane; tasks are called with it.
+        places: One per lane; tasks are called with it.
         name: Name of the threads.
     """
 
-    def __init__(self, executors: Sequence[Any], name: str) -> None:
-        self._lanes = [_Lane(executor) for executor in executors]
+    def __init__(self, places: Sequence[Any], name: str) -> None:
+        self._lock = threading.RLock()
+        self._lanes = [_Lane(place, self._lock) for place in places]
+        self._idle: list[_Lane] = []
         self._shared: deque[Task] = deque()
         self._name = name
-        self._changed = threading.Condition()
-        self._idle = 0
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def submit(self, task: Task, lane: int | None = None) -> Task:
-        """Run a task on a lane, after those submitted to it earlier; on any that is free if `lane` is None."""
-        with self._changed:
+    def submit(self, task: Task, number: int | None = None) -> None:
+        """Run a task on the lane of that number, after those submitted to it earlier; None means any that is free."""
+        with self._lock:
             if self._closed:
                 raise RuntimeError("these lanes are closed; open the ToolRunner again.")
-            if lane is None:
-                self._shared.append(task)
-                if self._idle < len(self._shared):
-                    self._start(next((lane for lane in self._lanes if lane.thread is None), None))
+            if number is not None:
+                lane: _Lane | None = self._lanes[number]
+                self._lanes[number].tasks.append(task)
             else:
-                self._lanes[lane].tasks.append(task)
-                self._start(self._lanes[lane])
-            self._changed.notify_all()
-        return task
+                lane = self._idle.pop() if self._idle else self._unused()
+                self._shared.append(task)
+            self._wake(lane)
 
     def wait(self, tasks: Sequence[Task], hanging: HangingThreads) -> None:
         """Wait until all tasks are done; abandon those that exceed their limits.
@@ -153,28 +136,42 @@ class Lanes:
                 future.cancel()
             raise
 
-    def close(self) -> None:
-        """End the threads, except those that are busy: they end with their tasks."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            idle = [lane.thread for lane in self._lanes if lane.thread is not None and lane.task is None]
-        for thread in idle:
-            thread.join()
+    def close(self, *, busy_ones: bool) -> None:
+        """End the threads.
 
-    def _start(self, lane: _Lane | None) -> None:
+        Args:
+            busy_ones: Wait for the tasks of those that are busy. Otherwise those end with their tasks.
+        """
+        with self._lock:
+            self._closed = True
+            for lane in self._lanes:
+                lane.changed.notify()
+            waiting = [task for tasks in (self._shared, *(lane.tasks for lane in self._lanes)) for task in tasks]
+            threads = {lane.thread for lane in self._lanes if lane.thread is not None and (busy_ones or not lane.task)}
+        for task in waiting:
+            task.future.cancel()
+        if threading.current_thread() not in threads:  # garbage may be collected on any thread
+            for thread in threads:
+                thread.join()
+
+    def _unused(self) -> _Lane | None:
+        return next((lane for lane in self._lanes if lane.thread is None), None)
+
+    def _wake(self, lane: _Lane | None) -> None:
         if lane is not None and lane.thread is None:
             lane.thread = threading.Thread(target=self._serve, args=(lane,), name=self._name, daemon=True)
             lane.thread.start()
+        elif lane is not None:
+            lane.changed.notify()
 
     def _serve(self, lane: _Lane) -> None:
         while (task := self._next(lane)) is not None:
             result, error = None, None
             try:
-                result = task.run(lane.executor)
+                result = task.run(lane.place)
             except BaseException as raised:
                 error = raised
-            with self._changed:
+            with self._lock:
                 if lane.task is not task:  # it was abandoned
                     return
                 lane.task = None
@@ -186,13 +183,14 @@ class Lanes:
             del task, result, error
 
     def _next(self, lane: _Lane) -> Task | None:
-        with self._changed:
+        with self._lock:
             while not self._closed and lane.thread is threading.current_thread():
                 waiting = lane.tasks or self._shared
                 if not waiting:
-                    self._idle += 1
-                    self._changed.wait()
-                    self._idle -= 1
+                    self._idle.append(lane)
+                    lane.changed.wait()
+                    if lane in self._idle:
+                        self._idle.remove(lane)
                     continue
                 task = waiting.popleft()
                 if task.future.set_running_or_notify_cancel():
@@ -202,13 +200,13 @@ class Lanes:
 
     def _abandon(self, task: Task) -> threading.Thread | None:
         """Replace the thread of a task that still runs; returns that thread."""
-        with self._changed:
+        with self._lock:
             lane = next((lane for lane in self._lanes if lane.task is task), None)
             if lane is None:  # it has just ended
                 return None
             thread, lane.thread, lane.task = lane.thread, None, None
             if task.on_abandon is not None:
                 task.on_abandon()
-            self._start(lane)
+            self._wake(lane)
         task.future.set_exception(OperationTimeoutError(f"took longer than {task.limit} seconds", is_stuck=True))
         return thread

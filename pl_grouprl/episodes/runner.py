@@ -5,23 +5,28 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pl_grouprl.episodes.dispatch import Operation, Started, ThreadDispatcher
+from pl_grouprl.episodes.dispatch import Dispatcher, Started
 from pl_grouprl.episodes.environments import (
     COLUMN,
     EnvironmentHost,
     EnvironmentKind,
+    Method,
     check_names,
     describe_row,
     kind_of_row,
     named_factories,
 )
-from pl_grouprl.episodes.lanes import OperationError, OperationExitError, OperationTimeoutError
-from pl_grouprl.episodes.tools import Tool, ToolCall, ToolResult, prepare_tools
+from pl_grouprl.episodes.operations import Operation, OperationError, OperationExitError, OperationTimeoutError
+from pl_grouprl.episodes.tools import FailureKind, Tool, ToolCall, ToolResult, prepare_tools
+from pl_grouprl.episodes.workers import ToolWorkers
+from pl_grouprl.utilities.worker_process import check_process_groups
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +57,26 @@ class Session:
 class ToolRunner:
     """Calls tools, and makes, resets and calls environments; all calls of a round run concurrently.
 
-    Async tools and methods run on one event loop, which is kept between rounds, because clients are bound to it. All
-    others run in threads; an environment's in order, and always in the same thread.
+    Async tools run on one event loop, which is kept between rounds, because clients are bound to it. Others, and
+    environments, run in threads or in worker processes; the plain calls of an episode with an environment run in order,
+    and an environment stays in its thread or worker. Async methods of environments run on the event loop, or one at a
+    time in their worker. Threads reset environments one after another, in the order of the rows; each worker does so
+    with those that it has.
 
-    Tools are the user's code with the user's rights. A plain function in a thread cannot be stopped: one that takes too
-    long is abandoned, and too many of those end the run. An async one is cancelled.
+    What takes too long is cancelled if it is async and its environment does not live in a worker. A plain function in a
+    thread cannot be stopped: it is abandoned, and too many of those end the run. A worker is killed, with all that it
+    started, and replaced; its environments are lost.
+
+    Tools are the user's code with the user's rights. Workers limit the time that it takes; they are no security
+    boundary.
 
     Args:
         tools: Functions, plain or async, with type hints and Google docstrings.
         environment_factory: Makes an environment; or such factories by the name that a row has in its column
             `environment`, which is then not passed to `reset`. Each is called once on construction.
         timeout: Seconds that a call of a tool, or of `get_reward`, may take; None for any time.
+        workers: How many worker processes; 0 uses threads. Tools and factories are sent to them once by pickle, and a
+            script needs the usual `if __name__ == "__main__":`.
 
     Attributes:
         workers: As passed.
@@ -82,15 +96,27 @@ class ToolRunner:
     ) -> None:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for any time.")
-        if workers != 0:
-            raise ValueError(f"tool_workers is {workers}; only 0 is supported.")
+        if workers < 0:
+            raise ValueError(f"tool_workers is {workers}; it must be at least 1, or 0 to run tools in threads.")
+        if workers:
+            check_process_groups("tool_workers", workers)
         self.workers = workers
         self._timeout = timeout
         self._tools = prepare_tools(tools)
         self._kinds: dict[str | None, EnvironmentKind] = {}
         self._numbers = _Numbers()
-        self._dispatcher: ThreadDispatcher | None = None
-        self._probe(named_factories(environment_factory))
+        self._lock = threading.RLock()
+        self._dispatcher: Dispatcher | None = None
+        try:
+            self._probe(named_factories(environment_factory))
+        except BaseException:
+            self.close()
+            raise
+        if workers and not self._kinds and all(tool.is_async for tool in self._tools.values()):
+            raise ValueError(
+                f"tool_workers is {workers}, but each of {list(self._tools)} is async and stays in the process; set it "
+                "to 0."
+            )
 
     @property
     def has_environments(self) -> bool:
@@ -115,7 +141,7 @@ class ToolRunner:
             environment: The row's environment, where there are several.
         """
         methods = self._kinds[environment].methods if self._kinds else {}
-        return [tool.schema for tool in (*self._tools.values(), *methods.values())]
+        return [*(tool.schema for tool in self._tools.values()), *(method.schema for method in methods.values())]
 
     def kind_of(self, row: Mapping[str, Any]) -> str | None:
         """The name of a row's environment where there are several, otherwise None.
@@ -123,7 +149,7 @@ class ToolRunner:
         Raises:
             ValueError: If the row names none of them.
         """
-        return kind_of_row(row, self._kinds) if self._kinds else None
+        return kind_of_row(row, self._kinds)
 
     def open(self) -> None:
         """Start what runs the calls; the other methods do so, too, if it is closed."""
@@ -173,9 +199,8 @@ class ToolRunner:
         calls = [call for turn in turns for call in turn if call.tool is not None]
         waiting = {id(call.session) for call in calls if not call.is_async and call.session._number is not None}
         later = [call for call in calls if call.is_async and id(call.session) in waiting]
-        sooner = [call for call in calls if call not in later]
-        for group in (sooner, later):
-            self._run_calls(group)
+        self._run_calls([call for call in calls if not call.is_async or id(call.session) not in waiting])
+        self._run_calls(later)
         return [[call.result for call in sorted(turn, key=_Call.is_late)] for turn in turns]
 
     def finish(self, sessions: Sequence[Session]) -> None:
@@ -190,32 +215,46 @@ class ToolRunner:
         finally:
             self._release(running)
 
-    def _open(self) -> ThreadDispatcher:
-        if self._dispatcher is None:
-            self._dispatcher = ThreadDispatcher(EnvironmentHost(self._tools, self._kinds))
-        return self._dispatcher
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lock": None, "_dispatcher": None}  # a copy is closed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    def _open(self) -> Dispatcher:
+        with self._lock:
+            if self._dispatcher is None or self._dispatcher.process != os.getpid():  # a fork inherits no threads
+                workers = ToolWorkers(self._tools, self._kinds, self.workers) if self.workers else None
+                self._dispatcher = Dispatcher(EnvironmentHost(self._tools, self._kinds), workers)
+            return self._dispatcher
 
     def _probe(self, factories: Mapping[str | None, Callable[[], Any]]) -> None:
-        """Make the first environment of each kind, in the thread where it stays."""
+        """Make an environment of each kind; in threads, it stays where it was made."""
         for kind, factory in factories.items():
-            number = self._numbers.take(kind)
-            probe = Operation("environment_factory", "probe", (number, kind, factory), None, number=number)
-            self._open().start(probe).result()
-            self._numbers.put_back(kind, number)
+            if self.workers:
+                self._kinds[kind] = EnvironmentKind.of(factory, factory())
+            else:
+                number = self._numbers.take(kind)
+                probe = Operation("environment_factory", "probe", (number, kind, factory), None, number=number)
+                self._open().start(probe).result()
+                self._numbers.put_back(kind, number)
             check_names(self._kinds[kind], self._tools)
 
     def _seat(self, kind: str | None) -> Session:
         known = self._kinds[kind]
         reward_name = None if known.async_reward is None else known.class_name
-        return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
+        with self._lock:
+            return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
 
     def _release(self, sessions: Sequence[Session]) -> None:
-        for session in sessions:
-            if session._number is not None:
-                self._numbers.put_back(session.kind, session._number)
-                session._number = None
+        with self._lock:
+            for session in sessions:
+                if session._number is not None:
+                    self._numbers.put_back(session.kind, session._number)
+                    session._number = None
 
     def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Reset environments, in this process one after another: they may count, or draw from one generator."""
         if None not in self._kinds:
             rows = [{name: value for name, value in row.items() if name != COLUMN} for row in rows]
         resets = []
@@ -224,20 +263,19 @@ class ToolRunner:
             name, arguments = f"{kind.class_name}.reset", (session._number, session.kind, row)
             reset = Operation(name, "reset", arguments, RESET_SECONDS, kind.async_reset, session._number)
             resets.append(self._open().start(reset))
-            self._open().wait(resets[-1:])  # in order, as they may count or draw random numbers
+            if not self.workers:
+                self._open().wait(resets[-1:])
+                _observation(resets[-1], row)  # raises at the first that fails
+        self._open().wait(resets)
         for session, row, started in zip(sessions, rows, resets, strict=True):
-            try:
-                session.observation = started.result()
-            except OperationError as error:
-                raise RuntimeError(f"{started.operation.name} {error}, for the row {describe_row(row)}.") from error
+            session.observation = _observation(started, row)
             session.environment = self._open().environment(session._number)
 
     def _plan(self, session: Session, call: ToolCall) -> _Call:
         if call.kind != "function" or not isinstance(call.name, str):
-            return _Call(session, call, None, False)
+            return _Call(session, call, None)
         methods = self._kinds[session.kind].methods if self._kinds else {}
-        tool = self._tools.get(call.name) or methods.get(call.name)
-        return _Call(session, call, tool, call.name in methods)
+        return _Call(session, call, self._tools.get(call.name) or methods.get(call.name))
 
     def _run_calls(self, calls: Sequence[_Call]) -> None:
         started = [self._open().start(call.operation(self._timeout)) for call in calls]
@@ -255,11 +293,11 @@ class ToolRunner:
 class _Call:
     """A call of a round."""
 
-    def __init__(self, session: Session, call: ToolCall, tool: Tool | None, is_method: bool) -> None:
+    def __init__(self, session: Session, call: ToolCall, tool: Tool | Method | None) -> None:
         self.session = session
         self.call = call
         self.tool = tool
-        self.is_method = is_method
+        self.is_method = isinstance(tool, Method)
         self.is_async = tool is not None and tool.is_async
         self.result = _refusal(call)
 
@@ -280,16 +318,22 @@ def _refusal(call: ToolCall) -> ToolResult:
     return ToolResult.error(call.name or "unknown", f"Unsupported tool call type: {call.kind}", "unsupported")
 
 
+def _observation(reset: Started, row: Mapping[str, Any]) -> str | None:
+    try:
+        observation: str | None = reset.result()
+    except OperationError as error:
+        raise RuntimeError(f"{reset.operation.name} {error}, for the row {describe_row(row)}.") from error
+    return observation
+
+
 def _result(started: Started) -> ToolResult:
     name, limit = started.operation.name, started.operation.limit
     try:
         result: ToolResult = started.result()
-    except OperationTimeoutError as error:
-        return ToolResult.error(name, f"Tool {name} {error}.", "timeout", limit or 0.0)
-    except OperationExitError as error:
-        return ToolResult.error(name, f"Tool {name} {error}.", "exited")
-    except Exception as error:
-        return ToolResult.error(name, f"Tool {name} {error}.", "raised")
+    except OperationError as error:
+        kinds: dict[type, FailureKind] = {OperationTimeoutError: "timeout", OperationExitError: "exited"}
+        failure = kinds.get(type(error), "raised")
+        return ToolResult.error(name, f"Tool {name} {error}.", failure, (limit or 0.0) if failure == "timeout" else 0.0)
     return result
 
 

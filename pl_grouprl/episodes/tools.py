@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pl_grouprl.chat.parsing import Schema
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.exit_gate import exits_refused
 
 FailureKind = Literal["unknown", "arguments", "raised", "timeout", "exited", "too_long", "unsupported"]
-"""Why a call failed: no such tool; its signature does not take the arguments; it raised; it took too long, or its
-environment was lost that way; it tried to end the process, or its process ended; its result is too long; the call or
+"""Why a call failed: no such tool; its signature does not take the arguments; it raised; it took too long; it tried to
+end the process, its process ended, or its environment was lost in an earlier call; its result is too long; the call or
 its result is of a kind that is not supported."""
 
 MAX_RESULT_CHARACTERS = 2**20
@@ -79,7 +80,7 @@ class Tool:
     name: str
     function: Callable[..., Any]
     is_async: bool
-    schema: dict[str, Any]
+    schema: Schema
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
@@ -203,12 +204,12 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _schema(name: str, function: Any) -> dict[str, Any]:
+def _schema(name: str, function: Any) -> Schema:
     from transformers.utils import get_json_schema
 
     described, bound = _described(function)
     try:
-        schema = get_json_schema(described)
+        schema: Schema = get_json_schema(described)
     except Exception as error:
         raise ValueError(
             f"Tool {name!r} cannot be described to the model ({type(error).__name__}: {error}); give it a Google "

@@ -14,8 +14,8 @@ from pl_grouprl.types import LiveObject, Messages, Rollout, RolloutGroup
 Convention = Literal["trl", "verl", "groups"]
 
 _NO_ENVIRONMENTS = (
-    " `environments` are those of an environment_factory, in the process that trains: leave tool_workers and "
-    "reward_workers at 0."
+    " `environments` are those of an environment_factory, in the process that trains: leave tool_workers, "
+    "reward_workers and rollout_ahead at 0."
 )
 
 

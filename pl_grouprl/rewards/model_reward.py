@@ -28,6 +28,11 @@ from pl_grouprl.utilities.memory import naming_memory
 
 log = logging.getLogger(__name__)
 
+_NEEDS_TOOLS = (
+    "pass a tokenizer whose chat template renders tool calls and messages of the role `tool`, or a reward model that "
+    "reads the policy's tokens (tokenizer=None)"
+)
+
 
 @checked_arguments
 class ModelReward:
@@ -141,8 +146,10 @@ class ModelReward:
             For each group one number per rollout.
 
         Raises:
-            RewardConfigurationError: As `set_up` does; also if the model does not know a token.
-            ValueError: If with a tokenizer of its own a text is missing, or prompt and completion have no token.
+            RewardConfigurationError: As `set_up` does; also if the model does not know a token, or its chat template
+                leaves tool calls out.
+            ValueError: If with a tokenizer of its own a text is missing, prompt and completion have no token, or its
+                chat template refuses an episode.
         """
         model, tokenizer, label = self._load()
         pad = model.config.get_text_config().pad_token_id
@@ -264,24 +271,23 @@ def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> I
 
 
 def _encode_episode(messages: Messages, tokenizer: Any, reward: ModelReward) -> list[int]:
-    """Render an episode with a chat template; refuses one that leaves out calls or results of tools."""
+    """Render an episode with a chat template.
+
+    Raises:
+        RewardConfigurationError: If the template leaves out calls or results of tools.
+        ValueError: If it refuses this episode.
+    """
     messages = [message | {"content": message.get("content") or ""} for message in messages]
-    remedy = (
-        "pass a tokenizer whose chat template renders tool calls and messages of the role `tool`, or a reward model "
-        "that reads the policy's tokens (tokenizer=None)"
-    )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # templates raise what they like
-        raise RewardConfigurationError(
-            f"{reward!r}: its chat template refuses an episode ({error}); {remedy}."
-        ) from error
+    except Exception as error:  # a template raises what it likes
+        raise ValueError(f"{reward!r}: its chat template refuses an episode ({error}); {_NEEDS_TOOLS}.") from error
     called = [call.get("function", call)["name"] for message in messages for call in message.get("tool_calls") or ()]
     lost = [name for name in called if name not in text]
     lost += [message["content"] for message in messages if message["role"] == "tool" and not _shows(text, message)]
     if lost:
         raise RewardConfigurationError(
-            f"{reward!r}: its chat template leaves out {lost[0]!r:.80} of an episode; {remedy}."
+            f"{reward!r}: its chat template leaves {lost[0]!r:.80} out of an episode; {_NEEDS_TOOLS}."
         )
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from pl_grouprl.rollout.kept_caches import take_row
+from pl_grouprl.rollout.kept_caches import KeptSequence, take_row
 from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
 from pl_grouprl.rollout.prefill import NextTokenLogits, Prefix, left_padding_mask
 from pl_grouprl.rollout.sampling import sample_tokens, uniforms
@@ -76,7 +75,9 @@ class DecodeBatch:
         self._limits = set(max_new_tokens)
         self._steps = max(self._limits)
         limit = self.width + self._steps
-        prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], device, min_saved_tokens)
+        prompts = find_shared_prompts(
+            [(prefix.shared, prefix.lengths, rows) for prefix, rows in parts], device, min_saved_tokens
+        )
         self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit, prompts)
         self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
         # Everything below has one row per live sequence and is reordered when sequences leave.
@@ -94,7 +95,8 @@ class DecodeBatch:
         self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._stopped: list[Tensor] = []
         self._lengths, self._keeps = lengths, keep
-        self.kept: dict[int, Cache] = {}
+        self._shared = [prefix.shared[row] for prefix, rows in parts for row in rows]
+        self.kept: dict[int, KeptSequence] = {}
 
     def run(self, logits: NextTokenLogits) -> list[Rollout]:
         """Decode to the end.
@@ -161,7 +163,8 @@ class DecodeBatch:
         if self._keeps:
             for row in leaving_B.nonzero().flatten().tolist():
                 number = int(self.row_B[row])
-                self.kept[number] = take_row(self.cache, row, self._lengths[number] + step)
+                num_tokens = self._lengths[number] + step
+                self.kept[number] = take_row(self.cache, row, num_tokens, self._shared[number])
 
     def _drop(self, leaving_B: Tensor) -> Tensor:
         """Remove sequences, among them all that ended; returns the old index of each remaining row."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
-from pl_grouprl.checks.decoding_check import LONGEST, check_decoding
-from pl_grouprl.media.inputs import check_prompt_media, media_key, placeholder_ids
+from pl_grouprl.media.inputs import check_prompt_media
 from pl_grouprl.rollout.bound_policy import BoundPolicy
 from pl_grouprl.rollout.engine import prompt_limits
-from pl_grouprl.rollout.limits import counts_padding, length_limits
-from pl_grouprl.rollout.packed_linear import own_weights, packed_linears
-from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.rollout.packed_linear import packed_linears
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.memory import naming_memory
@@ -25,10 +20,7 @@ from pl_grouprl.utilities.modes import evaluating, uncompiled
 from pl_grouprl.utilities.options import check_options
 
 if TYPE_CHECKING:
-    from pl_grouprl.rollout.kept_caches import KeptCaches, KeptSequence
-
-_Sequence = tuple[int, int, int]
-"""Index of its distinct prompt, index of its prompt, index of its rollout."""
+    from pl_grouprl.rollout.kept_caches import KeptCaches
 
 
 @checked_arguments
@@ -108,6 +100,8 @@ class HFRolloutEngine:
                 f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
                 "Sample with another engine, or choose a decoder that takes position_ids."
             )
+        if self._kept is not None and model is not self.model:
+            self._kept.clear()
         self.model, self.tokenizer = model, tokenizer
 
     def generate(
@@ -141,14 +135,16 @@ class HFRolloutEngine:
             raise ValueError(
                 "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
             )
-        policy, limits = BoundPolicy(self.model, self.tokenizer), length_limits(self.model)
+        policy = BoundPolicy(self.model, self.tokenizer)
         policy.check(prompts, sampling, num_generations, max_new_tokens=max_new_tokens)
         longest = prompt_limits(prompts, sampling, max_new_tokens)
         media = [{} for _ in prompts] if media is None else media
         check_prompt_media(self.model, prompts, media)
         requests = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
         stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
-        from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts  # imports transformers
+        from pl_grouprl.rollout.batches import BatchedSampler  # these import transformers
+        from pl_grouprl.rollout.decoding_probes import probe_decoding
+        from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts
 
         memory = naming_memory(
             f"a rollout with max_sequences={self.max_sequences} (None: all at once) and max_prefill_tokens="
@@ -157,14 +153,8 @@ class HFRolloutEngine:
             "alone do not fit",
         )
         with memory, _evaluating(self.model, max(longest, default=0)), attending_to_shared_prompts(self.model):
-            if min(limits.values(), default=LONGEST) >= LONGEST:
-                check_decoding(
-                    self.model,
-                    self._sample_freely,
-                    placeholders=placeholder_ids(self.model).values(),
-                    scoring=partial(own_weights, self.model),
-                )
-            groups = self._generate(
+            sampler = BatchedSampler(self.model, self.max_sequences, self.max_prefill_tokens)
+            groups = sampler.sample(
                 requests,
                 sampling,
                 num_generations,
@@ -173,7 +163,7 @@ class HFRolloutEngine:
                 end_ids=end_ids,
                 stop=stop,
                 indices=prompt_indices,
-                kept=self._kept,
+                kept=probe_decoding(self.model, sampler, self._kept),
             )
         policy.decode(rollout for group in groups for rollout in group)
         return groups
@@ -184,7 +174,8 @@ class HFRolloutEngine:
 
         A prompt of that call which begins with the tokens of such a sequence is encoded from where it ended. Caches
         that it does not continue are freed, and all of them at the end. Meanwhile the weights must not change. Prompts
-        with images or videos are encoded from the start.
+        with images or videos are encoded from the start, and so are all prompts of a model whose layers cannot continue
+        their caches exactly (`checks.decoding_check.continues_exactly`).
 
         The caches belong to this object; a copy of the engine begins without any.
 
@@ -203,104 +194,6 @@ class HFRolloutEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
-
-    def _sample_freely(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
-        """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
-        limits, stop = [sampling.max_new_tokens] * len(prompts), StopStrings(None, ())
-        groups = [
-            self._generate(
-                prompts, sampling, 1, 0, max_new_tokens=limits, end_ids=[], stop=stop, min_saved_tokens=saved
-            )
-            for saved in (math.inf, 0)
-        ]
-        return [copied + shared for copied, shared in zip(*groups, strict=True)]
-
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        num_generations: int,
-        seed: int,
-        *,
-        max_new_tokens: Sequence[int],
-        end_ids: Sequence[int],
-        stop: StopStrings,
-        indices: Sequence[int] | None = None,
-        kept: KeptCaches | None = None,
-        **decoding: float,
-    ) -> list[list[Rollout]]:
-        from pl_grouprl.rollout.decode import DecodeBatch  # imports transformers
-        from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore, PromptEncoder
-
-        distinct, continued, sequences = _arrange(prompts, num_generations, kept)
-        logits = NextTokenLogits(self.model)
-        longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
-        padding = not counts_padding(self.model, longest)
-        encoder = PromptEncoder(logits, distinct, self.max_prefill_tokens, kept=continued, padding=padding)
-        store = PrefixStore(encoder)
-        groups: list[list[Rollout]] = [[] for _ in prompts]
-        for chunk, needed_later in self._chunks(distinct, sequences, padding):
-            parts = store.select([key for key, _, _ in chunk], needed_later)
-            names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
-            limits = [max_new_tokens[prompt] for _, prompt, _ in chunk]
-            batch = DecodeBatch(
-                parts,
-                names,
-                sampling,
-                max_new_tokens=limits,
-                end_ids=end_ids,
-                stop=stop,
-                seed=seed,
-                keep=kept is not None,
-                **decoding,
-            )
-            del parts  # the prompts' caches are copied by now
-            for number, ((_, prompt, _), rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
-                groups[prompt].append(rollout)
-                if kept is not None and not prompts[prompt].media:
-                    kept.add([*prompts[prompt].token_ids, *rollout.token_ids[:-1]], batch.kept[number])
-            del batch  # frees its cache before the next one
-        return groups
-
-    def _chunks(
-        self, distinct: Sequence[Prompt], sequences: Sequence[_Sequence], padding: bool
-    ) -> Iterator[tuple[Sequence[_Sequence], int]]:
-        """Split the sequences into those decoded together, each with the first prompt that is needed later."""
-        start, lengths = 0, [len(distinct[key].token_ids) for key, _, _ in sequences]
-        while start < len(sequences):
-            stop = min(start + (self.max_sequences or len(sequences)), len(sequences))
-            if not padding:
-                stop = next((place for place in range(start, stop) if lengths[place] != lengths[start]), stop)
-            yield sequences[start:stop], sequences[stop][0] if stop < len(sequences) else len(distinct)
-            start = stop
-
-
-def _arrange(
-    prompts: Sequence[Prompt], num_generations: int, kept: KeptCaches | None = None
-) -> tuple[list[Prompt], list[KeptSequence | None], list[_Sequence]]:
-    """List the distinct prompts, the sequences that they continue, and the sequences to decode, all in one order.
-
-    Prompts that continue nothing come first. They are sorted by the number of tokens to run, then by length.
-    """
-    owners: dict[tuple[Any, ...], list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        owners.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
-    together = list(owners.values())
-    distinct = [prompts[indices[0]] for indices in together]
-    continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
-
-    def place(number: int) -> tuple[bool, int, int]:
-        sequence, length = continued[number], len(distinct[number].token_ids)
-        return sequence is not None, length - (0 if sequence is None else sequence.num_tokens), length
-
-    order = sorted(range(len(distinct)), key=place)
-    sequences = [
-        (key, index, generation)
-        for key, number in enumerate(order)
-        for index in together[number]
-        for generation in range(num_generations)
-    ]
-    return [distinct[number] for number in order], [continued[number] for number in order], sequences
 
 
 @contextmanager

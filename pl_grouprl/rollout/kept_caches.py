@@ -23,10 +23,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from pl_grouprl.rollout.kv_cache import gather_cache
+from pl_grouprl.rollout.kv_cache import gather_cache, needs_padding_mask, shares_prompts
 from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 from pl_grouprl.rollout.prefill import MAX_PADDING, NextTokenLogits, Prefix, left_padding_mask, plan_batches
-from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer
+from pl_grouprl.rollout.shared_prompt import (
+    ContinuedPromptsLayer,
+    ContinuedRow,
+    EncodedPrompt,
+    dynamic_layer,
+    find_shared_prompts,
+)
 from pl_grouprl.types import Prompt
 
 MAX_REPEATED = 16
@@ -40,22 +46,34 @@ class KeptSequence:
     Attributes:
         num_tokens: Tokens in the cache.
         cache: One row, without padding.
+        prompt: The prompt at its beginning that it shares with others, in the layers that can do so; None if it shares
+            none.
     """
 
     num_tokens: int
     cache: Cache
+    prompt: EncodedPrompt | None = None
 
     @property
-    def can_forget(self) -> bool:
-        """Whether its last tokens can be removed from all layers."""
-        return all(type(layer) is DynamicLayer or _is_empty(layer) for layer in self.cache.layers)
+    def num_removable(self) -> int:
+        """How many of its last tokens can be removed from all layers."""
+        if all(type(layer) in (DynamicLayer, ContinuedRow) or _is_empty(layer) for layer in self.cache.layers):
+            return self.num_tokens - self._num_shared
+        return 0
+
+    @property
+    def _num_shared(self) -> int:
+        return 0 if self.prompt is None else self.prompt.length
 
     def first(self, count: int) -> Cache:
-        """The cache of the first `count` tokens, a view; all of them unless it `can_forget`."""
-        if count == self.num_tokens:
-            return self.cache
+        """The cache of the first `count` tokens, a view; others must be removable."""
         layers: list[Any] = self.cache.layers
-        return Cache(layers=[layer if _is_empty(layer) else _cropped(layer, count) for layer in layers])
+        return self.cache if count == self.num_tokens else Cache(layers=[self._first(layer, count) for layer in layers])
+
+    def _first(self, layer: Any, count: int) -> Any:
+        if isinstance(layer, ContinuedRow):
+            return layer.first(count - self._num_shared)
+        return layer if _is_empty(layer) else dynamic_layer(layer.keys[:, :, :count], layer.values[:, :, :count])
 
 
 class KeptCaches:
@@ -64,9 +82,13 @@ class KeptCaches:
     def __init__(self) -> None:
         self._sequences: dict[bytes, KeptSequence] = {}
 
-    def add(self, token_ids: Sequence[int], cache: Cache) -> None:
+    def add(self, token_ids: Sequence[int], sequence: KeptSequence) -> None:
         """Keep the cache of these tokens."""
-        self._sequences[_key(token_ids)] = KeptSequence(len(token_ids), cache)
+        self._sequences[_key(token_ids)] = sequence
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sequences = {}
 
     def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
         """Hand out the longest sequence that each prompt continues, and forget all others.
@@ -93,7 +115,8 @@ def _longest_prefixes(keys: Iterable[bytes], kept: Iterable[bytes]) -> dict[byte
 
     In sorted order, the kept keys that a key begins with come before it, each the beginning of the next one.
     """
-    found, beginnings = {}, []
+    found: dict[bytes, bytes] = {}
+    beginnings: list[bytes] = []
     for key, is_kept in sorted([*((key, False) for key in keys), *((key, True) for key in kept)]):
         while beginnings and not key.startswith(beginnings[-1]):
             beginnings.pop()
@@ -104,27 +127,28 @@ def _longest_prefixes(keys: Iterable[bytes], kept: Iterable[bytes]) -> dict[byte
     return found
 
 
-def take_row(cache: Cache, row: int, num_tokens: int) -> Cache:
-    """Copy one sequence of a decode batch, without padding.
+def take_row(cache: Cache, row: int, num_tokens: int, prompt: EncodedPrompt) -> KeptSequence:
+    """Copy one sequence of a decode batch, without padding; a shared prompt is not copied.
 
     Args:
         cache: From `kv_cache.gather_cache`.
         row: Row of the sequence.
         num_tokens: Its tokens in the cache.
+        prompt: Its prompt, if layers share it.
     """
     layers: list[Any] = cache.layers
-    return Cache(layers=[_take(layer, row, num_tokens) for layer in layers])
+    taken = Cache(layers=[_take(layer, row, num_tokens) for layer in layers])
+    return KeptSequence(num_tokens, taken, prompt if shares_prompts(cache) else None)
 
 
 def _take(layer: Any, row: int, num_tokens: int) -> Any:
     if _is_empty(layer):
         return layer
     if isinstance(layer, ContinuedPromptsLayer):
-        return _dynamic_layer(*layer.whole_row(row))
+        return layer.row(row).clone()
     if isinstance(layer, GrowingLayer):
-        return _dynamic_layer(
-            *(states[row : row + 1, :, -num_tokens:].clone() for states in (layer.keys, layer.values))
-        )
+        whole = slice(row, row + 1), slice(None), slice(-num_tokens, None)
+        return dynamic_layer(layer.keys[whole].clone(), layer.values[whole].clone())
     taken = copy.copy(layer)
     if getattr(layer, "keys", None) is not None:
         for name in ("keys", "values"):
@@ -141,17 +165,6 @@ def _take(layer: Any, row: int, num_tokens: int) -> Any:
 
 def _is_empty(layer: Any) -> bool:
     return type(layer).__name__ == "DummyLayer"  # a name, because not every release has it
-
-
-def _cropped(layer: DynamicLayer, count: int) -> DynamicLayer:
-    return _dynamic_layer(*(states[:, :, :count] for states in (layer.keys, layer.values)))  # type: ignore[index]
-
-
-def _dynamic_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
-    layer = DynamicLayer()
-    layer.keys, layer.values = keys, values
-    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
-    return layer
 
 
 def plan_continuing(
@@ -173,11 +186,8 @@ def plan_continuing(
     def fits(first: int, last: int) -> bool:
         if (last + 1 - first) * new[last] > max_tokens or (not padding and lengths[first] != lengths[last]):
             return False
-        if new[first] == new[last]:
-            return True
-        repeated = new[last] - new[first]
-        few = repeated <= max(MAX_REPEATED, MAX_PADDING * new[first])
-        return padding and few and kept[first].can_forget and min(lengths[first : last + 1]) >= new[last]
+        few = new[last] - new[first] <= (max(MAX_REPEATED, MAX_PADDING * new[first]) if padding else 0)
+        return few and all(new[last] - new[index] <= kept[index].num_removable for index in range(first, last))
 
     return plan_batches(len(lengths), fits)
 
@@ -195,8 +205,12 @@ def continue_sequences(logits: NextTokenLogits, prompts: Sequence[Prompt], kept:
     cached = [length - new for length in lengths]
     width, row = max(cached), torch.zeros(1, dtype=torch.int64, device=device)
     parts = [(sequence.first(count), row) for sequence, count in zip(kept, cached, strict=True)]
-    cache = gather_cache(parts, width, width + new)
+    shared = [sequence.prompt or EncodedPrompt(count) for sequence, count in zip(kept, cached, strict=True)]
+    prompts_of_rows = [([prompt], [count], [0]) for prompt, count in zip(shared, cached, strict=True)]
+    cache = gather_cache(parts, width, width + new, find_shared_prompts(prompts_of_rows, device, 0))
     input_ids = torch.tensor([list(prompt.token_ids[-new:]) for prompt in prompts], device=device)
     position_ids = torch.tensor(cached, device=device).unsqueeze(-1) + torch.arange(new, device=device)
-    mask = left_padding_mask(lengths, width + new, device)
-    return Prefix(cache, logits(input_ids, cache, position_ids, mask), lengths, lengths)
+    mask = left_padding_mask(lengths, width + new, device) if needs_padding_mask(cache) else None
+    if not shares_prompts(cache):
+        shared = [EncodedPrompt(length) for length in lengths]
+    return Prefix(cache, logits(input_ids, cache, position_ids, mask), lengths, lengths, shared)

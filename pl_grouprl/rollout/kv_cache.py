@@ -21,8 +21,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from pl_grouprl.rollout.preallocated_cache import GrowingLayer
-from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts
+from pl_grouprl.rollout.preallocated_cache import GrowingLayer, gather_rows
+from pl_grouprl.rollout.shared_prompt import (
+    ContinuedPromptsLayer,
+    PromptLayer,
+    SharedPrompts,
+    can_share,
+    whole_rows,
+)
 
 Part = tuple[Cache, Tensor]
 """A prefilled, right-aligned cache, and the rows to take from it, possibly with repetition."""
@@ -57,16 +63,21 @@ def gather_cache(parts: Sequence[Part], width: int, limit: int, prompts: SharedP
     layers: list[Any] = []
     for index in range(len(first)):
         held = [(cache.layers[index], rows) for cache, rows in parts]
-        if prompts is not None and all(isinstance(layer, PromptLayer) and layer.can_be_shared for layer, _ in held):
-            layers.append(ContinuedPromptsLayer([layer for layer, _ in held], prompts, width, limit))
+        if prompts is not None and can_share([layer for layer, _ in held]):
+            layers.append(ContinuedPromptsLayer(held, prompts, width, limit))
         else:
-            layers.append(_gather_layer(index, held, width, limit))
+            layers.append(_gather_layer(index, whole_rows(held), width, limit))
     return Cache(layers=layers)
 
 
 def needs_padding_mask(cache: Cache) -> bool:
     """Whether the cache contains padding; shared prompts are stored without."""
     return not all(isinstance(layer, ContinuedPromptsLayer) for layer in cache.layers)
+
+
+def shares_prompts(cache: Cache) -> bool:
+    """Whether a layer shares prompts."""
+    return any(isinstance(layer, ContinuedPromptsLayer) for layer in cache.layers)
 
 
 def has_states(cache: Cache) -> bool:
@@ -81,8 +92,8 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
         return first
     if type(first) in (DynamicLayer, PromptLayer, GrowingLayer) and first.is_initialized:
         capacity = GrowingLayer.capacity(width, limit)
-        keys = _gather([(part.keys, rows) for part, rows in parts], width, capacity)
-        values = _gather([(part.values, rows) for part, rows in parts], width, capacity)
+        keys = gather_rows([(part.keys, rows) for part, rows in parts], width, capacity)
+        values = gather_rows([(part.values, rows) for part, rows in parts], width, capacity)
         return GrowingLayer(keys, values, width, limit)
     layer = copy.copy(first)
     if name in _KEYS and first.keys is not None:
@@ -111,24 +122,11 @@ def _why_not(layer: Any) -> str:
     return f"caches its state as {name}"
 
 
-def _gather(parts: Sequence[tuple[Tensor, Tensor]], width: int, capacity: int) -> Tensor:
-    """Copy rows [., K, w, H] of every part into one buffer [B, K, capacity, H], each ending at `width`."""
-    first = parts[0][0]
-    buffer = first.new_empty(sum(len(rows) for _, rows in parts), first.shape[1], capacity, first.shape[3])
-    start = 0
-    for states, rows in parts:
-        target = buffer[start : start + len(rows)]
-        target[:, :, : width - states.shape[2]] = 0
-        torch.index_select(states, 0, rows, out=target[:, :, width - states.shape[2] : width])
-        start += len(rows)
-    return buffer
-
-
 def _gather_keys(layer: Any, parts: Sequence[tuple[Any, Tensor]], width: int) -> None:
     """Give a layer copies of the keys and values of all parts; a sliding window has only the last positions."""
     kept = max(part.keys.shape[2] for part, _ in parts)
-    layer.keys = _gather([(part.keys, rows) for part, rows in parts], kept, kept)
-    layer.values = _gather([(part.values, rows) for part, rows in parts], kept, kept)
+    layer.keys = gather_rows([(part.keys, rows) for part, rows in parts], kept, kept)
+    layer.values = gather_rows([(part.values, rows) for part, rows in parts], kept, kept)
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = width
 

@@ -8,6 +8,7 @@ new entries into a buffer with spare capacity and returns a view.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,19 @@ class GrowingLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, with copies adjacent."""
         self.batch_select_indices(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
+
+
+def gather_rows(parts: Sequence[tuple[Tensor, Tensor]], width: int, capacity: int) -> Tensor:
+    """Copy rows [., K, w, H] of every part into one buffer [B, K, capacity, H], each ending at `width`."""
+    first = parts[0][0]
+    buffer = first.new_empty(sum(len(rows) for _, rows in parts), first.shape[1], capacity, first.shape[3])
+    start = 0
+    for states, rows in parts:
+        target = buffer[start : start + len(rows)]
+        target[:, :, : width - states.shape[2]] = 0
+        torch.index_select(states, 0, rows, out=target[:, :, width - states.shape[2] : width])
+        start += len(rows)
+    return buffer
 
 
 def _resized(filled: Tensor, capacity: int) -> Tensor:

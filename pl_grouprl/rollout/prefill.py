@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from pl_grouprl.rollout.kept_caches import KeptSequence
+    from pl_grouprl.rollout.shared_prompt import EncodedPrompt
 
 PAD = 0
 """Left padding. Masked, so any token works."""
@@ -96,12 +97,14 @@ class Prefix:
         lengths: Tokens of each prompt.
         positions: First position of each prompt's completions: after the prompt's largest position, which is less than
             its length if patches of an image share positions.
+        shared: The part of each prompt that sequences may share: all of it, unless it continues a kept sequence.
     """
 
     cache: Cache
     logits_PV: Tensor
     lengths: list[int]
     positions: list[int]
+    shared: list[EncodedPrompt]
 
     @property
     def width(self) -> int:
@@ -124,6 +127,8 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
         logits: The model.
         prompts: Prompts of any length; a single one if it has media.
     """
+    from pl_grouprl.rollout.shared_prompt import EncodedPrompt  # imports transformers
+
     lengths = [len(prompt.token_ids) for prompt in prompts]
     width, device = max(lengths), logits.device
     rows = [[PAD] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]
@@ -138,7 +143,8 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
         media, positions = media_inputs(logits.model, prompts[0].token_ids, prompts[0].media)
         if positions is not None:
             position_ids, following = positions.position_ids.to(device), positions.next_position_S.tolist()
-    return Prefix(cache, logits(input_ids, cache, position_ids, mask, media), lengths, following)
+    logits_PV = logits(input_ids, cache, position_ids, mask, media)
+    return Prefix(cache, logits_PV, lengths, following, [EncodedPrompt(length) for length in lengths])
 
 
 def new_cache(model: Any) -> Cache:
@@ -210,24 +216,24 @@ class PromptEncoder:
         from pl_grouprl.rollout.kv_cache import has_states
 
         self._logits, self._prompts = logits, prompts
-        self._kept = [sequence for sequence in kept if sequence is not None]
-        self._fresh = len(prompts) - len(self._kept)
+        continued = [sequence for sequence in kept if sequence is not None]
+        self._kept, self._fresh = dict(enumerate(continued)), len(prompts) - len(continued)
         max_padding = MAX_PADDING if padding and not has_states(new_cache(logits.model)) else 0.0
         lengths = [len(prompt.token_ids) for prompt in prompts[self._fresh :]]
-        continuing = plan_continuing(lengths, self._kept, max_tokens, padding=padding)
+        continuing = plan_continuing(lengths, continued, max_tokens, padding=padding)
         self.batches = [
             *plan_prefill(prompts[: self._fresh], max_tokens, max_padding=max_padding),
             *(range(batch.start + self._fresh, batch.stop + self._fresh) for batch in continuing),
         ]
 
     def encode(self, batch: range) -> Prefix:
-        """Encode one of the batches."""
+        """Encode one of the batches; each only once, as it frees the sequences that it continues."""
         from pl_grouprl.rollout.kept_caches import continue_sequences
 
         prompts = self._prompts[batch.start : batch.stop]
         if batch.start < self._fresh:
             return prefill(self._logits, prompts)
-        kept = self._kept[batch.start - self._fresh : batch.stop - self._fresh]
+        kept = [self._kept.pop(index - self._fresh) for index in batch]
         return continue_sequences(self._logits, prompts, kept)
 
 

@@ -27,7 +27,7 @@ from pl_grouprl.attention.layer_options import read_layer_options
 from pl_grouprl.attention.mask import MaskRule, read_mask_function
 from pl_grouprl.attention.registration import own_implementation, register_over
 from pl_grouprl.attention.support import find_decoder
-from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, SharedPrompts, layer_of_keys
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, layer_of_keys
 
 
 @contextmanager
@@ -104,35 +104,36 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
     """Attend to prompts and the rows' own tokens.
 
     Args:
-        query: Queries of one token per row, shape [B, H, 1, D].
-        layer: Keys and values, including those of this token.
+        query: Queries of the last tokens of each row, shape [B, H, L, D].
+        layer: Keys and values, including those of these tokens.
         scale: Multiplies the scores.
         sinks_H: A score per head that takes part in the softmax and has no value (gpt-oss).
 
     Returns:
-        Shape [B, H, 1, D].
-
-    Raises:
-        ValueError: If there are several tokens per row.
+        Shape [B, H, L, D].
     """
-    if query.shape[2] != 1:
-        raise ValueError(
-            f"HFRolloutEngine decodes one token at a time, but the model passed {query.shape[2]} to attention (an "
-            "extra prompt in each call?). Choose another rollout engine for this model."
-        )
     layer.was_read()
-    query_BKRD = query.view(len(query), layer.keys.shape[1], -1, query.shape[-1])
-    own_BKRD, own_lse_BKR = _attend_own(query_BKRD, layer, scale)
+    new = query.shape[2]
+    query_BKRD = query.reshape(len(query), layer.keys.shape[1], -1, query.shape[-1])  # of several tokens: R * L
+    own_BKRD, own_lse_BKR = _attend_own(query_BKRD, layer, scale, new)
     prompt_BKRD, prompt_lse_BKR = _attend_prompts(query_BKRD, layer, scale)
     attended_BKRD, lse_BKR = own_BKRD.to(own_lse_BKR.dtype), own_lse_BKR
     merge_in_place(attended_BKRD, lse_BKR, prompt_BKRD, prompt_lse_BKR)
     if sinks_H is not None:
-        attended_BKRD *= share_beside_sinks(lse_BKR, sinks_H.view(lse_BKR.shape[1:]))[..., None]
+        sinks_KR = sinks_H.repeat_interleave(new).view(lse_BKR.shape[1:])
+        attended_BKRD *= share_beside_sinks(lse_BKR, sinks_KR)[..., None]
     return attended_BKRD.to(query.dtype).view(query.shape)
 
 
-def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float, new: int) -> tuple[Tensor, Tensor]:
     """Attention to the rows' own tokens, with its log-sum-exp [B, K, R]."""
+    mask = layer.prompts.rows.mask(new, layer.keys.shape[2], query_BKRD.dtype)
+    if mask is not None and new == 1:
+        return _attend_masked(query_BKRD, layer, scale, mask)
+    if mask is not None:
+        heads = (_attend_masked(query, layer, scale, mask) for query in query_BKRD.unflatten(2, (-1, new)).unbind(2))
+        outs, lses = zip(*heads, strict=True)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
     if query_BKRD.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query_BKRD, layer.keys, layer.values, scale=scale
@@ -141,27 +142,38 @@ def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) 
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query_BKRD, layer.keys, layer.values, scale=scale)
 
 
+def _attend_masked(
+    query_BKLD: Tensor, layer: ContinuedPromptsLayer, scale: float, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of L queries per key head to what a mask leaves of the own tokens, with its log-sum-exp [B, K, L]."""
+    if not query_BKLD.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query_BKLD, layer.keys, layer.values, attn_mask=mask, scale=scale
+        )
+    scores = (query_BKLD @ layer.keys.mT).float() * scale + mask.float()  # the fused kernels take no mask
+    lse_BKL = scores.logsumexp(dim=-1)
+    return (scores - lse_BKL[..., None]).exp().to(query_BKLD.dtype) @ layer.values, lse_BKL
+
+
 def _attend_prompts(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
     """Attention to the rows' prompts, with its log-sum-exp [B, K, R]."""
     rows = layer.prompts.rows
     if rows.order is not None:
         query_BKRD = query_BKRD[rows.order]
-    run = _run_cuda if query_BKRD.is_cuda else _run_cpu
-    out_BKRD, lse_BKR = run(query_BKRD, layer.prompt_keys, layer.prompt_values, layer.prompts, scale)
+    run = _run_cpu if layer.packed is None else _run_cuda
+    out_BKRD, lse_BKR = run(query_BKRD, layer, scale)
     return (out_BKRD, lse_BKR) if rows.inverse is None else (out_BKRD[rows.inverse], lse_BKR[rows.inverse])
 
 
-def _run_cpu(
-    query_BKRD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, prompts: SharedPrompts, scale: float
-) -> tuple[Tensor, Tensor]:
+def _run_cpu(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
     """One call per prompt with rows left."""
     outs, lses = [], []
-    spans = zip(pairwise(accumulate(prompts.rows.counts, initial=0)), pairwise(prompts.starts), strict=True)
-    for (first, last), (start, stop) in spans:
+    spans = pairwise(accumulate(layer.prompts.rows.counts, initial=0))
+    for (first, last), keys_SKD, values_SKD in zip(spans, layer.prompt_keys, layer.prompt_values, strict=True):
         if first == last:
             continue
         queries_KND = query_BKRD[first:last].transpose(0, 1).flatten(1, 2)
-        keys_KSD, values_KSD = (states[start:stop].transpose(0, 1) for states in (keys_TKD, values_TKD))
+        keys_KSD, values_KSD = keys_SKD.transpose(0, 1), values_SKD.transpose(0, 1)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries_KND[None], keys_KSD[None], values_KSD[None], scale=scale
         )
@@ -170,10 +182,10 @@ def _run_cpu(
     return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
-def _run_cuda(
-    query_BKRD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, prompts: SharedPrompts, scale: float
-) -> tuple[Tensor, Tensor]:
+def _run_cuda(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:
     """All prompts in one call; those without rows have no queries."""
+    assert layer.packed is not None
+    (keys_TKD, values_TKD), prompts = layer.packed, layer.prompts
     batch, heads, per_head, size = query_BKRD.shape
     queries_NKD = query_BKRD.transpose(1, 2).reshape(batch * per_head, heads, size)
     out_NKD, lse_KN, *_ = torch.ops.aten._flash_attention_forward(

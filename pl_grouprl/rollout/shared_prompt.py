@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from pl_grouprl.rollout.preallocated_cache import GrowingLayer
+from pl_grouprl.rollout.preallocated_cache import GrowingLayer, gather_rows
 
 MIN_SAVED_TOKENS = 256
 """Minimum of copied tokens that sharing must save per prompt and layer, about the cost of a prompt's extra call."""
@@ -64,33 +64,68 @@ def layer_of_keys(keys: Tensor) -> Any:
     return None if layer is None else layer()
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """A prompt that sequences may share, from one encoding of it; compared by identity.
+
+    Attributes:
+        length: Its tokens.
+    """
+
+    length: int
+
+
 class PromptRows:
-    """Which prompt each row of a decode batch continues; shared by all layers of its cache.
+    """Which prompt each row of a batch continues; shared by all layers of its cache.
 
     Args:
-        prompts: Index of each row's prompt, ascending.
+        prompts: Index of each row's prompt.
         device: Device of the cache.
+        own_lengths: Tokens that each row has cached after its prompt; None if there are none.
 
     Attributes:
         counts: Number of rows of each prompt.
         starts: Start of each prompt's rows in `order`, and their total number, int32 [P + 1].
         order: Rows sorted by prompt, int64 [B]; None if already sorted.
         inverse: Index of each row in `order`; None likewise.
+        offsets: Column at which each row's own tokens start, as rows end in the same column.
     """
 
-    def __init__(self, prompts: Sequence[int], device: torch.device) -> None:
+    def __init__(self, prompts: Sequence[int], device: torch.device, own_lengths: Sequence[int] | None = None) -> None:
         self._prompts, self._device = list(prompts), device
+        self._mask: Tensor | None = None
         self.counts = [0] * (max(prompts) + 1)
+        own_lengths = [0] * len(self._prompts) if own_lengths is None else own_lengths
+        self.own_width = max(own_lengths)
+        self.offsets = [self.own_width - length for length in own_lengths]
         self._arrange()
 
     def keep(self, order: Sequence[int]) -> None:
         """Keep the rows at `order`, in that order."""
         self._prompts = [self._prompts[row] for row in order]
+        self.offsets = [self.offsets[row] for row in order]
         self._arrange()
 
     def prompt_of(self, row: int) -> int:
         """Index of a row's prompt."""
         return self._prompts[row]
+
+    def mask(self, new: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        """What the last `new` of `width` own tokens see of these: 0, or -inf; shape [B or 1, 1, new, width].
+
+        None if a single new token of each row sees all.
+        """
+        if new == 1 and not any(self.offsets):
+            return None
+        if self._mask is None or self._mask.shape[-2:] != (new, width):
+            columns = torch.arange(width, device=self._device)
+            seen = columns <= columns[width - new :, None]
+            if any(self.offsets):
+                seen = seen & (columns >= torch.tensor(self.offsets, device=self._device)[:, None, None, None])
+            blocked = torch.full((), -torch.inf, dtype=dtype, device=self._device)
+            self._mask = torch.where(seen, blocked.new_zeros(()), blocked)
+            self._mask = self._mask.view(-1, 1, new, width)
+        return self._mask
 
     def _arrange(self) -> None:
         self.counts = [0] * len(self.counts)
@@ -103,14 +138,15 @@ class PromptRows:
         if order != list(range(len(order))):
             self.order = torch.tensor(order, device=self._device)
             self.inverse = self.order.argsort()
+        self._mask = None
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """The prompts of a decode batch.
+    """The prompts of a batch.
 
     Attributes:
-        places: For each prompt, its part, its row there, and its length.
+        places: For each prompt, the part and row that it is taken from, and its length.
         rows: The prompt that each row continues.
     """
 
@@ -127,11 +163,6 @@ class SharedPrompts:
         """Start of each prompt among the tokens of all, and their total number; P + 1 entries."""
         return [0, *accumulate(self.lengths)]
 
-    def span(self, row: int) -> tuple[int, int]:
-        """Where the tokens of a row's prompt start and stop among those of all."""
-        prompt = self.rows.prompt_of(row)
-        return self.starts[prompt], self.starts[prompt + 1]
-
     @cached_property
     def starts_on_device(self) -> Tensor:
         """The same as a tensor, int32."""
@@ -139,51 +170,97 @@ class SharedPrompts:
 
 
 def find_shared_prompts(
-    parts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    parts: Sequence[tuple[Sequence[EncodedPrompt], Sequence[int], Sequence[int]]],
     device: torch.device,
     min_saved_tokens: float = MIN_SAVED_TOKENS,
 ) -> SharedPrompts | None:
-    """List the prompts of a decode batch, or return None if sharing would not pay off.
+    """List the prompts of a batch, or return None if sharing would not pay off.
 
     Args:
-        parts: For prompts encoded together, their lengths, and the prompt of each sequence, ascending.
+        parts: For sequences encoded together, their prompts, their lengths with what follows the prompts, and the
+            sequence of each row.
         device: Device of the cache.
         min_saved_tokens: Minimum of copied tokens that sharing must save, per prompt.
     """
-    places = [(part, row, lengths[row]) for part, (lengths, rows) in enumerate(parts) for row in rows]
-    distinct = sorted(set(places))
-    saved = sum(length for _, _, length in places) - sum(length for _, _, length in distinct)
+    sequences = [
+        (prompts[row], lengths[row], part, row) for part, (prompts, lengths, rows) in enumerate(parts) for row in rows
+    ]
+    distinct: dict[EncodedPrompt, tuple[int, int, int]] = {}
+    for prompt, _, part, row in sequences:
+        distinct.setdefault(prompt, (part, row, prompt.length))
+    stored = {prompt for prompt, length, *_ in sequences if length > prompt.length}  # apart from what follows
+    copied = sum(prompt.length for prompt in distinct if prompt not in stored)
+    saved = sum(prompt.length for prompt, *_ in sequences) - copied
     if saved < min_saved_tokens * len(distinct):
         return None
-    number = {place: index for index, place in enumerate(distinct)}
-    return SharedPrompts(distinct, PromptRows([number[place] for place in places], device))
+    number = {prompt: index for index, prompt in enumerate(distinct)}
+    own_lengths = [length - prompt.length for prompt, length, *_ in sequences]
+    rows = PromptRows([number[prompt] for prompt, *_ in sequences], device, own_lengths)
+    return SharedPrompts(list(distinct.values()), rows)
+
+
+class ContinuedRow(DynamicLayer):
+    """One row of a `ContinuedPromptsLayer`: `keys` and `values` are those after the prompt, shape [1, K, S, H].
+
+    Args:
+        prompt: Keys and values of the prompt, shape [T, K, H].
+        own: Those after it.
+    """
+
+    def __init__(self, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        self.prompt, (self.keys, self.values) = prompt, own
+        self.dtype, self.device, self.is_initialized = own[0].dtype, own[0].device, True
+
+    def first(self, count: int) -> ContinuedRow:
+        """The row without its last tokens: the prompt, and `count` tokens after it."""
+        return ContinuedRow(self.prompt, (self.keys[:, :, :count], self.values[:, :, :count]))  # type: ignore[index]
+
+    def clone(self) -> ContinuedRow:
+        """A row with its own tokens copied, and the same prompt."""
+        return ContinuedRow(self.prompt, (self.keys.clone(), self.values.clone()))  # type: ignore[union-attr]
+
+    def whole(self) -> DynamicLayer:
+        """A copy of prompt and tokens in one."""
+        own: tuple[Any, Any] = self.keys, self.values
+        states = (
+            torch.cat([prompt.transpose(0, 1)[None], own_states], dim=2)
+            for prompt, own_states in zip(self.prompt, own, strict=True)
+        )
+        return dynamic_layer(*states)
 
 
 class ContinuedPromptsLayer(GrowingLayer):
     """A cache layer of rows that continue prompts: `keys` and `values` are those of the continuations.
 
     Args:
-        layers: The `PromptLayer` of each part, prompts right-aligned.
+        held: The layer of each part, rows right-aligned, and the row of each sequence.
         prompts: The prompts.
         width: Position that all rows start at.
         limit: Most positions that will be needed, including those before `width`.
 
     Attributes:
-        prompt_keys: Keys of all prompts, concatenated, shape [T, K, H].
+        prompt_keys: Keys of each prompt, shape [T, K, H].
         prompt_values: Their values.
+        packed: Keys and values of all prompts, concatenated, on devices that read them in one call; else None.
         prompts: Their lengths and rows.
     """
 
-    def __init__(self, layers: Sequence[Any], prompts: SharedPrompts, width: int, limit: int) -> None:
-        self.prompts, self._width, self._unread = prompts, width, False
-        self.prompt_keys = _packed([layer.keys for layer in layers], prompts)
-        self.prompt_values = _packed([layer.values for layer in layers], prompts)
-        rows, capacity = sum(prompts.rows.counts), self.capacity(0, limit - width)
+    def __init__(self, held: Sequence[tuple[Any, Tensor]], prompts: SharedPrompts, width: int, limit: int) -> None:
+        own_width = prompts.rows.own_width
+        self.prompts, self._width, self._unread = prompts, width - own_width, False
+        states = [_prompt_states(held[part][0], row, length) for part, row, length in prompts.places]
+        self.prompt_keys, self.prompt_values = [keys for keys, _ in states], [values for _, values in states]
+        self.packed: tuple[Tensor, Tensor] | None = None
+        if self.prompt_keys[0].is_cuda:
+            self.packed = torch.cat(self.prompt_keys), torch.cat(self.prompt_values)
+            self.prompt_keys, self.prompt_values = (list(all_.split(prompts.lengths)) for all_ in self.packed)
+        capacity = self.capacity(own_width, limit - self._width)
         keys, values = (
-            states.new_empty(rows, states.shape[1], capacity, states.shape[2])
-            for states in (self.prompt_keys, self.prompt_values)
+            gather_rows([(_own(layer, name, own_width), rows) for layer, rows in held], own_width, capacity)
+            for name in ("keys", "values")
         )
-        super().__init__(keys, values, length=0, limit=limit - width)
+        super().__init__(keys, values, length=own_width, limit=limit - self._width)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new entries and return everything after the prompts.
@@ -205,14 +282,11 @@ class ContinuedPromptsLayer(GrowingLayer):
         """Record that attention also read the prompts."""
         self._unread = False
 
-    def whole_row(self, row: int) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of a row, with those of its prompt, shape [1, K, S, H]."""
-        start, stop = self.prompts.span(row)
-        keys, values = (
-            torch.cat([shared[start:stop].transpose(0, 1), own[row]], dim=1).unsqueeze(0)
-            for shared, own in ((self.prompt_keys, self.keys), (self.prompt_values, self.values))
-        )
-        return keys, values
+    def row(self, row: int) -> ContinuedRow:
+        """One row, without padding; a view."""
+        prompt, offset = self.prompts.rows.prompt_of(row), self.prompts.rows.offsets[row]
+        own = (self.keys[row : row + 1, :, offset:], self.values[row : row + 1, :, offset:])
+        return ContinuedRow((self.prompt_keys[prompt], self.prompt_values[prompt]), own)
 
     def get_seq_length(self) -> int:
         """Positions so far, including the prompts'."""
@@ -223,13 +297,51 @@ class ContinuedPromptsLayer(GrowingLayer):
         raise NotImplementedError("rows that continue shared prompts cannot be selected layer by layer.")
 
 
-def _packed(states: Sequence[Tensor], prompts: SharedPrompts) -> Tensor:
-    """Extract prompts from right-aligned batches [., K, width, H], concatenated: [T, K, H]."""
-    total, (_, heads, _, size) = sum(prompts.lengths), states[0].shape
-    packed = states[0].new_empty(total, heads, size)
-    for (part, row, length), (start, stop) in zip(prompts.places, pairwise(prompts.starts), strict=True):
-        packed[start:stop] = states[part][row, :, states[part].shape[2] - length :].transpose(0, 1)
-    return packed
+def can_share(layers: Sequence[Any]) -> bool:
+    """Whether rows from these layers, one of each part, can continue shared prompts."""
+    known = any(isinstance(layer, ContinuedRow | ContinuedPromptsLayer) for layer in layers)
+    return all(
+        layer.can_be_shared if isinstance(layer, PromptLayer) else known and isinstance(layer, DynamicLayer)
+        for layer in layers
+    )
+
+
+def whole_rows(held: Sequence[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
+    """The same rows, with a copy of the prompt in front of each that shares it."""
+    whole: list[tuple[Any, Tensor]] = []
+    for layer, rows in held:
+        if isinstance(layer, ContinuedPromptsLayer):
+            whole += [(layer.row(row).whole(), torch.zeros_like(rows[:1])) for row in rows.tolist()]
+        else:
+            whole.append((layer.whole() if isinstance(layer, ContinuedRow) else layer, rows))
+    return whole
+
+
+def dynamic_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
+    """A layer with these keys and values."""
+    layer = DynamicLayer()
+    layer.keys, layer.values = keys, values
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    return layer
+
+
+def _prompt_states(layer: Any, row: int, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a row's prompt, [T, K, H]: of one that is shared already, those, otherwise a copy."""
+    if isinstance(layer, ContinuedPromptsLayer):
+        layer = layer.row(row)
+    if isinstance(layer, ContinuedRow):
+        return layer.prompt
+    keys, values = (
+        states[row, :, states.shape[2] - length :].transpose(0, 1).contiguous() for states in (layer.keys, layer.values)
+    )
+    return keys, values
+
+
+def _own(layer: Any, name: str, width: int) -> Tensor:
+    """The last `width` keys or values after the prompts; none of a layer in which the prompts are everything."""
+    states: Tensor = getattr(layer, name)
+    shared = isinstance(layer, ContinuedRow | ContinuedPromptsLayer)
+    return states[:, :, max(states.shape[2] - width, 0) :] if shared else states[:, :, :0]
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:

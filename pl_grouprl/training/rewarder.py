@@ -34,7 +34,7 @@ class Rewarder:
         retries: How often a call that raised is repeated.
         max_failed_share: Share of a rank's rollouts on which a function may fail before that is an error.
         max_unrewarded_batches: Abort after this many consecutive batches without any reward.
-        environments: Whether rollouts have environments in this process, which reward functions may take.
+        environments: Whether reward functions may take the environments of rollouts; otherwise they never see them.
 
     Attributes:
         unrewarded_batches: Consecutive batches without any reward so far.
@@ -95,6 +95,9 @@ class Rewarder:
 
     def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
         """Begin to reward rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
+        if not self._environments:
+            for rollout in (rollout for group in groups for rollout in group.rollouts):
+                rollout.environment = None
         return start_rewards(
             groups,
             self._rewards,

@@ -60,7 +60,8 @@ class BackgroundLoop:
     def close(self, seconds: float | None = None) -> None:
         """Cancel all tasks and end the thread, which is left alone if it does not end in that time."""
         self._stop()
-        self.thread.join(seconds)
+        if threading.current_thread() is not self.thread:  # garbage may be collected on any thread
+            self.thread.join(seconds)
 
     def _stop(self) -> None:
         self._stopping = True

@@ -16,3 +16,12 @@ def first_names(names: Sequence[str], limit: int = 3) -> str:
     """The first names and how many more there are, such as `a, b, c and 2 more`; `none` for no names."""
     more = len(names) - limit
     return (", ".join(names[:limit]) or "none") + (f" and {more} more" if more > 0 else "")
+
+
+def describe_error(error: BaseException, length: int = 2000) -> str:
+    """The text of an exception, cut to a number of characters; its class if it has none or cannot be read."""
+    try:
+        text = str(error)
+    except Exception:  # an exception of user's code may do anything
+        text = ""
+    return text[:length] or type(error).__name__

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.episodes import make_episode, make_group
 from helpers.rollouts import per_rollout_means
 from helpers.scripts import run_script
 
@@ -330,3 +331,10 @@ def test_two_ranks_log_what_one_logs(ranks, case):
         for name in names:
             assert two[rank][case]["metrics"][name] == pytest.approx(one[case]["metrics"][name], abs=1e-5), name
         assert two[rank][case]["beta"] == pytest.approx(one[case]["beta"], rel=1e-6)
+
+
+def test_opo_weighs_episodes_by_what_the_model_wrote(make_module):
+    module = make_module(advantage_estimator="opo")
+    group = make_group(make_episode(observation=3, reward=1.0), Rollout([1, 2], reward=0.0))
+    # 4 of 9 tokens and 2 of 2: the baseline is (4 * 1 + 2 * 0) / 6.
+    assert module.compute_advantages([group]).tolist() == pytest.approx([1 / 3, -2 / 3])

@@ -113,6 +113,14 @@ def test_names_that_models_make_up_do_not_fill_the_memory():
     assert len(chat._prefixes) <= 256
 
 
+def test_another_day_is_no_other_conversation():
+    """Templates may render the date, which the beginning of the dummy conversation was rendered with."""
+    chat = ChatFormat(llama_tokenizer(), "llama3", {"date_string": "31 Jan 2026"})
+    expected = chat.encode_results(results("12"))
+    chat.template_kwargs["date_string"] = "1 Feb 2026"
+    assert chat.encode_results(results("12")) == expected
+
+
 def test_templates_come_from_names_files_and_text(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text("{{ messages[0].content }}!", encoding="utf-8")
@@ -124,8 +132,21 @@ def test_templates_come_from_names_files_and_text(tmp_path):
     tokenizer.chat_template = {"default": "default", "tool_use": "{{ tools | length }} tools"}
     assert ChatFormat(tokenizer).render_prompt([USER]) == "default"
     assert ChatFormat(tokenizer).render_prompt([USER], [{"type": "function"}]) == "1 tools"
+    options = {"chat_template": "{{ messages[0].content }}, {{ name }}"}
+    assert ChatFormat(tokenizer, None, {**options, "name": "you"}).render_prompt([USER]) == "hi, you"
+    with pytest.raises(ValueError, match="chat_template is given twice"):
+        ChatFormat(tokenizer, "qwen3", options)
     with pytest.raises(ValueError, match=r"chat_template is 'qwen4', which is no file.*llama3, plain, qwen3"):
         ChatFormat(tokenizer, "qwen4")
+
+
+def test_of_several_templates_that_for_tools_counts():
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = {"default": "no tools here", "tool_use": ChatFormat(tokenizer, "qwen3").source}
+    chat = ChatFormat(tokenizer)
+    chat.check_tools()
+    assert chat.encode_results(results("12")) == ChatFormat(tokenizer, "qwen3").encode_results(results("12"))
+    assert chat.parser.name == "qwen3"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +202,16 @@ def test_a_template_that_ends_only_questions_with_eos_is_refused():
     template = THINKING.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}")
     with pytest.raises(ValueError, match=r"renders results differently|not prefix-preserving"):
         ChatFormat(tokenizer, template).check_tools()
+
+
+def test_turns_that_end_without_eos_are_pointed_out(caplog):
+    tokenizer = gemma_tokenizer()
+    tokenizer.response_template = {"start_anchor": "model", "fields": {"content": {}}}
+    ChatFormat(tokenizer, GEMMA).check_tools()
+    assert "does not end turns with the tokenizer's EOS token ('<eos>')" in caplog.text
+    caplog.clear()
+    ChatFormat(qwen_tokenizer(), "qwen3").check_tools()
+    assert not caplog.text
 
 
 def test_options_that_clash_with_ours_are_refused():

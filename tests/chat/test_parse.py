@@ -24,12 +24,14 @@ TAGGED = """{%- for m in messages %}<|im_start|>{{ m.role }}
 FORMATS = {
     "qwen": ChatFormat(qwen_tokenizer(), "qwen3"),
     "tagged": ChatFormat(qwen_tokenizer(), TAGGED),
+    "nemotron": ChatFormat(qwen_tokenizer(), TAGGED + "{# truncate_history_thinking #}"),
     "llama": ChatFormat(llama_tokenizer(), "llama3"),
     "plain": ChatFormat(plain_tokenizer(), "plain"),
 }
 HEADERS = {
     "qwen": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
     "tagged": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "nemotron": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
     "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "plain": "<user>hi<end><assistant>",
 }
@@ -120,6 +122,16 @@ def test_a_turn_may_be_cut_anywhere(place):
     assert parsed == message("", CALL) or "tool_calls" not in parsed
 
 
+SEARCH = {
+    "function": {
+        "name": "search",
+        "parameters": {
+            "properties": {"query": {"type": "string"}, "n": {"type": "integer"}, "filter": {"type": "object"}}
+        },
+    }
+}
+
+
 @pytest.mark.parametrize(
     ("text", "before", "expected"),
     [
@@ -141,7 +153,30 @@ def test_a_turn_may_be_cut_anywhere(place):
     ],
 )
 def test_qwen_with_tags(text, before, expected):
-    assert parse("tagged", text, before) == expected
+    assert parse("tagged", text, before, [SEARCH]) == expected
+
+
+def test_tags_hold_text_if_no_schema_says_otherwise():
+    text = "<tool_call><function=search><parameter=n>\n3\n</parameter></function></tool_call><|im_end|>"
+    assert parse("tagged", text) == message("", call("search", {"n": "3"}))
+    assert parse("tagged", text, tools=[SEARCH]) == message("", call("search", {"n": 3}))
+
+
+PING_TAGS = "<tool_call>\n<function=ping>\n</function>\n</tool_call>\n<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "expected"),
+    [
+        ("Hm.\n</think>\nIt is 12.<|im_end|>", "<think>\n", message("It is 12.", thought="Hm.")),
+        (f"Hm.\n</think>\nNow.\n{PING_TAGS}", "<think>\n", message("Now.", call("ping", {}), thought="Hm.")),
+        (f"\n</think>{PING_TAGS}", "<think>\n", message("", call("ping", {}))),
+        (f"Now.\n{PING_TAGS}", "<think>\n", message("Now.", call("ping", {}))),
+        (f"Now.\n{PING_TAGS}", "<think></think>", message("Now.", call("ping", {}))),
+    ],
+)
+def test_nemotron(text, before, expected):
+    assert parse("nemotron", text, before) == expected
 
 
 @pytest.mark.parametrize(
@@ -215,6 +250,14 @@ def test_values_that_cannot_be_handled_make_a_turn_text(value):
     assert parse("qwen", text + "<|im_end|>") == message(text)
 
 
+def test_arguments_that_are_cast_are_not_nested_deeply_either():
+    schema = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "array"}}}}}
+    for depth, expected in ((3, [[[]]]), (MAX_NESTING, None)):
+        text = NESTED % f'"{"[" * depth + "]" * depth}"'
+        calls = [] if expected is None else [call("f", {"a": expected})]
+        assert parse("qwen", text, tools=[schema]) == message("" if calls else text, *calls)
+
+
 def test_odd_values_are_kept():
     deep = MAX_NESTING - 6  # the message, its list, the call, the function, its arguments, and the innermost list
     text = '{"big": 1e999, "nan": NaN, "low": -Infinity, "twice": 1, "twice": 2, "deep": %s}' % (
@@ -237,13 +280,14 @@ def test_lone_surrogates_are_replaced():
 
 
 @pytest.mark.parametrize("family", ["qwen", "tagged", "llama"])
+@pytest.mark.parametrize("beginning", ["", "<tool_call><function=f><parameter=a>"])
 @pytest.mark.parametrize(
     "piece",
     ["<think>", "<think></think>", "<parameter=", "<parameter=a>", '{"name": "', '{"name": "f", "parameters": ', " "],
 )
-def test_long_repetitive_turns_end(family, piece):
+def test_long_repetitive_turns_end(family, beginning, piece):
     """Expressions with more than linear cost would hang here."""
-    text = "<tool_call><function=f><parameter=a>" + piece * 20_000
+    text = beginning + piece * 20_000
     with contextlib.suppress(MalformedTurnError):
         assert FORMATS[family].parser.parse(text + "x", ())["role"] == "assistant"
 

@@ -1,82 +1,50 @@
-"""Rounds of calls: order of results, what the model reads, environments that are reused, calls that hang."""
+"""Rounds of calls in this process: the order of results, environments that are reused, calls that hang."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
+import logging
 import math
+import os
+import pickle
 import threading
 
 import pytest
+from helpers.worker_tools import (
+    HARMS,
+    AsyncRewards,
+    Counter,
+    Echo,
+    Resets,
+    Rewards,
+    async_multiply,
+    change,
+    misbehave,
+    multiply,
+)
 
+from pl_grouprl.episodes import lanes
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall
 
 NEVER = 1000.0
 
 
-def multiply(a: int, b: int) -> int:
-    """Multiply.
-
-    Args:
-        a: The one.
-        b: The other.
-    """
-    return a * b
-
-
-async def async_multiply(a: int, b: int) -> int:
-    """Multiply.
-
-    Args:
-        a: The one.
-        b: The other.
-    """
-    await asyncio.sleep(0)
-    return a * b
-
-
-class Counter:
-    made = 0
-
-    def __init__(self):
-        Counter.made += 1
-        self.thread = threading.current_thread()
-
-    def reset(self, start=0, **row):
-        self.row = row
-        self.count = start
-        return f"It is {start}." if start else None
-
-    def add(self, number: int) -> int:
-        """Add to the count.
-
-        Args:
-            number: How much.
-        """
-        assert threading.current_thread() is self.thread
-        self.count += number
-        return self.count
-
-    async def async_add(self, number: int) -> int:
-        """Add to the count.
-
-        Args:
-            number: How much.
-        """
-        self.count += number
-        return self.count
-
-    def get_reward(self):
-        return self.count
-
-
-@pytest.fixture(autouse=True)
-def _fresh_counter():
-    Counter.made = 0
+@pytest.fixture
+def gate():
+    """Blocks until the test is over."""
+    gate = threading.Event()
+    before = set(threading.enumerate())
+    yield gate
+    gate.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
 
 
 @pytest.fixture
-def make():
+def make(gate):
     runners = []
 
     def make(*args, **kwargs):
@@ -86,6 +54,26 @@ def make():
     yield make
     for runner in runners:
         runner.close()
+
+
+@pytest.fixture
+def hang(gate):
+    def hang() -> None:
+        """Wait."""
+        gate.wait(NEVER)
+
+    return hang
+
+
+def counting(factory=Counter):
+    """A factory, and the environments that it has made."""
+    made = []
+
+    def make():
+        made.append(factory())
+        return made[-1]
+
+    return make, made
 
 
 def run(runner, *calls, session=None):
@@ -98,6 +86,7 @@ def contents(results):
 
 
 def test_results_of_async_tools_follow_those_of_plain_ones(make):
+    """As in TRL: a call that could not begin is among the plain ones."""
     calls = [
         ToolCall("async_multiply", {"a": 1, "b": 2}),
         ToolCall("multiply", {"a": 3, "b": 4}),
@@ -106,6 +95,7 @@ def test_results_of_async_tools_follow_those_of_plain_ones(make):
         ToolCall("async_multiply", {"a": 5, "b": 6}),
         ToolCall("page", {}, "web"),
         ToolCall("multiply", {"a": 7, "b": 8}),
+        ToolCall("async_multiply", {"a": "a", "b": "b"}),
     ]
     missing = "async_multiply() missing 2 required positional arguments: 'a' and 'b'"
     assert contents(run(make([multiply, async_multiply]), *calls)) == [
@@ -116,7 +106,60 @@ def test_results_of_async_tools_follow_those_of_plain_ones(make):
         ("multiply", "56", None),
         ("async_multiply", "2", None),
         ("async_multiply", "30", None),
+        ("async_multiply", str({"error": "can't multiply sequence by non-int of type 'str'"}), "raised"),
     ]
+
+
+@pytest.mark.parametrize("call", [ToolCall("", {}), ToolCall(None, {}), ToolCall(["a"], {}), ToolCall("reset", {})])
+def test_other_names_are_unknown(make, call):
+    (result,) = run(make([], Counter), call)
+    assert (result.content, result.failure) == (str({"error": f"Tool {call.name} not found."}), "unknown")
+
+
+def test_calls_without_calls(make):
+    runner = make([multiply])
+    sessions = runner.begin([{}, {}])
+    assert runner.call([]) == []
+    assert runner.call([(session, []) for session in sessions]) == [[], []]
+    runner.finish(sessions)
+    assert [session.reward for session in sessions] == [None, None]
+    assert not runner.has_environments
+
+
+def test_calls_of_all_sessions_run_at_the_same_time(make):
+    meeting = threading.Barrier(6)
+
+    def meet() -> int:
+        """Wait for five others."""
+        return meeting.wait(30) * 0
+
+    runner = make([meet])
+    sessions = runner.begin([{}] * 3)
+    results = runner.call([(session, [ToolCall("meet", {})] * 2) for session in sessions])
+    assert [[result.content for result in own] for own in results] == [["0", "0"]] * 3
+
+
+def test_async_calls_share_one_loop_between_rounds(make):
+    loops, events = [], []
+
+    async def meet(number: int) -> None:
+        """Wait for the other.
+
+        Args:
+            number: Who this is.
+        """
+        loops.append(asyncio.get_running_loop())
+        events.append(events[0] if events else asyncio.Event())
+        if len(events) == 2:
+            events[0].set()
+        await events[0].wait()
+
+    runner = make([meet])
+    session = runner.begin([{}])[0]
+    run(runner, ToolCall("meet", {"number": 0}), ToolCall("meet", {"number": 1}), session=session)
+    run(runner, ToolCall("meet", {"number": 2}), session=session)
+    assert len(loops) == 3
+    assert len(set(loops)) == 1
 
 
 def test_an_episode_uses_its_environment(make):
@@ -124,60 +167,304 @@ def test_an_episode_uses_its_environment(make):
     first, second = runner.begin([{"start": 1, "prompt": "p"}, {"prompt": "q"}])
     assert (first.observation, second.observation) == ("It is 1.", None)
     assert first.environment.row == {"prompt": "p"}
-    add = ToolCall("add", {"number": 2})
-    both = runner.call([(first, [add, add]), (second, [ToolCall("async_add", {"number": 5}), add])])
+    add, add_later = ToolCall("add", {"number": 2}), ToolCall("async_add", {"number": 5})
+    both = runner.call([(first, [add, add]), (second, [add_later, add])])
     assert [[result.content for result in results] for results in both] == [["3", "5"], ["2", "7"]]
     runner.finish([first, second])
     assert (first.reward, second.reward) == (5.0, 7.0)
     assert (first.reward_name, runner.reward_names) == ("Counter", ["Counter"])
+    names = [schema["function"]["name"] for schema in runner.schemas()]
+    assert names == ["multiply", "add", "async_add", "misbehave", "process_id"]
 
 
-def test_environments_are_made_once(make):
-    runner = make([], Counter)
-    assert Counter.made == 1
-    for rows, made in ((1, 1), (3, 3), (2, 3)):
+def test_environments_are_made_once_and_stay_in_their_threads(make):
+    factory, made = counting()
+    runner = make([], factory)
+    assert len(made) == 1
+    for rows, so_far in ((1, 1), (3, 3), (2, 3)):
         sessions = runner.begin([{}] * rows)
+        assert [session.environment for session in sessions] == made[:rows]
+        results = runner.call([(session, [ToolCall("add", {"number": 1})]) for session in sessions])
+        assert [own[0].content for own in results] == ["1"] * rows  # it checks the thread
         runner.finish(sessions)
-        assert Counter.made == made
+        assert len(made) == so_far
 
 
-def test_a_tool_that_hangs_is_abandoned_and_the_episode_goes_on(make):
-    gate = threading.Event()
+def test_a_row_chooses_its_environment(make):
+    runner = make([multiply], {"counter": Counter, "echo": Echo})
+    assert runner.environment_names == ["counter", "echo"]
+    assert runner.reward_names == ["Counter"]
+    assert [schema["function"]["name"] for schema in runner.schemas("echo")] == ["multiply", "say"]
+    counter, echo = runner.begin([{"environment": "counter", "start": 2}, {"environment": "echo", "column": 3}])
+    assert echo.environment.row == {"column": 3}
+    assert (counter.kind, echo.kind, runner.kind_of({"environment": "echo"})) == ("counter", "echo", "echo")
+    say = ToolCall("say", {"text": "t"})
+    assert runner.call([(counter, [say]), (echo, [say])])[0][0].failure == "unknown"
+    runner.finish([counter, echo])
+    assert (counter.reward, counter.reward_name) == (2.0, "Counter")
+    assert (echo.reward, echo.reward_name) == (None, None)
+    with pytest.raises(ValueError, match=r"environment='chess', which is not among .*\['counter', 'echo'\]"):
+        runner.begin([{"environment": "chess"}])
 
-    def hang() -> None:
-        """Wait."""
-        gate.wait(NEVER)
 
+def test_one_class_under_two_names_has_one_reward(make):
+    assert make([], {"a": Counter, "b": Counter}).reward_names == ["Counter"]
+
+
+@pytest.mark.parametrize("factory", [Rewards, AsyncRewards])
+def test_a_reward_that_fails_costs_its_own_episode(make, factory, caplog):
+    runner = make([], factory, timeout=60)
+    with caplog.at_level(logging.WARNING):
+        sessions = runner.begin([{"reward": reward} for reward in (0.5, "raise", "exit", "none", 2)])
+        runner.finish(sessions)
+    assert [sessions[0].reward, sessions[4].reward] == [0.5, 2.0]
+    assert all(math.isnan(session.reward) for session in sessions[1:4])
+    name = factory.__name__
+    assert f"{name}.get_reward raised KeyError: 'no such key'; the episode is left without" in caplog.text
+    runner.finish(sessions)  # again: nothing happens
+    assert sessions[0].reward == 0.5
+
+
+def test_a_reset_that_raises_ends_the_run_and_says_where(make):
+    runner = make([], Resets)
+    with pytest.raises(RuntimeError, match=r"Resets cannot begin an episode with the row {'how': 'raise'}") as caught:
+        runner.begin([{"how": "none"}, {"how": "raise"}])
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert runner.begin([{"how": "none"}])[0].observation is None
+
+
+def test_environments_are_made_and_reset_in_the_order_of_the_rows(make):
+    events = []
+
+    class Notes(Echo):
+        def __init__(self):
+            events.append("made")
+
+        def reset(self, name):
+            events.append(name)
+            if name == "bad":
+                raise ValueError(name)
+
+    runner = make([], Notes)
+    runner.finish(runner.begin([{"name": name} for name in "abcd"]))
+    assert events == ["made", "a", "made", "b", "made", "c", "made", "d"]
+    with pytest.raises(RuntimeError, match="ValueError: bad"):
+        runner.begin([{"name": name} for name in ("e", "bad", "f")])
+    assert events[8:] == ["e", "bad"]
+
+
+def test_a_tool_that_hangs_is_abandoned_and_the_episode_goes_on(make, hang):
     runner = make([hang, multiply], timeout=0.1)
     session = runner.begin([{}])[0]
-    try:
-        results = run(runner, ToolCall("hang", {}), ToolCall("multiply", {"a": 2, "b": 3}), session=session)
-        assert contents(results) == [
-            ("hang", "{'error': 'Tool hang took longer than 0.1 seconds.'}", "timeout"),
-            ("multiply", "6", None),
-        ]
-        assert run(runner, ToolCall("multiply", {"a": 2, "b": 2}), session=session)[0].content == "4"
-    finally:
-        gate.set()
+    results = run(runner, ToolCall("hang", {}), ToolCall("multiply", {"a": 2, "b": 3}), session=session)
+    assert contents(results) == [
+        ("hang", "{'error': 'Tool hang took longer than 0.1 seconds.'}", "timeout"),
+        ("multiply", "6", None),
+    ]
+    assert results[0].seconds == 0.1
+    assert run(runner, ToolCall("multiply", {"a": 2, "b": 2}), session=session)[0].content == "4"
 
 
-def test_an_environment_that_hangs_is_lost_and_replaced(make):
-    gate = threading.Event()
+def test_an_environment_survives_a_tool_that_hangs(make, hang):
+    runner = make([hang], Echo, timeout=0.1)
+    session = runner.begin([{}])[0]
+    results = run(runner, ToolCall("hang", {}), ToolCall("say", {"text": "still here"}), session=session)
+    assert [result.failure for result in results] == ["timeout", None]
 
+
+def test_an_environment_that_hangs_is_lost_and_replaced(make, hang):
     class Hangs(Counter):
         def hang(self) -> None:
             """Wait."""
-            gate.wait(NEVER)
+            hang()
 
     runner = make([], Hangs, timeout=0.1)
     session, other = runner.begin([{}, {}])
-    try:
-        results = run(runner, ToolCall("hang", {}), ToolCall("add", {"number": 1}), session=session)
-        assert [result.failure for result in results] == ["timeout", "timeout"]
-        assert results[1].content == "{'error': 'The environment of this episode was lost.'}"
-        runner.finish([session, other])
-        assert math.isnan(session.reward)
-        assert other.reward == 0.0
-        assert runner.begin([{}])[0].environment is not session.environment
-    finally:
-        gate.set()
+    lost = session.environment
+    results = run(runner, ToolCall("hang", {}), ToolCall("add", {"number": 1}), session=session)
+    assert [result.failure for result in results] == ["timeout", "exited"]
+    assert results[1].content == "{'error': 'The environment of this episode was lost.'}"
+    runner.finish([session, other])
+    assert math.isnan(session.reward)
+    assert other.reward == 0.0
+    fresh = runner.begin([{}, {}])
+    assert [fresh[0].environment is lost, fresh[1].environment is other.environment] == [False, True]
+
+
+def test_too_many_threads_that_hang_end_the_run(make, hang, monkeypatch):
+    monkeypatch.setattr(lanes, "MAX_BLOCKED_THREADS", 2)
+    runner = make([hang], timeout=0.1)
+    assert run(runner, ToolCall("hang", {}))[0].failure == "timeout"
+    with pytest.raises(RuntimeError, match=r"2 threads hang in tools or environments, the last one in 'hang'.*workers"):
+        run(runner, ToolCall("hang", {}))
+
+
+def test_an_async_tool_is_cancelled(make):
+    cancelled = []
+
+    async def sleep() -> None:
+        """Wait."""
+        try:
+            await asyncio.sleep(NEVER)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    class Sleeps(Counter):
+        async def sleep(self) -> None:
+            """Wait."""
+            await sleep()
+
+    runner = make([], Sleeps, timeout=0.1)
+    session = runner.begin([{}])[0]
+    results = run(runner, ToolCall("sleep", {}), ToolCall("async_add", {"number": 1}), session=session)
+    assert [result.failure for result in results] == ["timeout", None]
+    assert cancelled == [True]
+    assert run(runner, ToolCall("add", {"number": 1}), session=session)[0].content == "2"
+
+
+def test_an_async_tool_that_refuses_to_end_is_left(make, monkeypatch):
+    monkeypatch.setattr("pl_grouprl.episodes.dispatch.GRACE_SECONDS", 0.05)
+
+    class Stays(Counter):
+        async def stay(self) -> None:
+            """Wait, whatever happens."""
+            for _ in range(2):
+                try:
+                    await asyncio.sleep(NEVER)
+                except asyncio.CancelledError:
+                    continue
+
+    runner = make([], Stays, timeout=0.1)
+    session = runner.begin([{}])[0]
+    stay, add = ToolCall("stay", {}), ToolCall("async_add", {"number": 1})
+    assert run(runner, stay, session=session)[0].failure == "timeout"
+    assert run(runner, add, session=session)[0].failure == "exited"
+
+
+def test_an_async_tool_that_blocks_its_loop_is_abandoned(make, gate):
+    async def block() -> None:
+        """Block."""
+        gate.wait(NEVER)
+
+    runner = make([block, async_multiply], timeout=0.2)
+    session = runner.begin([{}])[0]
+    multiplied = ToolCall("async_multiply", {"a": 2, "b": 3})
+    assert run(runner, ToolCall("block", {}), session=session)[0].failure == "timeout"
+    assert run(runner, multiplied, session=session)[0].content == "6"
+
+
+def test_an_async_tool_may_raise_anything(make):
+    async def leave(how: str) -> None:
+        """Raise.
+
+        Args:
+            how: What.
+        """
+        HARMS[how]()
+
+    results = run(
+        make([leave]), *(ToolCall("leave", {"how": how}) for how in ("exit", "hard exit", "interrupt", "cancel"))
+    )
+    assert [result.failure for result in results] == ["exited", "exited", "raised", "raised"]
+    assert results[3].content == "{'error': 'Tool leave raised CancelledError.'}"
+
+
+def test_what_tools_do_costs_no_round(make):
+    runner = make([misbehave, multiply])
+    harms = [how for how in HARMS if how not in ("kill", "hang", "flood", "100 MB")]
+    results = run(
+        runner, *(ToolCall("misbehave", {"how": how}) for how in harms), ToolCall("multiply", {"a": 1, "b": 1})
+    )
+    assert len(results) == len(harms) + 1
+    assert results[-1].content == "1"
+
+
+def test_arguments_are_copies(make):
+    arguments = {"values": [0], "options": {}}
+    assert run(make([change]), ToolCall("change", arguments))[0].content == "changed"
+    assert arguments == {"values": [0], "options": {}}
+
+
+def test_an_interrupt_ends_the_run(make, gate, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    class Waits(Echo):
+        def wait(self) -> None:
+            """Wait."""
+            gate.wait(NEVER)
+
+    runner = make([], Waits, timeout=60)
+    session = runner.begin([{}])[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes, "wait_for_futures", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(runner, ToolCall("wait", {}), session=session)
+    gate.set()
+    assert run(runner, ToolCall("say", {"text": "a"}), session=session)[0].failure == "exited"
+
+
+def test_no_thread_is_left(make):
+    before = set(threading.enumerate())
+    runner = make([multiply, async_multiply], Counter, timeout=60)
+    calls = [ToolCall("multiply", {"a": 1, "b": 2}), ToolCall("async_multiply", {"a": 1, "b": 2})]
+    for _ in range(20):
+        sessions = runner.begin([{}] * 4)
+        runner.call([(session, calls) for session in sessions])
+        runner.finish(sessions)
+    runner.close()
+    runner.close()
+    assert set(threading.enumerate()) == before
+    runner.open()  # again
+    assert run(runner, *calls)[0].content == "2"
+
+
+def test_threads_end_with_a_runner_that_was_not_closed():
+    before = set(threading.enumerate())
+    runner = ToolRunner([async_multiply], Counter)
+    run(runner, ToolCall("async_multiply", {"a": 1, "b": 2}))
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    del runner
+    gc.collect()
+    for thread in threads:
+        thread.join(30)
+    assert set(threading.enumerate()) == before
+
+
+def test_a_copy_is_closed(make):
+    runner = make([multiply], Counter)
+    session = runner.begin([{"start": 1}])[0]
+    for other in (copy.deepcopy(runner), pickle.loads(pickle.dumps(runner))):
+        fresh = other.begin([{"start": 3}])[0]
+        assert fresh.environment is not session.environment
+        assert run(other, ToolCall("add", {"number": 1}), session=fresh)[0].content == "4"
+        other.close()
+    assert run(runner, ToolCall("add", {"number": 1}), session=session)[0].content == "2"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_has_threads_of_its_own(make):
+    runner = make([multiply], Counter)
+    session = runner.begin([{}])[0]
+    run(runner, ToolCall("multiply", {"a": 1, "b": 1}), session=session)
+    child = os.fork()
+    if child == 0:
+        good = run(runner, ToolCall("multiply", {"a": 3, "b": 2}), session=runner.begin([{}])[0])[0].content == "6"
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_options_out_of_range_are_refused():
+    for timeout in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"tool_timeout is {timeout}; it must be larger than 0"):
+            ToolRunner([multiply], timeout=timeout)
+    with pytest.raises(ValueError, match="tool_workers is -1; it must be at least 1, or 0"):
+        ToolRunner([multiply], workers=-1)
+    with pytest.raises(ValueError, match=r"tool_workers is 2, but each of \['async_multiply'\] is async"):
+        ToolRunner([async_multiply], workers=2)
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match=r"\['add'\] are tools and methods of Counter"):
+        ToolRunner([Counter().add], Counter)
+    assert set(threading.enumerate()) == before

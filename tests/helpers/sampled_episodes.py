@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from pl_grouprl.data.encoding import EncodingOptions, encode_rows
@@ -70,3 +71,10 @@ def mask_of(rollout: Rollout) -> list[int]:
     """The loss mask of what follows the rollout's prompt."""
     mask = [1] * len(rollout.token_ids) if rollout.loss_mask is None else rollout.loss_mask
     return mask[rollout.num_observation_tokens :]
+
+
+def without_seconds(group: RolloutGroup) -> RolloutGroup:
+    """The group without what the clock decides."""
+    return replace(
+        group, rollouts=[replace(own, tool_counts={**own.tool_counts, "seconds": 0.0}) for own in group.rollouts]
+    )

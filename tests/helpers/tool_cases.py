@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 END = "<|im_end|>"
+COLUMNS = ("environment", "difficulty", "topic")
+"""Of the rows below, besides the prompt."""
+
 Answer = str
 """What the model writes in one turn; it ends with `END`, unless it is cut."""
 
@@ -36,6 +39,19 @@ class ToolCase:
     @property
     def num_generations(self) -> int:
         return len(self.answers) // len(self.rows)
+
+
+def seen_by_reward(arguments: Mapping[str, Any], rollout: int) -> dict[str, Any]:
+    """What a reward function was told about one rollout, for comparison; `arguments` are its keyword arguments."""
+    environments = arguments.get("environments")
+    columns = {name: arguments[name][rollout] for name in COLUMNS if name in arguments}
+    return {
+        "completion_ids": arguments["completion_ids"][rollout],
+        "prompt_messages": arguments["prompts"][rollout],
+        "messages": arguments["completions"][rollout],
+        "environment": None if environments is None else type(environments[rollout]).__name__,
+        "columns": columns,
+    }
 
 
 def call(name: str, /, **arguments: Any) -> str:

@@ -9,21 +9,18 @@ from unittest.mock import patch
 
 import torch
 from helpers.qwen_tokenizer import qwen_tokenizer
-from helpers.tool_cases import ToolCase
-
-Conversation = dict[str, Any]
-"""What came of one rollout: `prompt` (text), `completion_ids`, `mask`, `prompt_messages`, `messages`, `reward`."""
+from helpers.tool_cases import ToolCase, seen_by_reward
 
 
 def run_trl(case: ToolCase) -> dict[str, Any]:
-    """The rollouts as `Conversation`s, and how many tools were called, and calls failed, in all of them."""
+    """What `helpers.tool_cases` says of conversations: the rollouts, and how many calls there were, and failed."""
     from trl import GRPOConfig, GRPOTrainer
 
     seen: dict[str, Any] = {}
 
-    def observe(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        seen.update(prompts=prompts, completions=completions, columns=columns)
-        return [0.0] * len(prompts)
+    def observe(**arguments: Any) -> list[float]:
+        seen.update(arguments)
+        return [0.0] * len(arguments["prompts"])
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -47,18 +44,20 @@ def run_trl(case: ToolCase) -> dict[str, Any]:
             environment_factory=case.environment_factory,
         )
         result = _generate(trainer, case)
-    prompt_ids, completion_ids, mask, _, _, _, _, _ = result["generated"]
+    prompt_ids, completion_ids, mask, *_ = result["generated"]
     tokenizer = trainer.processing_class
-    names = trainer.reward_func_names
+    rewards = [
+        {name: _number(value) for name, value in zip(trainer.reward_func_names, row, strict=True) if name != "observe"}
+        for row in result["rewards"]
+    ]
     return {
         "rollouts": [
             {
                 "prompt": tokenizer.decode(prompt_ids[i]),
                 "completion_ids": completion_ids[i],
-                "mask": mask[i] if mask is not None else [1] * len(completion_ids[i]),
-                "prompt_messages": seen["prompts"][i],
-                "messages": seen["completions"][i],
-                "reward": {name: _number(result["rewards"][i][k]) for k, name in enumerate(names) if name != "observe"},
+                "mask": [1] * len(completion_ids[i]) if mask is None else mask[i],
+                **seen_by_reward(seen, i),
+                "reward": {name: reward for name, reward in rewards[i].items() if reward is not None},
             }
             for i in range(len(case.answers))
         ],

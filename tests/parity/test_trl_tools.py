@@ -15,9 +15,11 @@ from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.sampled_episodes import mask_of, open_episodes, prompt_of
 from helpers.scripted_engine import ScriptedEngine
 from helpers.tiny_models import tiny_model
-from helpers.tool_cases import ToolCase, tool_cases
+from helpers.tool_cases import ToolCase, seen_by_reward, tool_cases
 
-from pl_grouprl.types import Messages, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.rewards import apply_rewards
+from pl_grouprl.rewards.environment import EnvironmentReward
+from pl_grouprl.types import Messages, SamplingConfig
 
 RECORDED = json.loads(Path(__file__).with_name("trl_tools.json").read_text(encoding="utf-8"))
 
@@ -46,24 +48,29 @@ def run_ours(case: ToolCase) -> dict[str, Any]:
         max_episode_tokens=case.max_completion_length,
     ) as sample:
         groups = sample(case.rows, SamplingConfig(max_new_tokens=case.max_completion_length), case.num_generations)
+    seen: dict[str, Any] = {}
+
+    def observe(**arguments: Any) -> list[float]:
+        seen.update(arguments)
+        return [0.0] * len(arguments["prompts"])
+
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    names = dict.fromkeys(rollout.environment_name for _, rollout in pairs if rollout.environment_name is not None)
+    apply_rewards(groups, [observe, *map(EnvironmentReward, names)])
     counts = [rollout.tool_counts for _, rollout in pairs]
     return {
-        "rollouts": [_conversation(group, rollout, tokenizer) for group, rollout in pairs],
+        "rollouts": [
+            {
+                "prompt": tokenizer.decode(prompt_of(group, rollout)),
+                "completion_ids": rollout.completion_ids,
+                "mask": mask_of(rollout),
+                **seen_by_reward(seen, number),
+                "reward": {name: rollout.rewards[name] for name in names if rollout.rewards[name] is not None},
+            }
+            for number, (group, rollout) in enumerate(pairs)
+        ],
         "calls": sum(count.get("calls", 0) for count in counts),
         "failures": sum(n for count in counts for kind, n in count.items() if kind not in ("calls", "seconds")),
-    }
-
-
-def _conversation(group: RolloutGroup, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
-    reward = {} if rollout.environment_name is None else {rollout.environment_name: rollout.environment_reward}
-    return {
-        "prompt": tokenizer.decode(prompt_of(group, rollout)),
-        "completion_ids": rollout.completion_ids,
-        "mask": mask_of(rollout),
-        "prompt_messages": group.prompt if rollout.prompt is None else rollout.prompt,
-        "messages": rollout.messages,
-        "reward": reward,
     }
 
 
@@ -80,8 +87,7 @@ def recorded(name: str) -> dict[str, Any]:
 def check_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Same prompts, tokens, masks, messages, rewards of environments, and counts."""
     for number, (mine, other) in enumerate(zip(ours["rollouts"], theirs["rollouts"], strict=True)):
-        rewards = {name: reward for name, reward in other["reward"].items() if reward is not None}
-        assert mine == {**other, "reward": rewards, **_comparable(mine, other)}, f"rollout {number}"
+        assert mine == {**other, **_comparable(mine, other)}, f"rollout {number}"
     assert (ours["calls"], ours["failures"]) == (theirs["calls"], theirs["failures"])
 
 
@@ -115,11 +121,6 @@ def test_a_list_is_read_as_text() -> None:
     assert other["messages"][1]["content"] == [1, "x"]
     assert mine["messages"][1]["content"] == "[1, 'x']"
     assert [mine["messages"][place] for place in (0, 2)] == [other["messages"][place] for place in (0, 2)]
-
-
-def test_results_that_do_not_fit_end_the_episode_as_length() -> None:
-    """TRL has no finish reason, and calls a completion clipped that does not end in the end token."""
-    pytest.importorskip("pl_grouprl.training.episodes")
 
 
 @pytest.mark.parametrize("name", tool_cases())

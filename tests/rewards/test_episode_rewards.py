@@ -25,6 +25,7 @@ from pl_grouprl.rewards import (
 )
 from pl_grouprl.rewards.completion_text import completion_text, written_text
 from pl_grouprl.training.rewarder import Rewarder
+from pl_grouprl.training.run import PlainRun
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
 
@@ -34,6 +35,10 @@ class Room:
 
     score: float
     visited: list[str] = field(default_factory=list)
+
+
+def has_environment(groups):
+    return [[float(rollout.environment is not None) for rollout in group.rollouts] for group in groups]
 
 
 def rewards_of(function, *rollouts, **fields):
@@ -96,7 +101,7 @@ def test_environments_are_passed_themselves():
 
 
 def test_environments_cannot_be_had_where_there_are_none():
-    with pytest.raises(ValueError, match=r"requires \['environments'\].*leave tool_workers and reward_workers at 0"):
+    with pytest.raises(ValueError, match=r"requires \['environments'\].*leave tool_workers, reward_work"):
         rewards_of(worker_rewards.score_of_environment, make_episode())
 
 
@@ -107,6 +112,7 @@ def test_environments_in_reward_workers():
         group = make_group(episode)
         apply_rewards([group], worker_rewards.knows_environments, workers=workers)
         assert episode.reward == 0.0
+        assert episode.environment.value == Room(1.0)  # stays here
         with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`.*stays_in_process"):
             apply_rewards([group], functions[0].function, workers=workers)
     finally:
@@ -239,3 +245,11 @@ def test_functions_that_take_environments_are_refused_in_workers_at_construction
     with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`"):
         Rewarder(worker_rewards.score_of_environment, run=None, **options)
     Rewarder(worker_rewards.knows_environments, run=None, **options)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_functions_see_environments_only_where_they_may(reads):
+    group = make_group(make_episode(environment=Room(1.0)))
+    rewarder = Rewarder([worker_rewards.knows_environments, has_environment], PlainRun(None), environments=reads)
+    rewarder.start([group]).wait()
+    assert group.rollouts[0].rewards == {"knows_environments": float(reads), "has_environment": float(reads)}

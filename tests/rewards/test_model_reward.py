@@ -7,9 +7,11 @@ import pickle
 
 import pytest
 import torch
-from helpers.episodes import make_episode, make_group, turns_of
+from helpers.chat_tokenizers import llama_tokenizer, qwen_tokenizer
+from helpers.episodes import QUESTION, make_episode, make_group, turns_of
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
+from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.rewards import (
     ModelReward,
     NumericAnswer,
@@ -451,20 +453,34 @@ def no_results(message):
 
 
 def refuses_tools(message):
-    raise ValueError("no such role")
+    if message["role"] == "tool":
+        raise ValueError("no tools here")
+    return message["content"]
 
 
-@pytest.mark.parametrize(
-    ("shows", "message"),
-    [
-        (only_contents, "leaves out 'look_up'"),
-        (no_results, "leaves out '41'"),
-        (refuses_tools, r"refuses an episode \(no such role\)"),
-    ],
-)
-def test_a_chat_template_without_tools_is_refused(shows, message):
+@pytest.mark.parametrize(("shows", "lost"), [(only_contents, "look_up"), (no_results, "41")])
+def test_a_chat_template_without_tools_is_refused(shows, lost):
     reward = ModelReward(classifier(), tokenizer=RoleTokenizer(shows))
-    with pytest.raises(
-        RewardConfigurationError, match=rf"{message}.*pass a tokenizer whose chat template renders tool"
-    ):
+    message = f"leaves '{lost}' out of an episode; pass a tokenizer whose chat template renders tool calls"
+    with pytest.raises(RewardConfigurationError, match=message):
         reward.score_groups([make_group(make_episode())])
+
+
+def test_an_episode_that_a_chat_template_refuses_has_no_reward(caplog):
+    group, plain = make_group(make_episode()), make_group(Rollout([1], text="hi"), Rollout([1], text="ho"))
+    apply_rewards([group, plain], ModelReward(classifier(), tokenizer=RoleTokenizer(refuses_tools)))
+    assert group.rollouts[0].reward is None
+    assert all(rollout.reward is not None for rollout in plain.rollouts)
+    assert "its chat template refuses an episode (no tools here)" in caplog.text
+
+
+@pytest.mark.parametrize(("template", "tokenizer"), [("qwen3", qwen_tokenizer), ("llama3", llama_tokenizer)])
+def test_templates_of_families_render_episodes(template, tokenizer):
+    own = tokenizer()
+    own.chat_template = read_template(template)
+    episode = make_episode(messages=turns_of('{"a": "<41>",\n "b": "é"}', "It is 41.", "Let me see."))
+    model = classifier(vocab_size=len(own))
+    ((score,),) = ModelReward(model, tokenizer=own).score_groups([make_group(episode)])
+    ids = own.apply_chat_template([*QUESTION, *episode.messages], tokenize=True, return_dict=False)
+    (expected,) = flat(score_one_by_one(model, [RolloutGroup(ids, [Rollout([])])])).tolist()
+    assert score == pytest.approx(expected, abs=1e-5)

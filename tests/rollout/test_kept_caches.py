@@ -10,8 +10,10 @@ from helpers.rollouts import PROMPTS, assert_same
 from helpers.sampling_oracle import FAMILIES, tiny_decoder
 from transformers.cache_utils import Cache, DynamicLayer
 
-from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout import HFRolloutEngine, decode
 from pl_grouprl.rollout.kept_caches import MAX_REPEATED, KeptCaches, KeptSequence, plan_continuing
+from pl_grouprl.rollout.kv_cache import gather_cache
+from pl_grouprl.rollout.shared_prompt import ContinuedRow
 from pl_grouprl.types import Prompt, SamplingConfig
 
 LONG = [1 + place % 23 for place in range(100)]
@@ -56,6 +58,25 @@ def test_results_of_very_different_lengths(make_model, family):
     check(engine, [LONG, [3], LONG[:40]], sampling, new_tokens=lambda numbers: numbers.choice(lengths))
 
 
+@pytest.mark.parametrize("max_sequences", [None, 5])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_window"])
+def test_continuing_shared_prompts(make_model, monkeypatch, family, max_sequences):
+    kinds = []
+
+    def recorded(*args):
+        cache = gather_cache(*args)
+        kinds.append(type(cache.layers[-1]).__name__)
+        return cache
+
+    monkeypatch.setattr(decode, "gather_cache", recorded)
+    model = make_model(family, **{"n_positions" if family == "gpt2" else "max_position_embeddings": 1024})
+    sampling = SamplingConfig(max_new_tokens=6, stop_token_ids=(4, 9))
+    options = {"num_generations": 6, "turns": 3, "new_tokens": lambda numbers: numbers.choice([1, 2, 20])}
+    check(HFRolloutEngine(model, max_sequences=max_sequences), [4 * LONG, 3 * LONG], sampling, **options)
+    assert kinds[-1] == "ContinuedPromptsLayer"
+    assert kinds.count("ContinuedPromptsLayer") > len(kinds) / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("max_sequences", [None, 3])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,10 +89,11 @@ def test_families(family, max_sequences):
     check(engine, [LONG[:60], LONG[2:60]], sampling, num_generations=8, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_window"])
-def test_every_token_of_an_episode_runs_once(make_model, family):
-    model = make_model(family)
-    engine, prompts = HFRolloutEngine(model), [LONG[:30], LONG[1:20]]
+@pytest.mark.parametrize("prompts", [[LONG[:30], LONG[1:20]], [4 * LONG, 3 * LONG]], ids=["copied", "shared"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_window"])
+def test_every_token_of_an_episode_runs_once(make_model, family, prompts):
+    model = make_model(family, max_position_embeddings=1024)
+    engine = HFRolloutEngine(model)
     sampling = SamplingConfig(max_new_tokens=5)
     play(engine, prompts, sampling, turns=2, keep=True)  # checks the model
     for turns in (2, 6):
@@ -94,6 +116,28 @@ def play_simply(engine, prompts, sampling, turns):
             played.append(groups)
             episodes = [[*own, *group[0].token_ids] for own, group in zip(episodes, groups, strict=True)]
     return episodes, played
+
+
+@pytest.mark.parametrize("max_sequences", [None, 6])
+def test_a_shared_prompt_is_stored_once(make_model, max_sequences):
+    engine = HFRolloutEngine(make_model("gpt2", n_positions=512), max_sequences=max_sequences)
+    sampling, prompts = SamplingConfig(max_new_tokens=5), [4 * LONG, 3 * LONG]
+    play(engine, prompts, sampling, turns=2, keep=True)  # checks the model
+    with engine.keep_caches():
+        groups = engine.generate(prompts, sampling, num_generations=9, seed=1)
+        for turn in range(3):
+            prompts_of_rows, own_lengths = zip(*shared_rows(), strict=True)
+            assert own_lengths == (4 + 8 * turn,) * 18 * 2  # layers
+            assert len(set(prompts_of_rows)) <= 2 * 2 * (1 if max_sequences is None else 2)
+            sampled = [(own, one) for own, group in zip(prompts, groups, strict=True) for one in group]
+            prompts = [[*own, *one.token_ids, 1, 2, 3] for own, one in sampled]
+            groups = engine.generate(prompts, sampling, num_generations=1, seed=1)
+
+
+def shared_rows():
+    """Address of the prompt and number of own tokens of each sequence's layers that share a prompt."""
+    rows = (one for one in gc.get_objects() if isinstance(one, ContinuedRow))
+    return [(row.prompt[0].data_ptr(), row.keys.shape[2]) for row in rows]
 
 
 def test_few_tokens_run_twice_where_results_differ_in_length(make_model):
@@ -124,7 +168,7 @@ def sequence(tokens):
 def test_the_longest_beginning_is_found():
     kept = KeptCaches()
     for tokens in ([1], [1, 2], [1, 2, 3, 4], [1, 2, 300], [7, 8], [1, 2, 3, 4]):
-        kept.add(tokens, Cache(layers=[layer(len(tokens))]))
+        kept.add(tokens, sequence(len(tokens)))
     prompts = [[1, 2, 3, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4], [1], [1, 2, 300, 4, 4], [7, 9], [1, 2, 3, 5], [258, 3]]
     found = kept.claim([Prompt(prompt) for prompt in prompts])
     assert [own and own.num_tokens for own in found] == [2, 4, 2, None, 3, None, 2, None]
@@ -133,7 +177,7 @@ def test_the_longest_beginning_is_found():
 
 def test_prompts_with_media_continue_nothing():
     kept = KeptCaches()
-    kept.add([1, 2], Cache(layers=[layer(2)]))
+    kept.add([1, 2], sequence(2))
     media = {"pixel_values": torch.zeros(1)}
     assert kept.claim([Prompt([1, 2, 3], media=media)]) == [None]
 
@@ -158,7 +202,8 @@ def held():
 
 
 def test_caches_are_freed(make_model):
-    engine, sampling = HFRolloutEngine(make_model("qwen3")), SamplingConfig(max_new_tokens=12)
+    model, sampling = make_model("qwen3", max_position_embeddings=512), SamplingConfig(max_new_tokens=12)
+    engine = HFRolloutEngine(model)
     play(engine, PROMPTS, sampling, keep=True)
     gc.collect()
     gc.disable()
@@ -170,6 +215,8 @@ def test_caches_are_freed(make_model):
             continued = [[*PROMPTS[0], *own.token_ids, 1] for own in groups[0]]
             engine.generate(continued[:2], sampling, num_generations=1, seed=1)
             assert len(held()) == before + 3 * 2
+        assert len(held()) == before
+        play(engine, [2 * LONG], sampling, num_generations=9, turns=3, keep=True)
         assert len(held()) == before
         fail_inside(engine)
         play(engine, PROMPTS, sampling, keep=False)
@@ -208,3 +255,41 @@ def test_contexts_do_not_nest(qwen3):
     engine = HFRolloutEngine(qwen3)
     with engine.keep_caches(), pytest.raises(RuntimeError, match=r"keep_caches.* is in use already; leave"):
         engine.keep_caches().__enter__()
+
+
+def test_a_model_that_continues_caches_otherwise_is_encoded_from_the_start(make_model, caplog):
+    model = make_model("llama")
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def forget(hidden_states, past_key_values=None, **kwargs):
+        if hidden_states.shape[1] > 1 and past_key_values is not None and past_key_values.get_seq_length(1):
+            hidden_states = 1.05 * hidden_states + 0.05
+        return forward(hidden_states, past_key_values=past_key_values, **kwargs)
+
+    attention.forward = forget
+    engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=4)
+    with caplog.at_level("INFO"):
+        check(engine, PROMPTS, sampling)
+        check(engine, PROMPTS, sampling)
+    assert caplog.text.count("encodes every turn of an episode from the start: LlamaForCausalLM gives") == 1
+    with counted_tokens(model) as counts, engine.keep_caches():
+        engine.generate([LONG], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)
+        engine.generate([[*LONG, *LONG[:5]]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)
+    assert counts == [100, 105]
+
+
+def test_another_model_does_not_continue_the_caches_of_the_last(make_model):
+    first, second = make_model("qwen3"), make_model("llama")
+    engine, sampling = HFRolloutEngine(first), SamplingConfig(max_new_tokens=1)
+    with engine.keep_caches():
+        engine.bind(second)
+        ((rollout,),) = engine.generate([LONG], sampling, num_generations=1, seed=0)  # checks the model
+        engine.bind(second)
+        prompt = [*LONG, *rollout.token_ids, 1, 2]
+        for model, run in [(second, 3), (first, 103)]:
+            engine.bind(model)
+            with counted_tokens(model) as counts:
+                engine.generate([prompt], sampling, num_generations=1, seed=0)
+            assert counts[-1] == run
+            prompt = LONG + prompt[-3:]

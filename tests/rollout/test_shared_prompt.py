@@ -4,11 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
+from transformers.cache_utils import Cache
 
 from pl_grouprl.rollout import HFRolloutEngine, decode
 from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
 from pl_grouprl.rollout.prompt_attention import attend, attending_to_shared_prompts
-from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, find_shared_prompts
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, EncodedPrompt, PromptLayer, find_shared_prompts
 from pl_grouprl.types import SamplingConfig
 
 CPU = torch.device("cpu")
@@ -16,15 +17,15 @@ CPU = torch.device("cpu")
 
 def encoded(lengths, generator):
     """Prompts of these lengths in one batch, right-aligned: one layer with 2 key/value heads of 8."""
-    from transformers.cache_utils import Cache
-
     layer = PromptLayer()
     shape = (len(lengths), 2, max(lengths), 8)
     layer.update(*(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)))
     layer.was_read(True)
-    return SimpleNamespace(
-        cache=Cache(layers=[layer]), lengths=lengths, width=max(lengths), logits_PV=torch.zeros(len(lengths), 1)
-    )
+    return SimpleNamespace(cache=Cache(layers=[layer]), lengths=lengths, shared=prompts_of(lengths))
+
+
+def prompts_of(lengths):
+    return [EncodedPrompt(length) for length in lengths]
 
 
 def dense(query, keys, values, scale, sinks):
@@ -41,7 +42,7 @@ def dense(query, keys, values, scale, sinks):
 def test_attention_equals_a_softmax_over_prompt_and_own_tokens(with_sinks):
     generator = torch.Generator().manual_seed(0)
     parts = [(encoded([3, 5], generator), [0, 0, 1]), (encoded([7], generator), [0, 0])]
-    prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
+    prompts = find_shared_prompts([(prefix.shared, prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
     indexed = [(prefix.cache, torch.tensor(rows)) for prefix, rows in parts]
     cache = gather_cache(indexed, width=7, limit=20, prompts=prompts)
     (layer,) = cache.layers
@@ -73,9 +74,51 @@ def test_attention_equals_a_softmax_over_prompt_and_own_tokens(with_sinks):
     assert len(whole) == 1
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_of_several_tokens_after_rows_of_different_lengths(with_sinks):
+    generator = torch.Generator().manual_seed(0)
+    first, second = (encoded([length], generator) for length in (5, 3))
+    prompts = find_shared_prompts([(first.shared, [5], [0, 0]), (second.shared, [3], [0])], CPU, 0)
+    parts = [(first.cache, torch.tensor([0, 0])), (second.cache, torch.tensor([0]))]
+    cache = gather_cache(parts, width=5, limit=20, prompts=prompts)
+    whole = [[held.keys[0], held.values[0]] for part, rows in parts for held in part.layers for _ in rows]
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64) if with_sinks else None
+    for new, remaining in [(4, [2, 4, 1]), (3, [4, 6, 3]), (1, [1, 2, 3]), (1, None)]:
+        query = torch.randn(3, 4, new, 8, generator=generator, dtype=torch.float64)
+        own = [torch.randn(3, 2, new, 8, generator=generator, dtype=torch.float64) for _ in range(2)]
+        (layer,) = cache.layers
+        layer.update(*own)
+        whole = [
+            [torch.cat([states, more[row]], dim=1) for states, more in zip(held, own, strict=True)]
+            for row, held in enumerate(whole)
+        ]
+        expected = [
+            dense(query[row, :, token], *before(held, new - 1 - token), 0.3, sinks)
+            for row, held in enumerate(whole)
+            for token in range(new)
+        ]
+        attended = attend(query, layer, 0.3, sinks)
+        torch.testing.assert_close(attended.transpose(1, 2).flatten(0, 1), torch.stack(expected))
+        if remaining is not None:  # rows leave, some of their tokens are forgotten, and they are gathered again
+            lengths = [own + count for own, count in zip((5, 5, 3), remaining, strict=True)]
+            rows = [layer.row(row).clone().first(count) for row, count in enumerate(remaining)]
+            whole = [[states[:, :length] for states in held] for held, length in zip(whole, lengths, strict=True)]
+            names = [first.shared[0], first.shared[0], second.shared[0]]
+            sequences = [([name], [length], [0]) for name, length in zip(names, lengths, strict=True)]
+            parts = [(Cache(layers=[row]), torch.tensor([0])) for row in rows]
+            cache = gather_cache(parts, max(lengths), 40, find_shared_prompts(sequences, CPU, 0))
+            for row, own_layer in enumerate(gather_cache(parts, max(lengths), 40).layers[0].keys):  # copied
+                torch.testing.assert_close(own_layer[:, -lengths[row] :], whole[row][0])
+
+
+def before(held, count):
+    """Keys and values without the last `count`."""
+    return [states[:, : states.shape[1] - count] for states in held]
+
+
 def test_keys_that_are_read_without_the_prompt_are_noticed():
     parts = [(encoded([3], torch.Generator().manual_seed(0)), [0, 0])]
-    prompts = find_shared_prompts([(prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
+    prompts = find_shared_prompts([(prefix.shared, prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
     (layer,) = gather_cache([(parts[0][0].cache, torch.tensor([0, 0]))], 3, 9, prompts).layers
     new = torch.zeros(2, 2, 1, 8, dtype=torch.float64)
     layer.update(new, new)
@@ -84,12 +127,15 @@ def test_keys_that_are_read_without_the_prompt_are_noticed():
 
 
 def test_prompts_are_shared_where_that_saves_copies():
-    lengths = [100, 60]
-    assert find_shared_prompts([(lengths, [0, 0, 0, 1])], CPU) is None  # 200 tokens for two prompts
-    shared = find_shared_prompts([(lengths, [0, 0, 0, 0, 0, 1, 1, 1])], CPU)  # 520
+    def find(rows):
+        return find_shared_prompts([(prompts, [100, 60], rows)], CPU)
+
+    prompts = prompts_of([100, 60])
+    assert find([0, 0, 0, 1]) is None  # 200 tokens for two prompts
+    shared = find([0, 0, 0, 0, 0, 1, 1, 1])  # 520
     assert shared.lengths == [100, 60]
     assert shared.rows.counts == [5, 3]
-    assert find_shared_prompts([(lengths, [0, 1])], CPU) is None
+    assert find([0, 1]) is None
 
 
 FAMILIES = {
@@ -156,12 +202,3 @@ def test_caches_are_let_go_of_without_garbage_collection():
         assert not [held for held in gc.get_objects() if isinstance(held, kinds)]
     finally:
         gc.enable()
-
-
-def test_several_tokens_at_a_time_are_refused():
-    generator = torch.Generator().manual_seed(0)
-    prefix = encoded([3], generator)
-    prompts = find_shared_prompts([([3], [0, 0])], CPU, 0)
-    (layer,) = gather_cache([(prefix.cache, torch.tensor([0, 0]))], width=3, limit=9, prompts=prompts).layers
-    with pytest.raises(ValueError, match="one token at a time, but the model passed 2 to attention"):
-        attend(torch.zeros(2, 4, 2, 8, dtype=torch.float64), layer, 1.0)

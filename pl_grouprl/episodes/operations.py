@@ -1,0 +1,57 @@
+"""Operations on tools and environments, and what becomes of those that do not return."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from pl_grouprl.episodes.environments import EnvironmentHost
+
+
+class OperationError(RuntimeError):
+    """An operation did not return; the text says what it did, to follow its name."""
+
+
+class OperationTimeoutError(OperationError):
+    """It took too long; it may still run if `is_stuck`."""
+
+    def __init__(self, message: str, *, is_stuck: bool) -> None:
+        super().__init__(message)
+        self.is_stuck = is_stuck
+
+
+class OperationCancelledError(OperationError):
+    """It is async and raised `CancelledError`, though nothing had cancelled it."""
+
+
+class OperationExitError(OperationError):
+    """Its process ended."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of a method of `EnvironmentHost`.
+
+    Attributes:
+        name: Of the tool or environment, for errors.
+        method: Name of the method.
+        arguments: Its arguments.
+        limit: Seconds that it may take; None for any time.
+        is_async: Whether it calls an async function, so that it needs an event loop.
+        number: Of the episode's environment, if there is one: plain operations with the same number run in order.
+        uses_environment: Whether it uses that environment, which is lost if the operation does not end.
+    """
+
+    name: str
+    method: str
+    arguments: tuple[Any, ...]
+    limit: float | None
+    is_async: bool = False
+    number: int | None = None
+    uses_environment: bool = True
+
+    def make(self, host: EnvironmentHost) -> Coroutine[Any, Any, Any]:
+        """The coroutine that does it."""
+        coroutine: Coroutine[Any, Any, Any] = getattr(host, self.method)(*self.arguments)
+        return coroutine

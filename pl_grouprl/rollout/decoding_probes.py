@@ -1,0 +1,92 @@
+"""Samples a few tokens from a model to see whether its cache can be used as rollouts do."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from pl_grouprl.checks.decoding_check import LONGEST, LONGEST_CONTINUED, check_decoding, continues_exactly
+from pl_grouprl.media.inputs import placeholder_ids
+from pl_grouprl.rollout.batches import BatchedSampler
+from pl_grouprl.rollout.kept_caches import KeptCaches
+from pl_grouprl.rollout.limits import length_limits
+from pl_grouprl.rollout.packed_linear import own_weights
+from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.types import Prompt, Rollout, SamplingConfig
+
+COPIED, SHARED = math.inf, 0.0
+"""Least savings for which prompts are shared: never, and wherever the model allows it."""
+
+
+def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None) -> KeptCaches | None:
+    """Check a model's decoding, once per model.
+
+    Args:
+        model: A transformers decoder, in evaluation mode.
+        sampler: Samples from it.
+        kept: The caches that its next rollouts may continue.
+
+    Returns:
+        `kept`, or None if the model cannot continue caches.
+
+    Raises:
+        ValueError: If decoding differs from scoring.
+    """
+    limit = min(length_limits(model).values(), default=LONGEST_CONTINUED)
+    options: dict[str, Any] = {
+        "placeholders": placeholder_ids(model).values(),
+        "scoring": partial(own_weights, model),
+    }
+    if limit >= LONGEST:
+        check_decoding(model, partial(_sample, sampler), **options)
+    if kept is None or limit < LONGEST_CONTINUED:
+        return None
+    return kept if continues_exactly(model, partial(_sample_turns, sampler), **options) else None
+
+
+def _sample(sampler: BatchedSampler, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
+    """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
+    groups = [_sample_freely(sampler, prompts, sampling, saved) for saved in (COPIED, SHARED)]
+    return [copied + shared for copied, shared in zip(*groups, strict=True)]
+
+
+def _sample_turns(
+    sampler: BatchedSampler, prompts: list[Prompt], results: list[list[int]], sampling: SamplingConfig
+) -> list[tuple[list[int], Rollout]]:
+    """Sample two rollouts of each prompt, and a turn that continues each, with copied and with shared prompts."""
+    turns = []
+    for saved in (COPIED, SHARED):
+        kept = KeptCaches()
+        groups = _sample_freely(sampler, prompts, sampling, saved, num_generations=2, kept=kept)
+        continued = [
+            Prompt([*prompt.token_ids, *rollout.token_ids, *result])
+            for prompt, group, result in zip(prompts, groups, results, strict=True)
+            for rollout in group
+        ]
+        again = _sample_freely(sampler, continued, sampling, saved, kept=kept)
+        turns += [(prompt.token_ids, rollout) for prompt, (rollout,) in zip(continued, again, strict=True)]
+    return turns
+
+
+def _sample_freely(
+    sampler: BatchedSampler,
+    prompts: list[Prompt],
+    sampling: SamplingConfig,
+    min_saved_tokens: float,
+    *,
+    num_generations: int = 1,
+    kept: KeptCaches | None = None,
+) -> list[list[Rollout]]:
+    """Sample without end tokens."""
+    return sampler.sample(
+        prompts,
+        sampling,
+        num_generations,
+        0,
+        max_new_tokens=[sampling.max_new_tokens] * len(prompts),
+        end_ids=[],
+        stop=StopStrings(None, ()),
+        kept=kept,
+        min_saved_tokens=min_saved_tokens,
+    )

@@ -1,0 +1,126 @@
+"""Episodes of a real model, whose turns are parsed into random calls: sampled tokens keep their log-probabilities."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from helpers.chance_episodes import STOPS, ChancePolicy
+from helpers.random_tools import TOOLS, write_call
+from helpers.sampled_episodes import open_episodes, without_seconds
+
+from pl_grouprl.chat import ToolParser, register_tool_parser
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
+
+MOST_TURNS = 6
+
+
+class WithoutCaches(HFRolloutEngine):
+    """Encodes the whole conversation again in every turn."""
+
+    keeps_caches = False
+
+
+@pytest.fixture
+def chance_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse any text into calls: three turns of four have one or two, of which some fail."""
+    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    register_tool_parser(ToolParser("chance", ("<chance>",), "<|im_start|>assistant\n", parse_by_chance))
+
+
+def parse_by_chance(text: str, tools: Any = ()) -> dict[str, Any]:
+    rng = random.Random(zlib.crc32(text.encode("utf-8", "replace")))
+    calls = [write_call(rng) for _ in range(rng.choice((0, 1, 1, 2)))]
+    called = [{"type": "function", "function": {"name": name, "arguments": values}} for name, values in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": called} if called else {})}
+
+
+def sample_real(
+    engine: Any, seed: int, *, prompts: int = 5, tools: bool = True, **limits: int
+) -> tuple[Any, list[RolloutGroup]]:
+    """The policy, and 5 episodes of each prompt."""
+    chance = ChancePolicy(seed, max_position_embeddings=4096)
+    policy, tokenizer = chance.load(), chance.load_tokenizer()
+    sampling = SamplingConfig(max_new_tokens=60, stop_token_ids=STOPS)
+    rows = [{"prompt": [{"role": "user", "content": "The prompt. " * (n + 1)}]} for n in range(prompts)]
+    options = {"tools": TOOLS, **limits} if tools else {}
+    with open_episodes(policy, tokenizer, engine, **options) as sample:
+        return policy, sample(rows, sampling, 5, seed)
+
+
+@torch.no_grad()
+def worst_logprob_error(policy: Any, groups: list[RolloutGroup]) -> float:
+    """Largest difference between the reported log-probabilities and those of a forward over the whole conversation."""
+    worst = 0.0
+    for group in groups:
+        for rollout in group.rollouts:
+            sequence = torch.tensor([group.prompt_ids + rollout.token_ids])
+            logits = policy(sequence).logits[0, len(group.prompt_ids) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, sequence[0, len(group.prompt_ids) :, None])[:, 0]
+            mask = torch.tensor(rollout.loss_mask or [1] * len(rollout.token_ids), dtype=torch.bool)
+            reported = torch.tensor(rollout.logprobs)
+            assert (reported[~mask] == 0).all()
+            worst = max(worst, (reported - expected)[mask].abs().max().item())
+    return worst
+
+
+def num_turns(rollout: Rollout) -> int:
+    return sum(message["role"] == "assistant" for message in rollout.messages)
+
+
+def check_real(engine_class: type, seeds: range, prompts: int) -> None:
+    turns: Counter[int] = Counter()
+    for seed in seeds:
+        policy, groups = sample_real(engine_class(), seed, prompts=prompts, max_tool_calling_iterations=MOST_TURNS - 1)
+        assert worst_logprob_error(policy, groups) < 1e-4
+        turns.update(num_turns(rollout) for group in groups for rollout in group.rollouts)
+    assert turns.total() == 5 * prompts * len(seeds)
+    assert turns.keys() == set(range(1, MOST_TURNS + 1))
+
+
+@pytest.mark.usefixtures("chance_calls")
+@pytest.mark.parametrize("engine_class", [HFRolloutEngine, WithoutCaches])
+def test_logprobs_of_real_episodes_are_those_of_a_forward(engine_class: type) -> None:
+    check_real(engine_class, range(2), prompts=10)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chance_calls")
+@pytest.mark.parametrize("engine_class", [HFRolloutEngine, WithoutCaches])
+def test_logprobs_of_a_thousand_real_episodes_are_those_of_a_forward(engine_class: type) -> None:
+    check_real(engine_class, range(10), prompts=20)
+
+
+@pytest.mark.usefixtures("chance_calls")
+def test_kept_caches_change_no_token() -> None:
+    first, second, third = (sample_real(make(), 3)[1] for make in (HFRolloutEngine, HFRolloutEngine, WithoutCaches))
+    assert [without_seconds(group) for group in first] == [without_seconds(group) for group in second]
+    assert tokens(first) == tokens(third)
+
+
+@pytest.mark.usefixtures("chance_calls")
+def test_the_first_turn_is_what_a_plain_run_samples() -> None:
+    _, episodes = sample_real(HFRolloutEngine(), 4)
+    _, plain = sample_real(HFRolloutEngine(), 4, tools=False)
+    pairs = [
+        (episode, rollout)
+        for group, other in zip(episodes, plain, strict=True)
+        for episode, rollout in zip(group.rollouts, other.rollouts, strict=True)
+    ]
+    assert len({num_turns(episode) for episode, _ in pairs}) > 2
+    for episode, rollout in pairs:
+        length = len(rollout.token_ids)
+        assert episode.token_ids[:length] == rollout.token_ids
+        assert episode.logprobs[:length] == rollout.logprobs
+        if num_turns(episode) == 1:
+            assert (len(episode.token_ids), episode.finish_reason) == (length, rollout.finish_reason)
+            assert episode.loss_mask is None
+
+
+def tokens(groups: list[RolloutGroup]) -> list[list[list[int]]]:
+    return [[rollout.token_ids for rollout in group.rollouts] for group in groups]
