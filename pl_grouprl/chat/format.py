@@ -33,6 +33,9 @@ class ChatFormat:
         ValueError: If there is no such chat template, or `template_kwargs` has another one.
     """
 
+    encodes_prompts = False
+    """Whether prompts must come from `encode_prompt`; otherwise `apply_chat_template` gives the same tokens."""
+
     def __init__(
         self, tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:

@@ -96,11 +96,12 @@ class EpisodeLoop:
         ]
 
     def _first_turn(self, prompt: Prompt, episode: Episode) -> Episode:
-        observation = episode.session.observation
+        observation, messages = episode.session.observation, prompt.prompt
         if observation is not None:
-            tools = self.runner.schemas(episode.session.kind)
-            episode.prompt = add_observation(prompt, observation)
-            episode.prompt_ids = self._chat.encode_prompt(episode.prompt, tools)
+            messages = episode.prompt = add_observation(prompt, observation)
+        if observation is not None or self._chat.encodes_prompts:
+            assert not isinstance(messages, str)  # refused when the data was read
+            episode.prompt_ids = self._chat.encode_prompt(messages, self.runner.schemas(episode.session.kind))
         return episode
 
     def _advance(self, sampler: TurnSampler, turn: int, episodes: Sequence[Episode], max_new_tokens: int) -> None:
