@@ -119,6 +119,11 @@ class ToolRunner:
             )
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the model can call anything; an environment may be without methods for it."""
+        return any(self.schemas(kind) for kind in self._kinds or [None])
+
+    @property
     def has_environments(self) -> bool:
         """Whether each episode has an environment."""
         return bool(self._kinds)

@@ -142,7 +142,8 @@ class Episodes:
             return
         if ahead:
             _refuse_readers_of_environments(rewards)
-        self._chat().check_tools()
+        if self.runner.has_tools:
+            self._chat().check_tools()
         self.runner.open()
 
     def close(self) -> None:
