@@ -128,8 +128,9 @@ def test_an_environment_without_tools_needs_no_template_for_them() -> None:
     tokenizer = chance.load_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with open_episodes(chance.load(), tokenizer, environment_factory=OwnTask) as sample:
-        (group,) = sample([{}], SamplingConfig(max_new_tokens=5), 2)
-    assert tokenizer.decode(group.prompt_ids) == "Guess the word."
+        rows = [{"prompt": [{"role": "user", "content": "Hello. "}]}]
+        (group,) = sample(rows, SamplingConfig(max_new_tokens=5), 2)
+    assert tokenizer.decode(group.prompt_ids) == "Hello. Guess the word."
     assert all(rollout.loss_mask is None and len(rollout.messages) == 1 for rollout in group.rollouts)
     with (
         pytest.raises(ValueError, match="Tools need another chat template"),
