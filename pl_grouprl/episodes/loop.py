@@ -75,13 +75,12 @@ class EpisodeLoop:
             For each prompt the part of it that its rollouts share, and its rollouts.
         """
         episodes: list[Episode] = []
-        sampler.in_step(lambda: episodes.extend(self._begin(prompts, places, num_generations)))
-        turn = 0
-        while sampler.any_open(any(episode.is_open for episode in episodes)):
-            open_ones = [episode for episode in episodes if episode.is_open]
-            sampler.in_step(lambda: self._advance(sampler, turn, open_ones, max_new_tokens))  # noqa: B023
-            turn += 1
-        sampler.in_step(lambda: self.runner.finish([episode.session for episode in episodes]))
+        try:
+            sampler.in_step(lambda: episodes.extend(self._begin(prompts, places, num_generations)))
+            self._run_turns(sampler, episodes, max_new_tokens)
+            sampler.in_step(lambda: self.runner.finish([episode.session for episode in episodes]))
+        finally:
+            self.runner.release([episode.session for episode in episodes])
         groups = [episodes[start : start + num_generations] for start in range(0, len(episodes), num_generations)]
         finished = [self._finish(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
         return [prompt for prompt, _ in finished], [rollouts for _, rollouts in finished]
@@ -94,6 +93,13 @@ class EpisodeLoop:
             for prompt, place in zip(prompts, places, strict=True)
             for number in range(num_generations)
         ]
+
+    def _run_turns(self, sampler: TurnSampler, episodes: Sequence[Episode], max_new_tokens: int) -> None:
+        turn = 0
+        while sampler.any_open(any(episode.is_open for episode in episodes)):
+            open_ones = [episode for episode in episodes if episode.is_open]
+            sampler.in_step(lambda: self._advance(sampler, turn, open_ones, max_new_tokens))  # noqa: B023
+            turn += 1
 
     def _first_turn(self, prompt: Prompt, episode: Episode) -> Episode:
         observation, messages = episode.session.observation, prompt.prompt

@@ -183,7 +183,7 @@ class ToolRunner:
         try:
             self._reset(sessions, rows)
         except BaseException:
-            self._release(sessions)
+            self.release(sessions)
             raise
         return sessions
 
@@ -218,7 +218,15 @@ class ToolRunner:
             for session, reward in zip(scored, rewards, strict=True):
                 session.reward = _reward(reward)
         finally:
-            self._release(running)
+            self.release(running)
+
+    def release(self, sessions: Sequence[Session]) -> None:
+        """End episodes without a reward, for example if the sampler was lost; no effect on those that have ended."""
+        with self._lock:
+            for session in sessions:
+                if session._number is not None:
+                    self._numbers.put_back(session.kind, session._number)
+                    session._number = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lock": None, "_dispatcher": None}  # a copy is closed
@@ -250,13 +258,6 @@ class ToolRunner:
         reward_name = None if known.async_reward is None else known.class_name
         with self._lock:
             return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
-
-    def _release(self, sessions: Sequence[Session]) -> None:
-        with self._lock:
-            for session in sessions:
-                if session._number is not None:
-                    self._numbers.put_back(session.kind, session._number)
-                    session._number = None
 
     def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
         """Reset environments, in this process one after another: they may count, or draw from one generator."""

@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from functools import partial
 
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.tiny_models import tiny_model
@@ -19,11 +20,11 @@ STOPS = tuple(range(40))
 """Every seventh token of a random policy ends a turn."""
 
 
-def parse_by_chance(text, tools=()):
-    """Three turns of four call `double` once or twice; some calls fail."""
+def parse_by_chance(text, tools=(), name_of=lambda number: "double"):
+    """Three turns of four call `double`, or what the number asks for, once or twice; some calls fail."""
     rng = random.Random(zlib.crc32(text.encode("utf-8", "replace")))
     numbers = [rng.randrange(-3, 12) for _ in range(rng.choice((0, 1, 1, 2)))]
-    calls = [{"type": "function", "function": {"name": "double", "arguments": {"number": n}}} for n in numbers]
+    calls = [{"type": "function", "function": {"name": name_of(n), "arguments": {"number": n}}} for n in numbers]
     return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
 
@@ -57,11 +58,52 @@ class ChancePolicy:
         return tokenizer
 
 
-def register_chance_calls():
-    """Let the template's turns be parsed by chance."""
-    register_tool_parser(ToolParser("chance", ("<chance>",), "<|im_start|>assistant\n", parse_by_chance))
+def register_chance_calls(**options):
+    """Let the template's turns be parsed by chance; options of `parse_by_chance`."""
+    parse = partial(parse_by_chance, **options)
+    register_tool_parser(ToolParser("chance", ("<chance>",), "<|im_start|>assistant\n", parse))
+
+
+def add_or_double(number):
+    """A call of a `Tally` for odd numbers, of `double` for even ones."""
+    return "add" if number % 2 else "double"
 
 
 def chance_rows(count):
     """Prompts of different lengths."""
     return [{"prompt": [{"role": "user", "content": "Count. " * (1 + n % 3) + str(n)}]} for n in range(count)]
+
+
+class Tally:
+    """An environment that depends on its row alone, on whichever rank it is and whatever it has played before."""
+
+    made = 0
+
+    def __init__(self):
+        Tally.made += 1
+
+    def reset(self, start, brief, **columns):
+        if start is None:
+            raise ValueError("no start")
+        self.total, self.brief = start, brief
+        return f" Start at {start}."
+
+    def add(self, number: int) -> str:
+        """Add a number.
+
+        Args:
+            number: Any.
+
+        Returns:
+            The total; in a brief row too much for an episode, which then ends.
+        """
+        self.total += number
+        return str(self.total) * (500 if self.brief else 1)
+
+    def get_reward(self):
+        return self.total / 10
+
+
+def tally_rows(count, brief=lambda number: False):
+    """Prompts for `Tally`; in some rows no episode goes on after a call to it."""
+    return [{**row, "start": n, "brief": brief(n)} for n, row in enumerate(chance_rows(count))]
