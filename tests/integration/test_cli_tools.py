@@ -88,7 +88,8 @@ def test_an_environment_by_name(built, factory, level):
 
 
 def test_tools_and_environments_by_name(built):
-    factories = {"easy": "yaml_tools.Game", "hard": "yaml_tools.hard_game"}
+    hard = {"class_path": "yaml_tools.Game", "init_args": {"level": 7}}
+    factories = {"easy": "yaml_tools.Game", "hard": hard}
     episodes, _ = built(tools=["yaml_tools.add"], environment_factory=factories)
     sessions = episodes.runner.begin([{"environment": "hard"}, {"environment": "easy"}])
     assert [session.environment.level for session in sessions] == [7, 3]
