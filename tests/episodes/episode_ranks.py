@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import torch
 from copied_engine import CopiedPolicyEngine

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "algorithms"))
 
 import lightning.pytorch as pl
@@ -26,6 +27,15 @@ import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from conftest import TinyPolicy
+from helpers.chance_episodes import (
+    STOPS,
+    ChancePolicy,
+    Tally,
+    add_or_double,
+    double,
+    register_chance_calls,
+    tally_rows,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig
@@ -38,20 +48,32 @@ torch.set_num_threads(1)
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2}
 
 
+def with_dropout(model: Any) -> Any:
+    """Add dropout to the feed-forward layers."""
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.1))
+    return model
+
+
 class DroppingPolicy(TinyPolicy):
     """With dropout in its feed-forward layers."""
 
     def load(self) -> Any:
-        model = super().load()
-        for layer in model.model.layers:
-            layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.1))
-        return model
+        return with_dropout(super().load())
+
+
+class DroppingChancePolicy(ChancePolicy):
+    """Calls tools by chance, with dropout in its feed-forward layers."""
+
+    def load(self) -> Any:
+        return with_dropout(super().load())
 
 
 def noisy_reward(completions: Sequence[str], **columns: Any) -> list[float]:
     """Depends on all global random numbers, as code of users may."""
     noise = random.random() + np.random.random() + float(torch.rand(()))
-    return [noise + sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+    texts = [c if isinstance(c, str) else "".join(message["content"] for message in c) for c in completions]
+    return [noise + sum(c.isalpha() for c in text) / max(len(text), 1) for text in texts]
 
 
 def make_module(algorithm: str = "group_ppo", reward: Any = noisy_reward, **options: Any) -> Any:
@@ -65,12 +87,23 @@ def make_module(algorithm: str = "group_ppo", reward: Any = noisy_reward, **opti
         "optimizer": OptimizerConfig(1e-2, weight_decay=0.1, schedule="cosine"),
         "verify": False,
     }
+    policy = DroppingChancePolicy(eos_token_id=1) if "tools" in options else DroppingPolicy()
     cls = {"grpo": GRPO, "group_ppo": GroupPPO}[algorithm]
-    return cls(DroppingPolicy(), reward, **{**shared, **kl, **options})
+    return cls(policy, reward, **{**shared, **kl, **options})
 
 
-def make_data(**options: Any) -> PromptDataModule:
+def tool_options(**options: Any) -> dict[str, Any]:
+    """Options of `make_module` for episodes of up to four turns, with a tool and an environment."""
+    register_chance_calls(name_of=add_or_double)
+    limits = {"max_tool_calling_iterations": 3, "max_turn_tokens": 10, "max_episode_tokens": 80}
+    sampling = SamplingConfig(max_new_tokens=24, stop_token_ids=STOPS)
+    return {"tools": [double], "environment_factory": Tally, "sampling": sampling, **limits, **options}
+
+
+def make_data(*, tools: bool = False, **options: Any) -> PromptDataModule:
     """Two batches of four prompts in an epoch, in random order."""
+    if tools:
+        return PromptDataModule(tally_rows(8), tally_rows(2), **{"batch_size": 4, **options})
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=8, val_size=2)
     return PromptDataModule(task, task, **{"batch_size": 4, **options})
 

@@ -1,9 +1,10 @@
 """kill -9 at random moments of every phase; then resume, and compare with the run that was never disturbed.
 
-    python tests/integration/kill_and_resume.py --runs 20 --strategy single
+    python tests/integration/kill_and_resume.py --runs 20 --strategy single [--tools] [--ahead]
 
 Runs are killed in turn after a random time, at a random change of the file system within a save, in a rollout, in a
-reward call, and in an update. With several ranks, a random one dies first and the others follow. The run resumes from
+reward call, and in an update; with tools also in a call of a tool, and while the second turns of episodes are sampled.
+With several ranks, a random one dies first and the others follow. The run resumes from
 the newest complete checkpoint, if there is one, as `--ckpt_path last` finds it. Weights, moments, counters and random
 numbers of all ranks must end bit-identical. Exit code 0: all did.
 """
@@ -11,6 +12,7 @@ numbers of all ranks must end bit-identical. Exit code 0: all did.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import shutil
@@ -37,15 +39,50 @@ from forked_runs import (
     make_module,
     make_trainer,
     same,
+    tool_options,
     wait_for,
 )
+from helpers.chance_episodes import Tally
 from lightning.pytorch import Callback
 
+from pl_grouprl.training.episode_turns import EngineTurns
 from pl_grouprl.utilities import checkpoint_files
 from pl_grouprl.utilities.checkpoint_files import finish_interrupted, newest_complete
 
 PHASES = {"time": 0, "save": 150, "rollout": 6, "reward": 4, "update": 16}
 """Where a run is killed, and the largest number of the call in which it is; `time` counts none."""
+TOOL_PHASES = {"tool": 10, "turn": 5, **PHASES}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is trained.
+
+    Attributes:
+        strategy: One of `RANKS`.
+        algorithm: `grpo` or `group_ppo`.
+        tools: Whether rollouts are episodes with a tool and an environment.
+        ahead: Whether rollouts are sampled during the updates.
+    """
+
+    strategy: str
+    algorithm: str
+    tools: bool = False
+    ahead: bool = False
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Where it is killed."""
+        return TOOL_PHASES if self.tools else PHASES
+
+    def make_module(self) -> Any:
+        """The module to train."""
+        options = {"rollout_ahead": 1, "importance_sampling": "token_truncate"} if self.ahead else {}
+        return make_module(self.algorithm, **(tool_options(**options) if self.tools else options))
+
+    def __str__(self) -> str:
+        words = [self.strategy, self.algorithm, "tools" * self.tools, "ahead" * self.ahead]
+        return ", ".join(word for word in words if word)
 
 
 class Begun(Callback):
@@ -63,7 +100,7 @@ class Death:
     """Where a run dies.
 
     Attributes:
-        phase: One of `PHASES`.
+        phase: One of `PHASES` or `TOOL_PHASES`.
         number: In which call of the phase, from 1.
         delay: Seconds from the start of that call, or of the training.
         rank: Which rank dies first.
@@ -80,34 +117,41 @@ class Death:
         if phase == "time":
             return cls(phase, delay=draw.uniform(0, 0.9 * seconds))
         rank = 0 if phase == "save" else draw.randrange(ranks)  # under DDP rank 0 alone writes
-        return cls(phase, draw.randint(1, PHASES[phase]), draw.uniform(0, 0.03), rank)
+        return cls(phase, draw.randint(1, TOOL_PHASES[phase]), draw.uniform(0, 0.03), rank)
 
     def prepare(self, module: Any) -> None:
         """Make this process die there."""
+        places: dict[str, list[tuple[Any, str]]] = {
+            "time": [],
+            "save": [(os, "replace"), (os, "fsync"), (shutil, "rmtree"), (checkpoint_files, "_describe")],
+            "rollout": [(module, "generate")],
+            "update": [(module, "training_step")],
+            "reward": [(random, "random")],  # once in each call of the reward function
+            "tool": [(Tally, "add")],
+            "turn": [(EngineTurns, "sample")],
+        }
         calls = 0
 
-        def counting(function: Any, strike: Any) -> Any:
+        def counting(function: Any) -> Any:
+            @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
                 nonlocal calls
-                calls += 1
+                calls += self.phase != "turn" or args[1] == 1  # of a turn, counted from 0
                 if calls == self.number:
-                    strike()
+                    self.strike()
                 return function(*args, **kwargs)
 
             return call
 
-        def soon() -> None:
-            threading.Timer(self.delay, die).start()
+        for owner, name in places[self.phase]:
+            setattr(owner, name, counting(getattr(owner, name)))
 
-        if self.phase == "save":
-            os.replace, os.fsync, shutil.rmtree = (counting(f, die) for f in (os.replace, os.fsync, shutil.rmtree))
-            checkpoint_files._describe = counting(checkpoint_files._describe, die)
-        elif self.phase == "rollout":
-            module.generate = counting(module.generate, soon)
-        elif self.phase == "update":
-            module.training_step = counting(module.training_step, soon)
-        elif self.phase == "reward":
-            random.random = counting(random.random, die)  # once in each call of the reward function
+    def strike(self) -> None:
+        """Die at once, or within something that takes long."""
+        if self.phase in ("rollout", "update", "turn"):
+            threading.Timer(self.delay, die).start()
+        else:
+            die()
 
 
 def die() -> None:
@@ -116,28 +160,21 @@ def die() -> None:
 
 
 def train(
-    folder: Path,
-    strategy: str,
-    rank: int,
-    algorithm: str,
-    death: Death | None = None,
-    checkpoint: Path | None = None,
+    folder: Path, variant: Variant, rank: int, death: Death | None = None, checkpoint: Path | None = None
 ) -> None:
     """One rank of a run; writes its final state."""
-    module = make_module(algorithm)
+    module = variant.make_module()
     if death is not None and death.rank == rank:
         death.prepare(module)
-    trainer = make_trainer(folder, strategy, [checkpointing(folder), Begun(folder / f"begun-{rank}")])
-    trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
+    trainer = make_trainer(folder, variant.strategy, [checkpointing(folder), Begun(folder / f"begun-{rank}")])
+    trainer.fit(module, make_data(tools=variant.tools), ckpt_path=checkpoint, weights_only=True)
     torch.save(final_state(trainer, module), folder / f"final-{rank}.pt")
 
 
-def start(
-    folder: Path, strategy: str, algorithm: str, death: Death | None = None, checkpoint: Path | None = None
-) -> list[int]:
+def start(folder: Path, variant: Variant, death: Death | None = None, checkpoint: Path | None = None) -> list[int]:
     """Fork the ranks of a run."""
     return fork_ranks(
-        strategy, lambda rank: train(folder, strategy, rank, algorithm, death, checkpoint), folder / "log.txt"
+        variant.strategy, lambda rank: train(folder, variant, rank, death, checkpoint), folder / "log.txt"
     )
 
 
@@ -158,9 +195,9 @@ def newest(folder: Path) -> Path | None:
     return path
 
 
-def run_until_death(folder: Path, strategy: str, algorithm: str, death: Death) -> list[int]:
+def run_until_death(folder: Path, variant: Variant, death: Death) -> list[int]:
     """Start a run and let it die; the exit codes of its ranks."""
-    pids = start(folder, strategy, algorithm, death)
+    pids = start(folder, variant, death)
     if death.phase == "time":
         while not (folder / "begun-0").exists():
             time.sleep(0.001)
@@ -188,29 +225,32 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=RANKS, default="single")
     parser.add_argument("--algorithm", choices=("grpo", "group_ppo"), default="group_ppo")
+    parser.add_argument("--tools", action="store_true")
+    parser.add_argument("--ahead", action="store_true")
     options = parser.parse_args()
+    variant = Variant(options.strategy, options.algorithm, options.tools, options.ahead)
     draw, ranks = random.Random(options.seed), RANKS[options.strategy]
     root = Path(tempfile.mkdtemp(prefix="kill_and_resume-"))
     if Path("/dev/shm").is_dir():
         os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
     whole = root / "whole"
     whole.mkdir()
-    pids = start(whole, options.strategy, options.algorithm)
+    pids = start(whole, variant)
     while not (whole / "begun-0").exists():
         time.sleep(0.001)
     begun = time.monotonic()
     expected = finish(whole, pids, ranks)
     seconds = time.monotonic() - begun
-    print(f"{options.strategy}, {options.algorithm}: undisturbed {seconds:.1f} s", flush=True)
+    print(f"{variant}: undisturbed {seconds:.1f} s", flush=True)
     wrong, killed = 0, Counter()
     for number in range(options.runs):
         folder = root / str(number)
         folder.mkdir()
-        death = Death.draw(list(PHASES)[number % len(PHASES)], draw, ranks, seconds)
-        codes = run_until_death(folder, options.strategy, options.algorithm, death)
+        death = Death.draw(list(variant.phases)[number % len(variant.phases)], draw, ranks, seconds)
+        codes = run_until_death(folder, variant, death)
         killed[death.phase] += codes[death.rank] == -signal.SIGKILL
         found = newest(folder)
-        end = finish(folder, start(folder, options.strategy, options.algorithm, checkpoint=found), ranks)
+        end = finish(folder, start(folder, variant, checkpoint=found), ranks)
         equal = ends_the_same(expected, end, found)
         wrong += not equal
         where = "the start" if found is None else found.name

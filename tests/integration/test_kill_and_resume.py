@@ -1,4 +1,4 @@
-"""kill -9 at 100 random moments, in saves, rollouts, rewards and updates: all resumed runs end bit-identical."""
+"""kill -9 at random moments, in saves, rollouts, episodes, rewards and updates: resumed runs end bit-identical."""
 
 import subprocess
 import sys
@@ -9,14 +9,33 @@ import pytest
 SCRIPT = Path(__file__).with_name("kill_and_resume.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "algorithm", "runs"), [("single", "group_ppo", 50), ("ddp", "group_ppo", 25), ("fsdp2", "grpo", 25)]
-)
-def test_killed_runs_end_as_the_undisturbed_one(strategy, algorithm, runs, record_property):
-    options = ["--strategy", strategy, "--algorithm", algorithm, "--runs", str(runs)]
+def run(strategy, algorithm, runs, *flags):
+    """All runs end bit-identical; where they were killed."""
+    options = ["--strategy", strategy, "--algorithm", algorithm, "--runs", str(runs), *flags]
     done = subprocess.run([sys.executable, str(SCRIPT), *options], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(f"{runs} of {runs} runs end bit-identical\n")
-    *_, killed, equal = done.stdout.splitlines()
-    record_property("figure", f"{strategy}, {algorithm}: {killed}; {equal}")
+    return done.stdout.splitlines()[-2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "algorithm", "runs", "flags"),
+    [
+        ("single", "group_ppo", 50, []),
+        ("ddp", "group_ppo", 25, []),
+        ("fsdp2", "grpo", 25, []),
+        ("single", "group_ppo", 21, ["--tools"]),
+        ("single", "group_ppo", 14, ["--tools", "--ahead"]),
+        ("ddp", "group_ppo", 14, ["--tools"]),
+        ("fsdp2", "grpo", 14, ["--tools"]),
+    ],
+)
+def test_killed_runs_end_as_the_undisturbed_one(strategy, algorithm, runs, flags, record_property):
+    killed, equal = run(strategy, algorithm, runs, *flags)
+    record_property("figure", f"{' '.join([strategy, *flags])}, {algorithm}: {killed}; {equal}")
+
+
+def test_runs_killed_within_an_episode_end_as_the_undisturbed_one():
+    killed, _ = run("single", "grpo", 2, "--tools")
+    assert killed == "killed: 1 by tool, 1 by turn"
