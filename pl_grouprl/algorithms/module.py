@@ -319,7 +319,7 @@ class RLModule(pl.LightningModule, ABC):
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,
-            environments=self.episodes.in_process and not rollout_ahead,  # which resets them before they are read
+            environments=self.episodes.exposes_environments and not rollout_ahead,  # which resets them too early
         )
         self.collector = Collector(
             self,

@@ -118,6 +118,11 @@ class RendererFormat(ChatFormat):
         return message
 
 
+def uses_renderers(chat_template: str | None) -> bool:
+    """Whether an option `chat_template` asks for the library."""
+    return chat_template is not None and chat_template.partition(":")[0] == LIBRARY
+
+
 def make_chat_format(
     tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
 ) -> ChatFormat:
@@ -128,6 +133,6 @@ def make_chat_format(
         chat_template: See `ChatFormat`; `renderers` and `renderers:NAME` use the library of that name.
         template_kwargs: See `ChatFormat`.
     """
-    if chat_template is not None and chat_template.partition(":")[0] == LIBRARY:
+    if chat_template is not None and uses_renderers(chat_template):
         return RendererFormat(tokenizer, chat_template.partition(":")[2] or "auto", template_kwargs)
     return ChatFormat(tokenizer, chat_template, template_kwargs)

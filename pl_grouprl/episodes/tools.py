@@ -65,6 +65,11 @@ class ToolResult:
         """The result of a call that failed: a dictionary with its `error`, written as text."""
         return cls(name, str({"error": message}), failure, seconds)
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The chat message in which the model reads it."""
+        return {"role": "tool", "name": self.name, "content": self.content}
+
 
 @dataclass(frozen=True)
 class Tool:
