@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
-from pl_grouprl.episodes.environments import EnvironmentHost
+from pl_grouprl.episodes.environment_host import EnvironmentHost
 from pl_grouprl.episodes.lanes import HangingThreads, Lanes, Task
 from pl_grouprl.episodes.operations import (
     Operation,

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from pl_grouprl.episodes.environments import EnvironmentHost
+from pl_grouprl.episodes.environment_host import EnvironmentHost
 
 
 class OperationError(RuntimeError):

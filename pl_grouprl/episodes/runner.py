@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pl_grouprl.episodes.dispatch import Dispatcher, Started
-from pl_grouprl.episodes.environments import (
+from pl_grouprl.episodes.environment_host import EnvironmentHost, describe_row
+from pl_grouprl.episodes.environment_kinds import (
     COLUMN,
-    EnvironmentHost,
     EnvironmentKind,
     Method,
     check_names,
-    describe_row,
     kind_of_row,
     named_factories,
 )

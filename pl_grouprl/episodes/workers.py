@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pl_grouprl.episodes.environments import EnvironmentHost, EnvironmentKind
+from pl_grouprl.episodes.environment_host import EnvironmentHost
+from pl_grouprl.episodes.environment_kinds import EnvironmentKind
 from pl_grouprl.episodes.operations import Operation, OperationExitError, OperationTimeoutError
 from pl_grouprl.episodes.tools import Tool, ToolResult, run_coroutine
 from pl_grouprl.utilities.text import describe_error
