@@ -126,8 +126,8 @@ class RLModule(pl.LightningModule, ABC):
             (`fit`, `validate`, `test`) and after an exception; another run starts it again.
         tools: Functions that the model may call in a turn, sync or async, with type hints and a Google docstring (TRL's
             contract). They run with your rights; see `pl_grouprl.episodes.tools`.
-        environment_factory: Makes an environment for each rollout; later rollouts reuse it. Or a dictionary of factories,
-            from which the row's column `environment` chooses. See `pl_grouprl.episodes.environment`.
+        environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories,
+            of which the row's column `environment` chooses one. See `pl_grouprl.episodes.environment`.
         max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.
         max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens` is
             what it writes in the whole episode.

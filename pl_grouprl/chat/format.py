@@ -139,7 +139,7 @@ class ChatFormat:
 
         Args:
             token_ids: The turn, end token included.
-            prefix_ids: All tokens before it. Those after the turn's header, such as an opened `<think>`, are parsed too.
+            prefix_ids: All tokens before it. Those after the turn's header, such as an opened `<think>`, are parsed.
             tools: Schemas of the tools, for the types of arguments, and their names where the format has none.
 
         Returns:
