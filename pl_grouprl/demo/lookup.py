@@ -34,8 +34,8 @@ _NAMES = ["".join(letters) for letters in itertools.product("bdfgklmnprstvz", "a
 _ROOMS = ["".join(digits) for digits in itertools.permutations(string.digits, 3)]
 _SPLITS = ("train", "val", "test", "demonstrations")
 MISTAKES = ("stops early", "repeats the name", "cuts the room", "gives up")
-"""What wrong demonstrations do: they answer with the room, perhaps after looking the name up twice, look up only the
-first digits of the room, which finds nothing, or call no tool at all."""
+"""Mistakes in demonstrations, in order: answering with the room; looking the name up twice, then answering with the
+room; looking up only the first digits of the room, which finds nothing; calling no tool."""
 
 
 class Directory:
@@ -62,9 +62,9 @@ class Directory:
 
 @checked_arguments
 class TwoStepLookup:
-    """Questions for a telephone number, which takes two calls of a tool: the name's room, and the room's telephone.
+    """Questions for a telephone number. Each takes two tool calls: the person's room, then the room's telephone.
 
-    Every row has a directory of its own, named by a number (column `directory`); the environment `Directory` opens it.
+    Each row has its own directory, a number in column `directory`; the environment `Directory` opens it.
     The same arguments give the same data. No directory occurs in two splits or in the demonstrations.
 
     Args:
@@ -109,10 +109,10 @@ class TwoStepLookup:
 
         Returns:
             Prompt ids, completion ids with the results of the tool and end tokens, and the completion's loss mask,
-            which is 0 on what the policy does not write.
+            which is 0 for tokens of results.
         """
         rng = np.random.default_rng((self.seed, _SPLITS.index("demonstrations"), seed))
-        tokenizer = _tokenizer()
+        tokenizer = _cached_tokenizer()
         texts = [
             tokenizer.apply_chat_template(row["prompt"] + self._episode(row, rng), tokenize=False)
             for row in (self._row(rng, "demonstrations") for _ in range(count))
@@ -153,7 +153,7 @@ class TwoStepLookup:
 
 @functools.lru_cache(maxsize=64)
 def entries(number: int) -> dict[str, str]:
-    """The directory of a number: rooms by name, and telephones by room."""
+    """The directory with this number: rooms by name, and telephones by room."""
     rng = np.random.default_rng(number)
     names = [_NAMES[index] for index in rng.permutation(len(_NAMES))[:PEOPLE]]
     rooms = [_ROOMS[index] for index in rng.permutation(len(_ROOMS))[:PEOPLE]]
@@ -192,7 +192,7 @@ def lookup_tokenizer() -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer() -> Any:
+def _cached_tokenizer() -> Any:
     return lookup_tokenizer()
 
 

@@ -68,8 +68,8 @@ class EnvironmentHost:
         if not isinstance(observation, str) or len(observation) > MAX_RESULT_CHARACTERS:
             raise RuntimeError(
                 f"{described.class_name}.reset returned {_describe_value(observation)} for the row "
-                f"{describe_row(row)}; it must return None, or text of at most {MAX_RESULT_CHARACTERS} characters that is "
-                "appended to the prompt."
+                f"{describe_row(row)}; it must return None, or text of at most {MAX_RESULT_CHARACTERS} characters that "
+                "is appended to the prompt."
             )
         return str.encode(observation, "utf-8", "replace").decode()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pl_grouprl.media.inputs import media_key
 from pl_grouprl.rollout.decode import DecodeBatch
@@ -13,8 +13,13 @@ from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore, PromptEncod
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 
-_Sequence = tuple[int, int, int]
-"""Index of its distinct prompt, index of its prompt, index of its rollout."""
+
+class _Sequence(NamedTuple):
+    """A sequence to decode: indices of its distinct prompt, of its prompt, and of its rollout."""
+
+    distinct: int
+    prompt: int
+    rollout: int
 
 
 class BatchedSampler:
@@ -49,12 +54,12 @@ class BatchedSampler:
             prompts: The prompts; equal ones are encoded once.
             sampling: How to sample.
             num_generations: Rollouts per prompt.
-            seed: Of the random streams.
+            seed: Seed of the random streams.
             max_new_tokens: Most tokens of each prompt's rollouts.
             end_ids: Tokens that end a sequence.
             stop: Strings that end a sequence.
-            indices: Index of each prompt that identifies its random streams; None for its index in `prompts`.
-            kept: Caches that prompts continue if they can, and to which those of the rollouts are added.
+            indices: Index of each prompt, for its random streams; None for its index in `prompts`.
+            kept: Caches for the prompts to continue; replaced by those of the rollouts.
             decoding: Further options of `DecodeBatch`.
         """
         distinct, continued, sequences = _arrange(prompts, num_generations, kept)
@@ -66,14 +71,13 @@ class BatchedSampler:
         store = PrefixStore(encoder)
         groups: list[list[Rollout]] = [[] for _ in prompts]
         for chunk, needed_later in self._chunks(distinct, sequences, padding):
-            parts = store.select([key for key, _, _ in chunk], needed_later)
-            names = [(prompt if indices is None else indices[prompt], number) for _, prompt, number in chunk]
-            limits = [max_new_tokens[prompt] for _, prompt, _ in chunk]
+            parts = store.select([sequence.distinct for sequence in chunk], needed_later)
+            streams = [(one.prompt if indices is None else indices[one.prompt], one.rollout) for one in chunk]
             batch = DecodeBatch(
                 parts,
-                names,
+                streams,
                 sampling,
-                max_new_tokens=limits,
+                max_new_tokens=[max_new_tokens[sequence.prompt] for sequence in chunk],
                 end_ids=end_ids,
                 stop=stop,
                 seed=seed,
@@ -81,49 +85,50 @@ class BatchedSampler:
                 **decoding,
             )
             del parts  # the prompts' caches are copied by now
-            for number, ((_, prompt, _), rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
-                groups[prompt].append(rollout)
-                if kept is not None and not prompts[prompt].media:
-                    kept.add([*prompts[prompt].token_ids, *rollout.token_ids[:-1]], batch.kept[number])
+            for number, (sequence, rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
+                groups[sequence.prompt].append(rollout)
+                prompt = prompts[sequence.prompt]
+                if kept is not None and not prompt.media:
+                    kept.add([*prompt.token_ids, *rollout.token_ids[:-1]], batch.kept[number])
             del batch  # frees its cache before the next one
         return groups
 
     def _chunks(
         self, distinct: Sequence[Prompt], sequences: Sequence[_Sequence], padding: bool
     ) -> Iterator[tuple[Sequence[_Sequence], int]]:
-        """Split the sequences into those decoded together, each with the first prompt that is needed later."""
-        start, lengths = 0, [len(distinct[key].token_ids) for key, _, _ in sequences]
+        """Split the sequences into batches; yields each with the first distinct prompt that later batches need."""
+        start, lengths = 0, [len(distinct[sequence.distinct].token_ids) for sequence in sequences]
         while start < len(sequences):
             stop = min(start + (self._max_sequences or len(sequences)), len(sequences))
             if not padding:
-                stop = next((place for place in range(start, stop) if lengths[place] != lengths[start]), stop)
-            yield sequences[start:stop], sequences[stop][0] if stop < len(sequences) else len(distinct)
+                stop = next((index for index in range(start, stop) if lengths[index] != lengths[start]), stop)
+            yield sequences[start:stop], sequences[stop].distinct if stop < len(sequences) else len(distinct)
             start = stop
 
 
 def _arrange(
     prompts: Sequence[Prompt], num_generations: int, kept: KeptCaches | None = None
 ) -> tuple[list[Prompt], list[KeptSequence | None], list[_Sequence]]:
-    """List the distinct prompts, the sequences that they continue, and the sequences to decode, all in one order.
+    """List the distinct prompts, the kept sequences that they continue, and the sequences to decode, in one order.
 
     Prompts that continue nothing come first. They are sorted by the number of tokens to run, then by length.
     """
     owners: dict[tuple[Any, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
         owners.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
-    together = list(owners.values())
-    distinct = [prompts[indices[0]] for indices in together]
+    equal = list(owners.values())
+    distinct = [prompts[indices[0]] for indices in equal]
     continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
 
-    def place(number: int) -> tuple[bool, int, int]:
+    def sort_key(number: int) -> tuple[bool, int, int]:
         sequence, length = continued[number], len(distinct[number].token_ids)
         return sequence is not None, length - (0 if sequence is None else sequence.num_tokens), length
 
-    order = sorted(range(len(distinct)), key=place)
+    order = sorted(range(len(distinct)), key=sort_key)
     sequences = [
-        (key, index, generation)
-        for key, number in enumerate(order)
-        for index in together[number]
+        _Sequence(place, index, generation)
+        for place, number in enumerate(order)
+        for index in equal[number]
         for generation in range(num_generations)
     ]
     return [distinct[number] for number in order], [continued[number] for number in order], sequences

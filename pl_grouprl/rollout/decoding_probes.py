@@ -1,4 +1,4 @@
-"""Samples a few tokens from a model to see whether its cache can be used as rollouts do."""
+"""Samples a few tokens from a model to check that decoding with its cache is exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 
 COPIED, SHARED = math.inf, 0.0
-"""Least savings for which prompts are shared: never, and wherever the model allows it."""
+"""Values of `min_saved_tokens`: never share prompts, and always share them if the model can."""
 
 
 def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None) -> KeptCaches | None:
@@ -25,7 +25,7 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
     Args:
         model: A transformers decoder, in evaluation mode.
         sampler: Samples from it.
-        kept: The caches that its next rollouts may continue.
+        kept: The caches that its next rollouts would continue.
 
     Returns:
         `kept`, or None if the model cannot continue caches, or cannot take the `LONGEST_CONTINUED` tokens of the check.
@@ -47,7 +47,7 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
 
 def _sample(sampler: BatchedSampler, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
     """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
-    groups = [_sample_freely(sampler, prompts, sampling, saved) for saved in (COPIED, SHARED)]
+    groups = [_sample_without_end(sampler, prompts, sampling, min_saved) for min_saved in (COPIED, SHARED)]
     return [copied + shared for copied, shared in zip(*groups, strict=True)]
 
 
@@ -56,20 +56,20 @@ def _sample_turns(
 ) -> list[tuple[list[int], Rollout]]:
     """Sample two rollouts of each prompt, and a turn that continues each, with copied and with shared prompts."""
     turns = []
-    for saved in (COPIED, SHARED):
+    for min_saved in (COPIED, SHARED):
         kept = KeptCaches()
-        groups = _sample_freely(sampler, prompts, sampling, saved, num_generations=2, kept=kept)
+        groups = _sample_without_end(sampler, prompts, sampling, min_saved, num_generations=2, kept=kept)
         continued = [
             Prompt([*prompt.token_ids, *rollout.token_ids, *result])
             for prompt, group, result in zip(prompts, groups, results, strict=True)
             for rollout in group
         ]
-        again = _sample_freely(sampler, continued, sampling, saved, kept=kept)
+        again = _sample_without_end(sampler, continued, sampling, min_saved, kept=kept)
         turns += [(prompt.token_ids, rollout) for prompt, (rollout,) in zip(continued, again, strict=True)]
     return turns
 
 
-def _sample_freely(
+def _sample_without_end(
     sampler: BatchedSampler,
     prompts: list[Prompt],
     sampling: SamplingConfig,

@@ -1,14 +1,14 @@
-"""Keeps the caches of sampled sequences, so that a prompt that continues one is encoded from where it ended.
+"""Keeps the caches of sampled sequences, so that encoding a prompt that extends one starts where it ended.
 
 Shapes: B sequences that are encoded together, S positions.
 
-In an episode of k turns, encoding each turn's prompt from the start would cost the square of k. Here a sequence that
-leaves its decode batch leaves its part of the cache; the next call finds it by its tokens, and runs the model only on
-the tokens that the cache lacks: the last sampled one and those that follow it, such as a tool's result.
+Encoding each turn's prompt from the start would make an episode of k turns cost O(k^2). Here a sequence that leaves its
+decode batch leaves its rows of the cache. The next call finds them by their tokens, and runs the model only on tokens
+that are not cached: the last sampled one and those after it, such as a tool's result.
 
-Sequences are encoded together, aligned on the right, and without padding between their cached and their new tokens,
-which would break windows and states: each runs as many tokens as the one with most new ones, so the others run some of
-their cached tokens once more. Layers that cannot forget positions get sequences with the same number of new tokens.
+A batch of them is right-aligned, without padding between cached and new tokens, which sliding windows and linear
+attention cannot skip. So each runs as many tokens as the one with the most new tokens, and the others rerun some cached
+ones. If a layer cannot drop cached tokens, all sequences of a batch have the same number of new tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, ContinuedRow
 from pl_grouprl.types import Prompt
 
 MAX_REPEATED = 16
-"""Cached tokens per sequence that may run again to share a forward pass: about the cost of a pass."""
+"""Cached tokens per sequence that may be rerun to share a forward pass: about the cost of a pass."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class KeptSequence:
     Attributes:
         num_tokens: Tokens in the cache.
         cache: One row, without padding.
-        prompt: The prompt at its beginning that it shares with others, in the layers that can do so; None if it shares
-            none.
+        prompt: The prompt that it shares with other sequences, in layers that can share; None if it shares none.
     """
 
     num_tokens: int
@@ -51,7 +50,7 @@ class KeptSequence:
 
     @property
     def num_removable(self) -> int:
-        """How many of its last tokens can be removed from all layers; not all of them."""
+        """How many of its last tokens can be removed from all layers; at least one token stays."""
         if all(type(layer) in (DynamicLayer, ContinuedRow) or _is_empty(layer) for layer in self.cache.layers):
             return self.num_tokens - max(self._num_shared, 1)
         return 0
@@ -61,7 +60,7 @@ class KeptSequence:
         return 0 if self.prompt is None else self.prompt.length
 
     def first(self, count: int) -> Cache:
-        """The cache of the first `count` tokens, a view; others must be removable."""
+        """The cache of the first `count` tokens, as a view; the others must be removable."""
         layers: list[Any] = self.cache.layers
         return self.cache if count == self.num_tokens else Cache(layers=[self._first(layer, count) for layer in layers])
 
@@ -72,7 +71,7 @@ class KeptSequence:
 
 
 class KeptCaches:
-    """Caches of the sequences of one call, for the next one to continue."""
+    """Caches of the sequences of one call, for the next call to continue."""
 
     def __init__(self) -> None:
         self._sequences: dict[bytes, KeptSequence] = {}
@@ -86,13 +85,13 @@ class KeptCaches:
         self._sequences = {}
 
     def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
-        """Hand out the longest sequence that each prompt continues, and forget all others.
+        """Take the longest kept sequence that each prompt extends, and forget all others.
 
         Args:
-            prompts: Those with media continue nothing.
+            prompts: The prompts; those with media continue nothing.
 
         Returns:
-            Sequences shorter than their prompts, because the last token has to run; None where there is none.
+            A sequence per prompt, shorter than it because the last token has to run; None if there is none.
         """
         kept, self._sequences = self._sequences, {}
         keys = [_key(prompt.token_ids) for prompt in prompts]
@@ -104,14 +103,14 @@ class KeptCaches:
 
 
 def _key(token_ids: Sequence[int]) -> bytes:
-    """Bytes that sort as the tokens do, and begin with those of every prefix."""
+    """Encode tokens so that bytes sort as the tokens do, and a prefix of tokens is a prefix of bytes."""
     return np.asarray(token_ids, dtype=">u4").tobytes()
 
 
 def _longest_prefixes(keys: Iterable[bytes], kept: Iterable[bytes]) -> dict[bytes, bytes]:
-    """The longest kept key that each key begins with, and is longer than.
+    """The longest kept key that is a proper prefix of each key.
 
-    In sorted order, the kept keys that a key begins with come before it, each the beginning of the next one.
+    In sorted order, a key's prefixes precede it, each a prefix of the next; `beginnings` is that stack.
     """
     found: dict[bytes, bytes] = {}
     beginnings: list[bytes] = []
@@ -126,12 +125,12 @@ def _longest_prefixes(keys: Iterable[bytes], kept: Iterable[bytes]) -> dict[byte
 
 
 def take_row(cache: Cache, row: int, num_tokens: int, prompt: EncodedPrompt) -> KeptSequence:
-    """Copy one sequence of a decode batch, without padding; a shared prompt is not copied.
+    """Copy the cache of one sequence of a decode batch, without padding; a shared prompt is not copied.
 
     Args:
         cache: From `kv_cache.gather_cache`.
         row: Row of the sequence.
-        num_tokens: Its tokens in the cache.
+        num_tokens: Number of its tokens in the cache.
         prompt: Its prompt, if layers share it.
     """
     layers: list[Any] = cache.layers
@@ -145,8 +144,8 @@ def _take(layer: Any, row: int, num_tokens: int) -> Any:
     if isinstance(layer, ContinuedPromptsLayer):
         return layer.row(row).clone()
     if isinstance(layer, GrowingLayer):
-        whole = slice(row, row + 1), slice(None), slice(-num_tokens, None)
-        return dynamic_layer(layer.keys[whole].clone(), layer.values[whole].clone())
+        unpadded = slice(row, row + 1), slice(None), slice(-num_tokens, None)
+        return dynamic_layer(layer.keys[unpadded].clone(), layer.values[unpadded].clone())
     taken = copy.copy(layer)
     if getattr(layer, "keys", None) is not None:
         for name in ("keys", "values"):
@@ -162,7 +161,7 @@ def _take(layer: Any, row: int, num_tokens: int) -> Any:
 
 
 def _is_empty(layer: Any) -> bool:
-    return type(layer).__name__ == "DummyLayer"  # a name, because not every release has it
+    return type(layer).__name__ == "DummyLayer"  # by name, because not every release has the class
 
 
 def plan_continuing(
@@ -173,7 +172,7 @@ def plan_continuing(
     Args:
         lengths: Tokens of each prompt, sorted by the number of new ones, then by length.
         kept: The sequence that each continues.
-        max_tokens: Most tokens of a batch that run; a prompt with more gets a separate batch.
+        max_tokens: Most tokens that a batch runs; a prompt with more gets a batch of its own.
         padding: Whether prompts of different lengths may share a forward pass.
 
     Returns:
@@ -184,14 +183,16 @@ def plan_continuing(
     def fits(first: int, last: int) -> bool:
         if (last + 1 - first) * new[last] > max_tokens or (not padding and lengths[first] != lengths[last]):
             return False
-        few = new[last] - new[first] <= (max(MAX_REPEATED, MAX_PADDING * new[first]) if padding else 0)
-        return few and all(new[last] - new[index] <= kept[index].num_removable for index in range(first, last))
+        max_repeated = max(MAX_REPEATED, MAX_PADDING * new[first]) if padding else 0
+        return new[last] - new[first] <= max_repeated and all(
+            new[last] - new[index] <= kept[index].num_removable for index in range(first, last)
+        )
 
     return plan_batches(len(lengths), fits)
 
 
 def continue_sequences(logits: NextTokenLogits, prompts: Sequence[Prompt], kept: Sequence[KeptSequence]) -> Prefix:
-    """Encode prompts from where kept sequences end, in one forward pass.
+    """Encode prompts that extend kept sequences, in one forward pass.
 
     Args:
         logits: The model.

@@ -1,4 +1,4 @@
-"""Which rows of a batch continue which prompt, and whether sharing their prompts pays off.
+"""Which prompt each row of a batch continues, and whether sharing prompts pays off.
 
 Shapes: B rows of a batch, P prompts of it.
 """
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 MIN_SAVED_TOKENS = 256
-"""Minimum of copied tokens that sharing must save per prompt and layer, about the cost of a prompt's extra call."""
+"""Copied tokens that sharing must save, per prompt and layer: about the cost of the extra call for a prompt."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt that sequences may share, from one encoding of it; compared by identity.
+    """One encoding of a prompt, which sequences may share; compared by identity.
 
     Attributes:
-        length: Its tokens.
+        length: Number of its tokens.
     """
 
     length: int
@@ -34,14 +34,14 @@ class PromptRows:
     Args:
         prompts: Index of each row's prompt.
         device: Device of the cache.
-        own_lengths: Tokens that each row has cached after its prompt; None if there are none.
+        own_lengths: Cached tokens of each row after its prompt; None if there are none.
 
     Attributes:
         counts: Number of rows of each prompt.
         starts: Start of each prompt's rows in `order`, and their total number, int32 [P + 1].
         order: Rows sorted by prompt, int64 [B]; None if already sorted.
-        inverse: Index of each row in `order`; None likewise.
-        offsets: Column at which each row's own tokens start, as rows end in the same column.
+        inverse: Index of each row in `order`; None if already sorted.
+        offsets: Column at which the tokens after each row's prompt start; all rows end in the same column.
     """
 
     def __init__(self, prompts: Sequence[int], device: torch.device, own_lengths: Sequence[int] | None = None) -> None:
@@ -64,9 +64,9 @@ class PromptRows:
         return self._prompts[row]
 
     def mask(self, new: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """What the last `new` of `width` own tokens see of these: 0, or -inf; shape [B or 1, 1, new, width].
+        """Additive mask for the last `new` of `width` columns after the prompts; shape [B or 1, 1, new, width].
 
-        None if a single new token of each row sees all.
+        None if each row has one new token, which attends to all columns.
         """
         if new == 1 and not any(self.offsets):
             return None
@@ -99,7 +99,7 @@ class SharedPrompts:
     """The prompts of a batch.
 
     Attributes:
-        places: For each prompt, the part and row that it is taken from, and its length.
+        places: For each prompt, the part and row where its cache is, and its length.
         rows: The prompt that each row continues.
     """
 
@@ -118,7 +118,7 @@ class SharedPrompts:
 
     @cached_property
     def starts_on_device(self) -> Tensor:
-        """The same as a tensor, int32."""
+        """`starts` as an int32 tensor."""
         return _starts(self.lengths, self.rows.starts.device)
 
 
@@ -130,10 +130,10 @@ def find_shared_prompts(
     """List the prompts of a batch, or return None if sharing would not pay off.
 
     Args:
-        parts: For sequences encoded together, their prompts, their lengths with what follows the prompts, and the
-            sequence of each row.
+        parts: For each group of sequences encoded together: their prompts, their lengths (prompt included), and the
+            index of the sequence that each row continues.
         device: Device of the cache.
-        min_saved_tokens: Minimum of copied tokens that sharing must save, per prompt.
+        min_saved_tokens: Copied tokens that sharing must save, per prompt.
     """
     sequences = [
         (prompts[row], lengths[row], part, row) for part, (prompts, lengths, rows) in enumerate(parts) for row in rows
@@ -141,7 +141,8 @@ def find_shared_prompts(
     distinct: dict[EncodedPrompt, tuple[int, int, int]] = {}
     for prompt, _, part, row in sequences:
         distinct.setdefault(prompt, (part, row, prompt.length))
-    stored = {prompt for prompt, length, *_ in sequences if length > prompt.length}  # apart from what follows
+    # A continued sequence already stores its prompt apart from its other tokens.
+    stored = {prompt for prompt, length, *_ in sequences if length > prompt.length}
     copied = sum(prompt.length for prompt in distinct if prompt not in stored)
     saved = sum(prompt.length for prompt, *_ in sequences) - copied
     if saved < min_saved_tokens * len(distinct):

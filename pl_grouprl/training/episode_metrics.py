@@ -1,4 +1,4 @@
-"""What is logged about episodes: tool calls, turns, and the tokens that the model did not write."""
+"""Metrics of episodes: tool calls, turns, and tokens that the model did not write."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pl_grouprl.episodes.tools import FailureKind
 from pl_grouprl.types import Rollout
 
 EpisodeRecord = dict[str, float]
-"""An episode in numbers: `turns`, `context_tokens`, `history_tokens`, `calls`, `seconds`, and failed calls by kind."""
+"""Numbers of one episode: `turns`, `context_tokens`, `history_tokens`, `calls`, `seconds`, and failed calls by kind."""
 
 FAILURES: tuple[str, ...] = get_args(FailureKind)
 
 
 def summarize_episode(rollout: Rollout) -> EpisodeRecord | None:
-    """Keep what metrics need; None for a plain completion."""
+    """Statistics of an episode, which the metrics need; None for a plain completion."""
     if rollout.messages is None:
         return None
     return rollout.tool_counts | {
@@ -30,23 +30,25 @@ def episode_metrics(records: Sequence[dict[str, Any]], prefix: str = "") -> dict
     """Statistics of the episodes of all groups; none if there are no episodes.
 
     Args:
-        records: As from `summarize`, of all ranks.
-        prefix: Precedes each name, such as `val/`.
+        records: Records of the groups of all ranks; see `summarize`.
+        prefix: Prefix of each name, such as `val/`.
 
     Returns:
         `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (the share of calls that failed, 0
-        without calls), as in TRL; `tools/failures/{kind}`, calls that failed so; and means per rollout:
-        `episode/turns` of the model, `episode/tool_seconds`, and `episode/context_tokens`, the tokens after the
-        group's prompt that the model did not write. `episode/token_ratio` is what a trainer would read that has a
-        sequence for each turn of each rollout, its history repeated, over the tokens of the groups with their prompts
-        and histories once.
+        without calls), as in TRL; `tools/failures/{kind}`, the number of failed calls of a kind; and means
+        per rollout: `episode/turns`, `episode/tool_seconds`, and `episode/context_tokens`, the tokens after the group's
+        prompt that the model did not write. `episode/token_ratio` compares two ways to train: the tokens if each turn
+        of each rollout were a separate sequence, which repeats its history, over the tokens of the groups, which repeat
+        neither prompts nor histories.
     """
-    episodes: list[EpisodeRecord] = [own for record in records for own in record["episodes"] if own is not None]
+    episodes: list[EpisodeRecord] = [
+        episode for record in records for episode in record["episodes"] if episode is not None
+    ]
     if not episodes:
         return {}
 
     def total(name: str) -> float:
-        return sum(own.get(name, 0.0) for own in episodes)
+        return sum(episode.get(name, 0.0) for episode in episodes)
 
     calls, failures = total("calls"), {kind: total(kind) for kind in FAILURES}
     metrics = {
@@ -62,17 +64,17 @@ def episode_metrics(records: Sequence[dict[str, Any]], prefix: str = "") -> dict
 
 
 def _turn_ends(rollout: Rollout) -> list[int]:
-    """How many tokens follow the group's prompt up to the end of each turn."""
+    """For each turn, the number of tokens from the group's prompt to the end of the turn."""
     mask = rollout.loss_mask or [1] * len(rollout.token_ids)
     return [place for place, pair in enumerate(pairwise([*mask, 0]), start=1) if pair == (1, 0)]
 
 
 def _token_ratio(records: Sequence[dict[str, Any]]) -> float:
-    """Tokens with histories repeated for every turn over tokens with none repeated."""
+    """Tokens with the history repeated for every turn, over tokens with nothing repeated."""
     repeated = sum(
-        own["turns"] * record["prompt_length"] + own["history_tokens"]
+        episode["turns"] * record["prompt_length"] + episode["history_tokens"]
         for record in records
-        for own in record["episodes"]
-        if own is not None
+        for episode in record["episodes"]
+        if episode is not None
     )
     return repeated / sum(record["prompt_length"] + sum(record["tokens"]) for record in records)

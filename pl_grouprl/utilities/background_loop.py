@@ -17,7 +17,7 @@ _label: contextvars.ContextVar[str] = contextvars.ContextVar("label", default=""
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread; it knows which label each task was submitted with.
+    """An event loop in a daemon thread; it remembers the label of each task.
 
     Args:
         name: Name of the thread.
@@ -39,7 +39,7 @@ class BackgroundLoop:
         return context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
 
     def answers(self, seconds: float | None) -> bool:
-        """Whether the loop responds within that time; False once it was abandoned."""
+        """Whether the loop responds within that time; False if it was abandoned."""
         if self._blocked_by is not None:
             return False
         answered = threading.Event()
@@ -49,7 +49,7 @@ class BackgroundLoop:
     def abandon(self) -> str:
         """Give up the thread; returns the label of the task that blocks it, or "" if unknown.
 
-        The thread ends, with all of its tasks cancelled, once nothing blocks it.
+        Once nothing blocks the thread, its tasks are cancelled and it ends.
         """
         if self._blocked_by is None:
             task = asyncio.current_task(self._loop)
@@ -58,7 +58,7 @@ class BackgroundLoop:
         return self._blocked_by
 
     def close(self, seconds: float | None = None) -> None:
-        """Cancel all tasks and end the thread, which is left alone if it does not end in that time."""
+        """Cancel all tasks and end the thread; waits no longer than that for it to end."""
         self._stop()
         if threading.current_thread() is not self.thread:  # garbage may be collected on any thread
             self.thread.join(seconds)

@@ -42,15 +42,15 @@ class Reaper:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
 
     def watch(self, pid: int) -> None:
-        """Kill this worker in the end."""
+        """Kill this worker when this process ends."""
         self._tell(f"+{pid}")
 
     def forget(self, pid: int) -> None:
-        """A worker has ended."""
+        """Stop watching a worker, which has ended."""
         self._tell(f"-{pid}")
 
     def close(self) -> None:
-        """Kill the workers that are left."""
+        """Kill the workers that are still watched, and end the reaper."""
         self._process.communicate()
 
     def _tell(self, line: str) -> None:
@@ -59,7 +59,7 @@ class Reaper:
 
 
 class WorkerProcess:
-    """A process that is started when there is something to ask, and replaced if it died. One thread may ask.
+    """A process that starts with the first message, and is replaced if it dies. Only one thread may ask.
 
     Args:
         name: Name of the process, such as `reward-worker`.
@@ -67,10 +67,10 @@ class WorkerProcess:
             to each message. It calls `lead_session` first.
         arguments: What `serve` gets; sent by pickle.
         check_start: Called with the first message; raises if the process cannot serve.
-        watching: The reaper.
+        watchdog: Kills the process if this one is gone.
     """
 
-    # multiprocessing's list of children is not made for several threads; a collected pool closes on any of them.
+    # multiprocessing's list of children is not thread-safe, and garbage collection may close a pool on any thread.
     _forking = threading.RLock()
 
     def __init__(
@@ -79,20 +79,20 @@ class WorkerProcess:
         serve: Callable[..., None],
         arguments: tuple[Any, ...],
         check_start: Callable[[bytes], object],
-        watching: Reaper,
+        watchdog: Reaper,
     ) -> None:
         self._name = name
         self._serve = serve
         self._arguments = arguments
         self._check_start = check_start
-        self._reaper = watching
+        self._reaper = watchdog
         self._closing = False
         self._process: Any = None
         self._pipe: Any = None
 
     @property
     def pid(self) -> int | None:
-        """The present process; None if there is none."""
+        """Id of the current process; None if there is none."""
         process = self._process
         return None if process is None else process.pid
 
@@ -131,12 +131,12 @@ class WorkerProcess:
             RuntimeError: If it does not start.
         """
         self.start()
-        with contextlib.suppress(OSError):  # where it dies just now, there will be no answer either
+        with contextlib.suppress(OSError):  # if it dies meanwhile, `_receive` reports it
             self._pipe.send_bytes(message)
         return self._receive(timeout)
 
     def kill(self) -> None:
-        """Kill the process, from any thread, and start no other one. The thread that waits sees that it is dead."""
+        """Kill the process, from any thread, and start no other one. A waiting thread sees that it is dead."""
         with self._forking:
             self._closing = True
             if self._process is not None:
@@ -164,19 +164,19 @@ class WorkerProcess:
         try:
             answer: bytes = self._pipe.recv_bytes()
         except (EOFError, OSError):
-            connection.wait([self._process.sentinel], 1.0)  # for its own exit code
+            connection.wait([self._process.sentinel], 1.0)  # its exit code, if it ends by itself
             raise WorkerExitError(self.end()) from None
         return answer
 
 
 def lead_session() -> None:
-    """Called first in a worker: what it starts is killed with it."""
+    """Start a session, so that what the worker starts is killed with it. Workers call this first."""
     os.setsid()
     adopt_orphans()
 
 
 def check_process_groups(option: str, count: int) -> None:
-    """Refuse workers on a system where they cannot be killed with what they started.
+    """Refuse workers on a system that cannot kill them together with the processes they started.
 
     Raises:
         ValueError: Names the option.
