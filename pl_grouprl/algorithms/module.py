@@ -229,7 +229,7 @@ class RLModule(pl.LightningModule, ABC):
         sampling: SamplingConfig = DEFAULT_SAMPLING,
         engine: RolloutEngine | None = None,
         tools: list[Callable[..., Any]] | None = None,
-        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        environment_factory: dict[str, EnvironmentFactory] | EnvironmentFactory | None = None,  # callable last
         max_tool_calling_iterations: int | None = None,
         max_turn_tokens: int | None = None,
         max_episode_tokens: int | None = None,

@@ -81,7 +81,7 @@ class EngineTurns:
             options["prompt_indices"] = places
         names = self._seed if turn == 0 else (*self._seed, "turn", turn)
         return self._engine.generate(
-            [episode.history for episode in episodes],
+            [episode.next_prompt() for episode in episodes],
             replace(self._sampling, max_new_tokens=max(limits, default=1)),
             num_generations=count,
             # An engine that numbers its prompts itself would draw the same numbers on all ranks.
