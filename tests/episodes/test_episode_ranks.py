@@ -17,6 +17,7 @@ COPIED = {"copied": True, "strategy": "ddp"}
 QUICK = {
     "GRPO": {},
     "GROUP PPO, brief": GROUP_PPO | BRIEF,
+    "GRPO, fsdp2": {"strategy": "fsdp2"},
     "copied": COPIED | BRIEF,
     "lost": COPIED | BRIEF | {"faults": {"1": [["generate", 2, "lost"]]}},
     "unfit": COPIED | {"unfit": 6},  # in the second batch, on rank 1
@@ -24,6 +25,7 @@ QUICK = {
 MORE = {
     "GROUP PPO": GROUP_PPO,
     "GRPO, brief": BRIEF,
+    "GROUP PPO, fsdp2": GROUP_PPO | {"strategy": "fsdp2"},
     "copied": COPIED,
     "lost": COPIED | {"faults": {"0": [["generate", 3, "lost at once"]], "1": [["generate", 6, "lost"]]}},
 }
@@ -69,6 +71,12 @@ def test_the_ranks_have_different_numbers_of_turns(runs):
             most = [max(max(turns(groups[place])) for place in groups if place % 2 == rank) for rank in (0, 1)]
             assert most[0] > 1, name
             assert (most[1] == 1) == first["brief"], name
+
+
+def test_the_weights_are_gathered_once_for_the_episodes_of_a_batch(runs):
+    name = next(name for name in runs if name.endswith("fsdp2"))
+    batches, most = len(runs[name][0]["groups"]) // 2, 1
+    assert [rank["gathers"] for rank in runs[name]] == [[batches, most]] * 2
 
 
 def test_rollouts_use_tools_and_environments(runs):
