@@ -2,10 +2,10 @@
 
     python tests/attacks/soak.py --steps 300 [--tools threads | --tools worker]
 
-Trains a tiny policy with a reward worker, or tools and an environment in threads or a worker, with validation, checkpoints, loggers, tables, export and summary; reads this
-process's resident memory after each step, and fits a line to the last two thirds. After the run, counts the threads,
-open files, processes and temporary files that it left. Exits with 0 if memory grew by less than a MiB per 100 steps and
-nothing is left.
+Trains a tiny policy with a reward worker, or tools and an environment in threads or a worker, with validation,
+checkpoints, loggers, tables, export and summary; reads this process's resident memory after each step, and fits a line
+to the last two thirds. After the run, counts the threads, open files, processes and temporary files that it left. Exits
+with 0 if memory grew by less than a MiB per 100 steps and nothing is left.
 """
 
 from __future__ import annotations
