@@ -13,7 +13,8 @@ from pl_grouprl.utilities.writes import write_whole
 PANELS: Mapping[str, Sequence[str]] = {
     "reward": ("reward",),
     "validation": ("val/*",),
-    "token ratio, measured speedup": ("prefix/token_ratio", "prefix/measured_speedup"),
+    "token ratio, measured speedup": ("prefix/token_ratio", "episode/token_ratio", "prefix/measured_speedup"),
+    "tools: calls per rollout, failed share": ("tools/call_frequency", "tools/failure_frequency"),
     "entropy (nats per token)": ("entropy",),
     "KL to the reference": ("kl",),
     "completion length (tokens)": ("completions/mean_length",),

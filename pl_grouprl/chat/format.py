@@ -33,6 +33,9 @@ class ChatFormat:
         ValueError: If there is no such chat template, or `template_kwargs` has another one.
     """
 
+    encodes_prompts = False
+    """Whether prompts must come from `encode_prompt`; otherwise `apply_chat_template` gives the same tokens."""
+
     def __init__(
         self, tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
@@ -149,11 +152,15 @@ class ChatFormat:
             message = checked_message(self._parse(list(token_ids), list(prefix_ids), tools))
             message = plain_data(cast_arguments(message, tools))
         except (ValueError, TypeError, RecursionError):
-            return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
+            return self.plain_message(token_ids)
         eos = self.tokenizer.eos_token
         if eos and isinstance(message["content"], str):
             message["content"] = message["content"].removesuffix(eos)
         return message
+
+    def plain_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """A turn of the model as an assistant message whose content is all of its text, without special tokens."""
+        return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
 
     def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> Any:
         if self._tokenizer_parses():

@@ -29,6 +29,8 @@ class RendererFormat(ChatFormat):
         ValueError: If it has no such renderer, or the renderer does not fit the tokenizer.
     """
 
+    encodes_prompts = True
+
     def __init__(self, tokenizer: Any, name: str = "auto", template_kwargs: Mapping[str, Any] | None = None) -> None:
         require(RENDERERS_AVAILABLE, f"chat_template={LIBRARY!r}", LIBRARY)
         from renderers import config_from_name, create_renderer

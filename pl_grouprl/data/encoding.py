@@ -104,7 +104,7 @@ def encode_rows(
     made |= _text_prompts(rows, read, text_rows, tokenizer, options, processor, chat)
     prompts = [made[index] for index in range(len(rows))]
     for row, prompt in zip(rows, prompts, strict=True):
-        if not prompt.token_ids:
+        if not prompt.token_ids and not (chat.may_be_empty and prompt.prompt == EMPTY_PROMPT):
             raise ValueError(
                 f"{row.where}: the prompt has no tokens; remove the row or fill its {options.prompt_column!r}."
             )

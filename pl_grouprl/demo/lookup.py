@@ -60,11 +60,6 @@ class Directory:
         return self._entries.get(key, _NO_ENTRY)
 
 
-def exact_answer(completions: list[Messages], answer: list[str], **columns: Any) -> list[float]:
-    """Reward with TRL's signature: 1 if an episode ends with the reference answer, else 0."""
-    return [float(_answer(messages) == own) for messages, own in zip(completions, answer, strict=True)]
-
-
 @checked_arguments
 class TwoStepLookup:
     """Questions for a telephone number, which takes two calls of a tool: the name's room, and the room's telephone.
@@ -207,12 +202,6 @@ def _call(key: str, entry: str) -> Messages:
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
         {"role": "tool", "name": function["name"], "content": entry},
     ]
-
-
-def _answer(messages: Messages) -> str | None:
-    """The last message of an episode; None if the model did not write it, or calls a tool in it."""
-    last = messages[-1] if messages else {"role": "tool"}
-    return None if last["role"] != "assistant" or last.get("tool_calls") else last["content"].strip()
 
 
 def _demonstration(token_ids: list[int], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:

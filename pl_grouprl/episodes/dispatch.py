@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 
 from pl_grouprl.episodes.environments import EnvironmentHost
 from pl_grouprl.episodes.lanes import HangingThreads, Lanes, Task
-from pl_grouprl.episodes.operations import Operation, OperationCancelledError, OperationTimeoutError
+from pl_grouprl.episodes.operations import (
+    Operation,
+    OperationCancelledError,
+    OperationExitError,
+    OperationTimeoutError,
+)
 from pl_grouprl.episodes.tools import run_coroutine
 from pl_grouprl.episodes.workers import ToolWorkers
 from pl_grouprl.utilities.background_loop import BackgroundLoop
@@ -48,8 +53,10 @@ class Started:
         """
         try:
             return self.future.result()
-        except CancelledError:  # together with a loop that was abandoned
-            raise OperationTimeoutError("was on an event loop that was blocked", is_stuck=True) from None
+        except CancelledError:
+            if self.loop is None:
+                raise OperationExitError("was not called, because the tools were closed") from None
+            raise OperationTimeoutError("did not end, because its event loop was blocked", is_stuck=True) from None
 
     def may_run(self) -> bool:
         """Whether it may still run."""
@@ -158,10 +165,10 @@ class Dispatcher:
 
     def _pending(self, started: Sequence[Started]) -> list[Started]:
         """Wait for at most the longest limit; returns the operations without a result."""
-        limits = [math.inf if one.operation.limit is None else one.operation.limit for one in started]
-        limit = max(limits, default=0.0)
-        wait_for_futures([one.future for one in started], None if limit == math.inf else limit)
-        return [one for one in started if not one.future.done()]
+        running = [one for one in started if not one.future.done()]
+        limit = max((one.operation.limit or math.inf for one in running), default=0.0)
+        wait_for_futures([one.future for one in running], None if limit == math.inf else limit)
+        return [one for one in running if not one.future.done()]
 
     def _abandon_blocked(self, pending: Sequence[Started]) -> None:
         """Give up loops that no longer answer, with all that they run."""

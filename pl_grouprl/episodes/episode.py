@@ -50,6 +50,7 @@ class Episode:
     finish_reason: FinishReason | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    _read: list[int] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
@@ -58,8 +59,15 @@ class Episode:
 
     @property
     def history(self) -> list[int]:
-        """All tokens so far, which the next turn continues."""
+        """All tokens so far."""
         return self.prompt_ids + self.token_ids
+
+    def next_prompt(self) -> list[int]:
+        """All tokens so far, which the next turn continues; they begin with what the turn before has read."""
+        history = self.history
+        assert history[: len(self._read)] == self._read
+        self._read = history
+        return history
 
     def turn_limit(self, max_new_tokens: int, limits: EpisodeLimits, max_length: int | None) -> int:
         """Most tokens of the next turn; 0 or less if there is no room for one.

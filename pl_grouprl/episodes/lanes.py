@@ -150,6 +150,7 @@ class Lanes:
             threads = {lane.thread for lane in self._lanes if lane.thread is not None and (busy_ones or not lane.task)}
         for task in waiting:
             task.future.cancel()
+            task.future.set_running_or_notify_cancel()  # for those that wait for it
         if threading.current_thread() not in threads:  # garbage may be collected on any thread
             for thread in threads:
                 thread.join()

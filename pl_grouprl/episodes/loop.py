@@ -102,11 +102,12 @@ class EpisodeLoop:
             turn += 1
 
     def _first_turn(self, prompt: Prompt, episode: Episode) -> Episode:
-        observation = episode.session.observation
+        observation, messages = episode.session.observation, prompt.prompt
         if observation is not None:
-            tools = self.runner.schemas(episode.session.kind)
-            episode.prompt = add_observation(prompt, observation)
-            episode.prompt_ids = self._chat.encode_prompt(episode.prompt, tools)
+            messages = episode.prompt = add_observation(prompt, observation)
+        if observation is not None or self._chat.encodes_prompts:
+            assert not isinstance(messages, str)  # refused when the data was read
+            episode.prompt_ids = self._chat.encode_prompt(messages, self.runner.schemas(episode.session.kind))
         return episode
 
     def _advance(self, sampler: TurnSampler, turn: int, episodes: Sequence[Episode], max_new_tokens: int) -> None:
@@ -122,14 +123,19 @@ class EpisodeLoop:
         self._call_tools([episode for episode, _ in writing if episode.is_open], sampler.max_length)
 
     def _take_turn(self, episode: Episode, sampled: Rollout) -> None:
-        tools = self.runner.schemas(episode.session.kind)
-        message = self._chat.parse(sampled.token_ids, episode.history, tools) if sampled.token_ids else None
+        message = self._read_turn(episode, sampled.token_ids) if sampled.token_ids else None
         episode.add_turn(sampled, message)
         allowed, calls = self._limits.max_tool_calling_iterations, (message or {}).get("tool_calls") or []
         if sampled.finish_reason == "length" or not calls or (allowed is not None and episode.iterations >= allowed):
             episode.finish_reason = sampled.finish_reason or "stop"
         else:
             episode.calls = [_read_call(call) for call in calls]
+
+    def _read_turn(self, episode: Episode, token_ids: Sequence[int]) -> dict[str, Any]:
+        """A turn as a message; without tools it is plain text, as in a run without environments."""
+        if not self.runner.has_tools:
+            return self._chat.plain_message(token_ids)
+        return self._chat.parse(token_ids, episode.history, self.runner.schemas(episode.session.kind))
 
     def _call_tools(self, episodes: Sequence[Episode], max_length: int | None) -> None:
         """Make the calls of a turn; a result that does not fit is left out whole, and its episode ends."""

@@ -119,6 +119,11 @@ class ToolRunner:
             )
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the model can call anything; an environment may be without methods for it."""
+        return any(self.schemas(kind) for kind in self._kinds or [None])
+
+    @property
     def has_environments(self) -> bool:
         """Whether each episode has an environment."""
         return bool(self._kinds)
@@ -279,6 +284,8 @@ class ToolRunner:
         return _Call(session, call, self._tools.get(call.name) or methods.get(call.name))
 
     def _run_calls(self, calls: Sequence[_Call]) -> None:
+        if not calls:
+            return
         started = [self._open().start(call.operation(self._timeout)) for call in calls]
         self._open().wait(started)
         for call, one in zip(calls, started, strict=True):

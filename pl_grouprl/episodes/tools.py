@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,7 +115,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def call_tool(tool: Tool, arguments: Any) -> ToolResult:
-    """Call a tool with a copy of the arguments. Never raises what the tool raises, and waits only for an async tool."""
+    """Call a tool with a copy of the arguments; never raises what the tool raises. Only async tools make it wait."""
     began = time.perf_counter()
     try:
         with exits_refused():
@@ -129,7 +129,7 @@ async def call_tool(tool: Tool, arguments: Any) -> ToolResult:
     return ToolResult(tool.name, content, None, time.perf_counter() - began)
 
 
-def run_coroutine(coroutine: Generator[Any, Any, Any] | Any) -> Any:
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine that never waits, without an event loop."""
     try:
         coroutine.send(None)
@@ -153,7 +153,7 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, Generator) or inspect.isasyncgen(value):
         raise _UnreadableResultError(f"Tool {name} returned a generator; return text.", "unsupported")
     blocks = value if isinstance(value, list) and all(isinstance(block, Mapping) for block in value) else []
-    if any(block.get("type") in _MEDIA for block in blocks):
+    if any(str(block.get("type")) in _MEDIA for block in blocks):
         raise _UnreadableResultError(f"Tool {name} returned media; only text is supported.", "unsupported")
     if blocks and all(block.get("type") == "text" and isinstance(block.get("text"), str) for block in blocks):
         value = "".join(block["text"] for block in blocks)

@@ -18,8 +18,8 @@ from torch import Tensor
 from pl_grouprl.rollout.kept_caches import KeptSequence, take_row
 from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
 from pl_grouprl.rollout.prefill import NextTokenLogits, Prefix, left_padding_mask
+from pl_grouprl.rollout.prompt_rows import MIN_SAVED_TOKENS, find_shared_prompts
 from pl_grouprl.rollout.sampling import sample_tokens, uniforms
-from pl_grouprl.rollout.shared_prompt import MIN_SAVED_TOKENS, find_shared_prompts
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.progress import tick

@@ -28,7 +28,7 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
         kept: The caches that its next rollouts may continue.
 
     Returns:
-        `kept`, or None if the model cannot continue caches.
+        `kept`, or None if the model cannot continue caches, or cannot take the `LONGEST_CONTINUED` tokens of the check.
 
     Raises:
         ValueError: If decoding differs from scoring.

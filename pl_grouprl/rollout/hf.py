@@ -172,12 +172,15 @@ class HFRolloutEngine:
     def keep_caches(self) -> Iterator[None]:
         """Keep the cache of each sampled sequence for the next call of `generate`.
 
-        A prompt of that call which begins with the tokens of such a sequence is encoded from where it ended. Caches
-        that it does not continue are freed, and all of them at the end. Meanwhile the weights must not change. Prompts
-        with images or videos are encoded from the start, and so are all prompts of a model whose layers cannot continue
-        their caches exactly (`checks.decoding_check.continues_exactly`).
+        A prompt of that call that begins with the tokens of such a sequence is encoded from where it ended. The caches
+        take the memory of the sequences' tokens; a prompt that a group shares counts once. Those that the next call
+        does not continue are freed when it starts, and all of them when the context ends. The weights must not change
+        inside it.
 
-        The caches belong to this object; a copy of the engine begins without any.
+        Prompts with images or videos are encoded from the start. So are all prompts of a model that does not continue
+        its cache exactly (`checks.decoding_check.continues_exactly`), or takes too few tokens to check that.
+
+        The caches belong to this object; a copy of the engine starts without any.
 
         Raises:
             RuntimeError: If the engine keeps caches already.

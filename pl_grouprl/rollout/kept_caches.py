@@ -26,13 +26,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from pl_grouprl.rollout.kv_cache import gather_cache, needs_padding_mask, shares_prompts
 from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 from pl_grouprl.rollout.prefill import MAX_PADDING, NextTokenLogits, Prefix, left_padding_mask, plan_batches
-from pl_grouprl.rollout.shared_prompt import (
-    ContinuedPromptsLayer,
-    ContinuedRow,
-    EncodedPrompt,
-    dynamic_layer,
-    find_shared_prompts,
-)
+from pl_grouprl.rollout.prompt_rows import EncodedPrompt, find_shared_prompts
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, ContinuedRow, dynamic_layer
 from pl_grouprl.types import Prompt
 
 MAX_REPEATED = 16
@@ -56,9 +51,9 @@ class KeptSequence:
 
     @property
     def num_removable(self) -> int:
-        """How many of its last tokens can be removed from all layers."""
+        """How many of its last tokens can be removed from all layers; not all of them."""
         if all(type(layer) in (DynamicLayer, ContinuedRow) or _is_empty(layer) for layer in self.cache.layers):
-            return self.num_tokens - self._num_shared
+            return self.num_tokens - max(self._num_shared, 1)
         return 0
 
     @property
@@ -101,8 +96,11 @@ class KeptCaches:
         """
         kept, self._sequences = self._sequences, {}
         keys = [_key(prompt.token_ids) for prompt in prompts]
-        found = _longest_prefixes((key for key, prompt in zip(keys, prompts, strict=True) if not prompt.media), kept)
-        return [kept.get(found.get(key, b"")) for key in keys]
+        found = _longest_prefixes(keys, kept)
+        return [
+            None if prompt.media or key not in found else kept[found[key]]
+            for key, prompt in zip(keys, prompts, strict=True)
+        ]
 
 
 def _key(token_ids: Sequence[int]) -> bytes:

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from pl_grouprl.rollout.preallocated_cache import GrowingLayer, gather_rows
+from pl_grouprl.rollout.prompt_rows import SharedPrompts
 from pl_grouprl.rollout.shared_prompt import (
     ContinuedPromptsLayer,
     PromptLayer,
-    SharedPrompts,
     can_share,
     whole_rows,
 )

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.media.inputs import media_inputs, placeholder_ids
+from pl_grouprl.rollout.prompt_rows import EncodedPrompt
 from pl_grouprl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from pl_grouprl.rollout.kept_caches import KeptSequence
-    from pl_grouprl.rollout.shared_prompt import EncodedPrompt
 
 PAD = 0
 """Left padding. Masked, so any token works."""
@@ -127,8 +127,6 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
         logits: The model.
         prompts: Prompts of any length; a single one if it has media.
     """
-    from pl_grouprl.rollout.shared_prompt import EncodedPrompt  # imports transformers
-
     lengths = [len(prompt.token_ids) for prompt in prompts]
     width, device = max(lengths), logits.device
     rows = [[PAD] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]

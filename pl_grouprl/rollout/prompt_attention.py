@@ -150,9 +150,17 @@ def _attend_masked(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query_BKLD, layer.keys, layer.values, attn_mask=mask, scale=scale
         )
-    scores = (query_BKLD @ layer.keys.mT).float() * scale + mask.float()  # the fused kernels take no mask
-    lse_BKL = scores.logsumexp(dim=-1)
-    return (scores - lse_BKL[..., None]).exp().to(query_BKLD.dtype) @ layer.values, lse_BKL
+    return _masked_softmax(query_BKLD, layer.keys, layer.values, mask, scale)
+
+
+def _masked_softmax(
+    query_BKLD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same for CUDA, whose FlashAttention takes no mask."""
+    dtype = torch.promote_types(query_BKLD.dtype, torch.float32)
+    scores_BKLS = (query_BKLD @ keys_BKSD.mT).to(dtype) * scale + mask.to(dtype)
+    lse_BKL = scores_BKLS.logsumexp(dim=-1)
+    return (scores_BKLS - lse_BKL[..., None]).exp().to(query_BKLD.dtype) @ values_BKSD, lse_BKL
 
 
 def _attend_prompts(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float) -> tuple[Tensor, Tensor]:

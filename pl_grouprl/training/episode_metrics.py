@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, get_args
 
 from pl_grouprl.episodes.tools import FailureKind
 from pl_grouprl.types import Rollout
 
 EpisodeRecord = dict[str, float]
-"""An episode in numbers: `turns`, `context_tokens`, `calls`, `seconds`, and failed calls by kind."""
+"""An episode in numbers: `turns`, `context_tokens`, `history_tokens`, `calls`, `seconds`, and failed calls by kind."""
 
 FAILURES: tuple[str, ...] = get_args(FailureKind)
 
@@ -21,6 +22,7 @@ def summarize_episode(rollout: Rollout) -> EpisodeRecord | None:
     return rollout.tool_counts | {
         "turns": float(rollout.num_turns),
         "context_tokens": float(len(rollout.token_ids) - rollout.num_sampled_tokens),
+        "history_tokens": float(sum(_turn_ends(rollout))),
     }
 
 
@@ -35,7 +37,9 @@ def episode_metrics(records: Sequence[dict[str, Any]], prefix: str = "") -> dict
         `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (the share of calls that failed, 0
         without calls), as in TRL; `tools/failures/{kind}`, calls that failed so; and means per rollout:
         `episode/turns` of the model, `episode/tool_seconds`, and `episode/context_tokens`, the tokens after the
-        group's prompt that the model did not write.
+        group's prompt that the model did not write. `episode/token_ratio` is what a trainer would read that has a
+        sequence for each turn of each rollout, its history repeated, over the tokens of the groups with their prompts
+        and histories once.
     """
     episodes: list[EpisodeRecord] = [own for record in records for own in record["episodes"] if own is not None]
     if not episodes:
@@ -52,5 +56,23 @@ def episode_metrics(records: Sequence[dict[str, Any]], prefix: str = "") -> dict
         "episode/turns": total("turns") / len(episodes),
         "episode/tool_seconds": total("seconds") / len(episodes),
         "episode/context_tokens": total("context_tokens") / len(episodes),
+        "episode/token_ratio": _token_ratio(records),
     }
     return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def _turn_ends(rollout: Rollout) -> list[int]:
+    """How many tokens follow the group's prompt up to the end of each turn."""
+    mask = rollout.loss_mask or [1] * len(rollout.token_ids)
+    return [place for place, pair in enumerate(pairwise([*mask, 0]), start=1) if pair == (1, 0)]
+
+
+def _token_ratio(records: Sequence[dict[str, Any]]) -> float:
+    """Tokens with histories repeated for every turn over tokens with none repeated."""
+    repeated = sum(
+        own["turns"] * record["prompt_length"] + own["history_tokens"]
+        for record in records
+        for own in record["episodes"]
+        if own is not None
+    )
+    return repeated / sum(record["prompt_length"] + sum(record["tokens"]) for record in records)

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from torch.nn.functional import pad
+
 from pl_grouprl.episodes.episode import Episode
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
 from pl_grouprl.rollout.limits import length_limits
 from pl_grouprl.sync.sampler import SamplerLostError
 from pl_grouprl.training.run import Run
-from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.types import Media, Rollout, SamplingConfig, is_per_token
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, raise_on_all_ranks
 
 
@@ -72,7 +74,8 @@ class EngineTurns:
     ) -> list[list[Rollout]]:
         if not episodes and not self._is_collective:
             return []
-        media = [dict(episode.media) for episode in episodes]
+        prompts = [episode.next_prompt() for episode in episodes]
+        media = [_of_history(episode.media, len(prompt)) for episode, prompt in zip(episodes, prompts, strict=True)]
         options: dict[str, Any] = {"media": media} if any(media) else {}
         if declares(self._engine, "takes_limits"):
             options["max_new_tokens"] = list(limits)
@@ -81,7 +84,7 @@ class EngineTurns:
             options["prompt_indices"] = places
         names = self._seed if turn == 0 else (*self._seed, "turn", turn)
         return self._engine.generate(
-            [episode.history for episode in episodes],
+            prompts,
             replace(self._sampling, max_new_tokens=max(limits, default=1)),
             num_generations=count,
             # An engine that numbers its prompts itself would draw the same numbers on all ranks.
@@ -107,3 +110,10 @@ def _cut(rollout: Rollout, limit: int) -> Rollout:
         return rollout
     logprobs = None if rollout.logprobs is None else rollout.logprobs[:limit]
     return Rollout(rollout.token_ids[:limit], logprobs, finish_reason="length")
+
+
+def _of_history(media: Media, num_tokens: int) -> Media:
+    """The media of a prompt for a history of so many tokens, in which no other token stands for an image."""
+    return {
+        name: pad(value, (0, num_tokens - len(value))) if is_per_token(name) else value for name, value in media.items()
+    }

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pl_grouprl.chat import ChatFormat
+from pl_grouprl.chat import ChatFormat, make_chat_format
 from pl_grouprl.data.encoding import ChatOptions
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.loop import EpisodeLoop
@@ -63,8 +63,17 @@ class Episodes:
         if tools or environment_factory is not None:
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
         else:
-            _refuse_without_tools(limits, tool_timeout, tool_workers)
+            of_library = chat_template if chat_template and chat_template.startswith("renderers") else None
+            _refuse_without_tools(
+                {
+                    **vars(limits),
+                    "tool_timeout": tool_timeout,
+                    "tool_workers": tool_workers,
+                    "chat_template": of_library,
+                }
+            )
         self._template_kwargs: Mapping[str, Any] = {}
+        self._format: ChatFormat | None = None
         self._loop: EpisodeLoop | None = None
 
     def with_rewards(self, rewards: Rewards | None) -> Rewards:
@@ -128,12 +137,13 @@ class Episodes:
         Raises:
             ValueError: Says what to change.
         """
-        self._template_kwargs, self._loop = template_kwargs, None
+        self._template_kwargs, self._format, self._loop = template_kwargs, None, None
         if self.runner is None:
             return
         if ahead:
             _refuse_readers_of_environments(rewards)
-        self._chat(self._run.tokenizer).check_tools()
+        if self.runner.has_tools:
+            self._chat().check_tools()
         self.runner.open()
 
     def close(self) -> None:
@@ -145,7 +155,7 @@ class Episodes:
         """What the chat template gets for a row, besides the messages."""
         options: dict[str, Any] = {}
         if self._chat_template is not None:
-            options["chat_template"] = self._chat(self._run.tokenizer).chat_template
+            options["chat_template"] = self._chat().chat_template
         if self.runner is not None:
             options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama renders []
         return options
@@ -155,23 +165,27 @@ class Episodes:
         if self.runner is None:
             return None
         if self._loop is None:
-            self._loop = EpisodeLoop(self._chat(self._run.tokenizer), self.runner, self._limits)
+            self._loop = EpisodeLoop(self._chat(), self.runner, self._limits)
         return self._loop
 
     def loop_for_thread(self) -> EpisodeLoop | None:
         """The same for another thread: threads must not share a tokenizer."""
         if self.runner is None:
             return None
-        return EpisodeLoop(self._chat(copy.deepcopy(self._run.tokenizer)), self.runner, self._limits)
+        return EpisodeLoop(self._make_format(copy.deepcopy(self._run.tokenizer)), self.runner, self._limits)
 
-    def _chat(self, tokenizer: Any) -> ChatFormat:
-        return ChatFormat(tokenizer, self._chat_template, self._template_kwargs)
+    def _chat(self) -> ChatFormat:
+        if self._format is None:
+            self._format = self._make_format(self._run.tokenizer)
+        return self._format
+
+    def _make_format(self, tokenizer: Any) -> ChatFormat:
+        return make_chat_format(tokenizer, self._chat_template, self._template_kwargs)
 
 
-def _refuse_without_tools(limits: EpisodeLimits, tool_timeout: float | None, tool_workers: int) -> None:
-    given = {**vars(limits), "tool_timeout": tool_timeout, "tool_workers": tool_workers or None}
-    for name, value in given.items():
-        if value is not None:
+def _refuse_without_tools(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None and (value or name != "tool_workers"):
             raise ValueError(
                 f"{name} is {value}, which has no effect without tools; pass tools or environment_factory, or leave "
                 "it out."

@@ -103,6 +103,8 @@ def test_episodes_by_hand():
             "episode/turns": (2 + 1 + 2) / 3,
             "episode/tool_seconds": (1.5 + 0.0 + 0.5) / 3,
             "episode/context_tokens": (3 + 2 + 0 + 2) / 3,
+            # Turns end 6 and 9, 2, 3 and 6 tokens after the prompt of 2; the groups have 13 and 8 tokens.
+            "episode/token_ratio": ((2 + 6) + (2 + 9) + (2 + 2) + (2 + 3) + (2 + 6)) / (13 + 8),
         }
     )
     evaluated = evaluation_metrics(records, "val")

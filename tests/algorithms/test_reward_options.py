@@ -23,7 +23,7 @@ def test_workers_change_nothing_and_end_with_the_run(
     for alone, beside in zip(*trained, strict=True):
         assert torch.equal(alone, beside)
     assert [worker.is_alive() for worker in made] == [False, False]
-    assert [worker.process for worker in made] == [None, None]
+    assert [worker.process.pid for worker in made] == [None, None]
 
 
 def test_failures_are_judged_by_the_options(make_module, make_data, make_trainer, scripted_engine):

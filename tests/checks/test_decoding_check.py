@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
@@ -47,3 +49,24 @@ def test_what_rounding_explains():
     finally:
         torch.set_float32_matmul_precision(before)
     assert decoding_check._allowed(model.half()) == 0.1
+
+
+@torch.no_grad()
+def test_whether_caches_are_continued_exactly_is_found_once(caplog):
+    exact, inexact = tiny_model("llama"), tiny_model("llama")
+
+    def turns(model, prompts, results, sampling):
+        tokens = [*prompts[0].token_ids, *results[0]]
+        logprobs = model(torch.tensor([tokens])).logits[0, -1].log_softmax(dim=-1)
+        return [(tokens, Rollout([3], logprobs=[float(logprobs[3]) + (0.1 if model is inexact else 0.0)]))]
+
+    def not_again(*args):
+        raise AssertionError("sampled")
+
+    with caplog.at_level("INFO"):
+        for model in (exact, inexact):
+            first = decoding_check.continues_exactly(model, partial(turns, model))
+            assert first == decoding_check.continues_exactly(model, not_again) == (model is exact)
+    (record,) = caplog.records
+    assert "encodes every turn of an episode from the start: LlamaForCausalLM gives" in record.message
+    assert "differ by 1.0e-01" in record.message

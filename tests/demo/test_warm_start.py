@@ -73,6 +73,17 @@ def test_loss_equals_the_mean_over_completion_tokens_one_pair_at_a_time():
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-4)
 
 
+def test_tokens_outside_the_loss_mask_are_read_and_not_imitated():
+    model = build_model(ARCHITECTURE, LastDigit().tokenizer())
+    prompt, completion, loss_mask = [1, 2, 3], [4, 5, 6, 10], [1, 0, 1, 1]
+    logprobs = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+    expected = -(logprobs[2, 4] + logprobs[4, 6] + logprobs[5, 10] + logprobs[0, 7]) / 4
+
+    loss = supervised_loss(model, [(prompt, completion, loss_mask), ([1], [7])])
+
+    torch.testing.assert_close(loss, expected)
+
+
 def test_the_policy_learns_the_task(tmp_path):
     policy = make_policy(tmp_path, steps=150, batch_size=16, learning_rate=1e-2).load()
     pairs = LastDigit().demonstrations(50, seed=10**9)

@@ -12,6 +12,7 @@ import torch
 from helpers.chance_episodes import STOPS, ChancePolicy
 from helpers.random_tools import TOOLS, write_call
 from helpers.sampled_episodes import open_episodes, without_seconds
+from helpers.tool_cases import OwnTask
 
 from pl_grouprl.chat import ToolParser, register_tool_parser
 from pl_grouprl.rollout import HFRolloutEngine
@@ -120,6 +121,22 @@ def test_the_first_turn_is_what_a_plain_run_samples() -> None:
         if num_turns(episode) == 1:
             assert (len(episode.token_ids), episode.finish_reason) == (length, rollout.finish_reason)
             assert episode.loss_mask is None
+
+
+def test_an_environment_without_tools_needs_no_template_for_them() -> None:
+    chance = ChancePolicy()
+    tokenizer = chance.load_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with open_episodes(chance.load(), tokenizer, environment_factory=OwnTask) as sample:
+        rows = [{"prompt": [{"role": "user", "content": "Hello. "}]}]
+        (group,) = sample(rows, SamplingConfig(max_new_tokens=5), 2)
+    assert tokenizer.decode(group.prompt_ids) == "Hello. Guess the word."
+    assert all(rollout.loss_mask is None and len(rollout.messages) == 1 for rollout in group.rollouts)
+    with (
+        pytest.raises(ValueError, match="Tools need another chat template"),
+        open_episodes(chance.load(), tokenizer, tools=TOOLS),
+    ):
+        pass
 
 
 def tokens(groups: list[RolloutGroup]) -> list[list[list[int]]]:

@@ -191,6 +191,7 @@ HARMS = {
     "image": ("{'error': 'Tool misbehave returned media; only text is supported.'}", "unsupported"),
     "texts": ("ab", None),
     "numbers": ("[1, 2]", None),
+    "mappings": ("[{'type': ['list']}]", None),
     "none": ("None", None),
     "bytes": (r"b'\xff'", None),
     "nan": ("nan", None),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers import worker_tools as tools
 
+import pl_grouprl
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import MAX_RESULT_CHARACTERS, ToolCall
 
@@ -240,19 +241,19 @@ def test_nothing_is_left_after_many_rounds(make, rounds):
     assert set(threading.enumerate()) == before
 
 
-def test_closing_kills_what_runs(make, tmp_path):
-    runner = make([tools.hang_with_child])
+def test_closing_ends_what_runs_and_what_waits(make, tmp_path):
+    runner = make([tools.hang_with_child, tools.multiply])
     file = tmp_path / "ids"
     session = runner.begin([{}])[0]
+    calls = [ToolCall("hang_with_child", {"file": str(file)}), ToolCall("multiply", {"a": 1, "b": 1})]
     found = []
-    thread = threading.Thread(
-        target=lambda: found.extend(run(runner, ToolCall("hang_with_child", {"file": str(file)}), session=session))
-    )
+    thread = threading.Thread(target=lambda: found.extend(run(runner, *calls, session=session)))
     thread.start()
     until(lambda: file.exists() and len(file.read_text().split()) == 2)
     runner.close()
     thread.join(30)
-    assert [result.failure for result in found] == ["exited"]
+    assert [result.failure for result in found] == ["exited", "exited"]
+    assert found[1].content == "{'error': 'Tool multiply was not called, because the tools were closed.'}"
     until(lambda: not any(map(runs, file.read_text().split())))
     assert zombies() == []
 
@@ -271,10 +272,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ending", ["end", "kill", "interrupt"])
+@pytest.mark.parametrize("ending", ["end", "kill", pytest.param("interrupt", marks=pytest.mark.slow)])
 def test_workers_end_with_the_program(tmp_path, ending):
     (tmp_path / "script.py").write_text(SCRIPT)
-    folders = [str(Path(tools.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(tools.__file__).parents[1]), str(Path(pl_grouprl.__file__).parents[1])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "script.py", ending]
     process = subprocess.Popen(

@@ -368,6 +368,9 @@ FROM_TRL = {
         rows=({"environment": "scored"}, {"environment": "plain"}, {"environment": "again"}),
         environment_factory={"scored": RewardingCounter, "plain": Counter, "again": RewardingCounter},
     ),
+    "environment without tools": ToolCase(
+        (("<think>\nHm.\n</think>\n\nDone!" + END,), (GOOD,), ("<|im_start|>" + END,)), environment_factory=OwnTask
+    ),
     "environment owns the data": ToolCase(
         (("Done!" + END,), ("DoneDone!" + END,), ("DoneDoneDone!" + END,)), rows=({},), environment_factory=OwnTask
     ),
@@ -514,6 +517,9 @@ LIMITS = {
         ((*(call("increment", step=n) + END for n in range(1, 6)), DONE), (GOOD, DONE)),
         tools=(multiply,),
         environment_factory=RewardingCounter,
+    ),
+    "call cut before its end token": ToolCase(
+        ((call("increment", step=1) + END,), (DONE,)), environment_factory=RewardingCounter, max_completion_length=41
     ),
     "first turn cut": ToolCase(
         (("a very long answer " * 12 + END,), (GOOD, DONE)), tools=(multiply,), max_completion_length=160

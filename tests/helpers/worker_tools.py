@@ -119,6 +119,7 @@ HARMS = {
     "image": _image,
     "texts": lambda: [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
     "numbers": lambda: [1, 2],
+    "mappings": lambda: [{"type": ["list"]}],
     "none": lambda: None,
     "bytes": lambda: b"\xff",
     "nan": lambda: float("nan"),

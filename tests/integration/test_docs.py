@@ -77,6 +77,7 @@ OPTIONS = {
         "ppo_and_group_ppo.md",
         "vision_language.md",
         "rollouts.md",
+        "tools_and_environments.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -93,7 +94,14 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     ("page", "line", "fragment"),
     [
         (page, *block)
-        for page in ("options.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md", "../README.md")
+        for page in (
+            "options.md",
+            "rewards_and_data.md",
+            "ppo_and_group_ppo.md",
+            "scaling.md",
+            "tools_and_environments.md",
+            "../README.md",
+        )
         for block in blocks(page, "yaml")
     ],
 )
@@ -102,6 +110,10 @@ def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "my_rewards.py").write_text("def brevity(completions):\n    return [-len(c) for c in completions]\n")
+    (package / "my_tools.py").write_text(
+        "def multiply(a: int, b: int) -> int:\n    return a * b\n\n\n"
+        "class Counter:\n    def reset(self, **row):\n        return None\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(

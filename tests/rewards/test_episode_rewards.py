@@ -101,9 +101,7 @@ def test_environments_are_passed_themselves():
 
 
 def test_environments_cannot_be_had_where_there_are_none():
-    with pytest.raises(
-        ValueError, match=r"requires \['environments'\].*leave tool_workers, reward_workers and rollout_ahead at 0"
-    ):
+    with pytest.raises(ValueError, match=r"requires \['environments'\].*leave tool_workers, reward_work"):
         rewards_of(worker_rewards.score_of_environment, make_episode())
 
 

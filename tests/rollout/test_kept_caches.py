@@ -179,7 +179,9 @@ def test_prompts_with_media_continue_nothing():
     kept = KeptCaches()
     kept.add([1, 2], sequence(2))
     media = {"pixel_values": torch.zeros(1)}
-    assert kept.claim([Prompt([1, 2, 3], media=media)]) == [None]
+    with_media, text = kept.claim([Prompt([1, 2, 3], media=media), Prompt([1, 2, 3])])
+    assert with_media is None
+    assert text.num_tokens == 2
 
 
 def test_plan_groups_about_as_many_new_tokens():
@@ -191,7 +193,8 @@ def test_plan_groups_about_as_many_new_tokens():
     pairs = [(9, 1), (60, 1 + MAX_REPEATED), (60, 2 + MAX_REPEATED), (60, 200), (80, 220), (60, 230)]
     assert plan([]) == []
     assert plan(pairs) == [[0], [1, 2], [3, 4], [5]]  # the first has only 10 tokens
-    assert plan([(20, 1), *pairs[1:2]]) == [[0, 1]]
+    assert plan([(1 + MAX_REPEATED, 1), *pairs[1:2]]) == [[0, 1]]
+    assert plan([(MAX_REPEATED, 1), *pairs[1:2]]) == [[0], [1]]  # one token has to stay
     assert plan([(20, 1), *pairs[2:3]]) == [[0], [1]]
     assert plan(pairs[3:5], budget=439) == [[0], [1]]
     assert plan([(5, 3), (5, 3), (6, 3)], padding=False) == [[0, 1], [2]]

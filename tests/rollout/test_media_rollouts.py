@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from helpers.continued import counted_tokens
+from helpers.rollouts import assert_same
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
 from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
 
@@ -50,6 +52,22 @@ def test_sampling_equals_a_forward_over_everything(family, temperature):
             assert_sampled(model, prompt, rollout, sampling, **names)
     assert prompts[0] == prompts[1]
     assert groups[0][0].logprobs != groups[1][0].logprobs
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_text_continues_its_cache_next_to_prompts_with_images(family):
+    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=6)
+    first = engine.generate(prompts, sampling, num_generations=1, seed=3, media=media)
+    text = [[*prompts[index], *first[index][0].token_ids, 5, 6, 7] for index in (2, 5)]
+    again, images = [prompts[3], *text, prompts[0]], [media[3], {}, {}, media[0]]
+    expected = engine.generate(again, sampling, num_generations=2, seed=4, media=images)
+    with engine.keep_caches():
+        assert_same(first, engine.generate(prompts, sampling, num_generations=1, seed=3, media=media))
+        with counted_tokens(model) as counts:
+            assert_same(expected, engine.generate(again, sampling, num_generations=2, seed=4, media=images))
+    sampled = sum(len(rollout.token_ids) - 1 for group in expected for rollout in group)
+    assert sum(counts) == len(prompts[3]) + len(prompts[0]) + 2 * 4 + sampled
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

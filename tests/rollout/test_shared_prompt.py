@@ -8,8 +8,9 @@ from transformers.cache_utils import Cache
 
 from pl_grouprl.rollout import HFRolloutEngine, decode
 from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
-from pl_grouprl.rollout.prompt_attention import attend, attending_to_shared_prompts
-from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, EncodedPrompt, PromptLayer, find_shared_prompts
+from pl_grouprl.rollout.prompt_attention import _masked_softmax, attend, attending_to_shared_prompts
+from pl_grouprl.rollout.prompt_rows import EncodedPrompt, PromptRows, find_shared_prompts
+from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer
 from pl_grouprl.types import SamplingConfig
 
 CPU = torch.device("cpu")
@@ -109,6 +110,16 @@ def test_attention_of_several_tokens_after_rows_of_different_lengths(with_sinks)
             cache = gather_cache(parts, max(lengths), 40, find_shared_prompts(sequences, CPU, 0))
             for row, own_layer in enumerate(gather_cache(parts, max(lengths), 40).layers[0].keys):  # copied
                 torch.testing.assert_close(own_layer[:, -lengths[row] :], whole[row][0])
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_masked_softmax_equals_the_kernel(new):
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(3, 2, count, 8, generator=generator) for count in (4 * new, 9, 9))
+    mask = PromptRows([0, 0, 1], CPU, [3, 5, 1]).mask(new, 9, torch.float32).repeat(1, 1, 4, 1)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    expected = kernel(query, keys, values, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(_masked_softmax(query, keys, values, mask, 0.3), tuple(expected))
 
 
 def before(held, count):

@@ -206,7 +206,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         }
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
         limits = prompt_limits(prompts, sampling, max_new_tokens)
-        requests = [
+        requests: list[dict[str, Any]] = [
             {
                 "requests": [{"prompt": [int(token) for token in prompt], "seeds": own}],
                 "sampling": {**asdict(sampling), "max_new_tokens": limit},

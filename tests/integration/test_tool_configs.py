@@ -1,0 +1,145 @@
+"""The configurations with tools through the command line, in the small, and the whole run that learns to use one."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.qwen_tokenizer import qwen_tokenizer
+from helpers.scripted_engine import ScriptedEngine
+
+from pl_grouprl.chat.template_files import read_template
+from pl_grouprl.cli import main
+from pl_grouprl.demo.warm_start import build_model
+from pl_grouprl.rollout import HFRolloutEngine
+
+LOGGER = "[{{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {folder}, name: run}}}}]"
+SMALL_LOOKUP = """
+model:
+  init_args:
+    policy:
+      init_args:
+        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, max_position_embeddings: 256}}
+        steps: 60
+        batch_size: 8
+        learning_rate: 1.0e-2
+        cache_dir: {folder}/cache
+        progress_bar: false
+    num_generations: 4
+    val_num_generations: 1
+data:
+  init_args: {{batch_size: 4, val_batch_size: 8, val: {{init_args: {{val_size: 8}}}}}}
+trainer: {{max_steps: 3, val_check_interval: 3, enable_progress_bar: false}}
+"""
+SMALL_QWEN = """
+model:
+  init_args:
+    policy: {{init_args: {{path: {folder}/tiny, gradient_checkpointing: false}}}}
+    num_generations: 2
+    num_mini_batches: 1
+data:
+  init_args:
+    train: {folder}/rows.jsonl
+    val: {folder}/rows.jsonl
+    test: null
+    batch_size: 2
+    max_prompt_length: 1500
+trainer: {{accelerator: cpu, precision: 32-true, max_steps: 2, val_check_interval: 2, enable_progress_bar: false}}
+"""
+
+
+def fit(folder, config, text, *more):
+    """Run a configuration with a fragment over it; its metrics by name and number of steps."""
+    (folder / "small.yaml").write_text(text.format(folder=folder))
+    logger = LOGGER.format(folder=folder)
+    main(["fit", "--config", config, "--config", str(folder / "small.yaml"), "--trainer.logger", logger, *more])
+    metrics = {}
+    with (folder / "run" / "version_0" / "metrics.csv").open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            for name, value in row.items():
+                if value:
+                    metrics.setdefault(name, {})[int(row["step"]) + 1] = float(value)
+    return metrics
+
+
+def test_the_lookup_run_in_the_small(tmp_path):
+    metrics = fit(tmp_path, "grpo_tools.yaml", SMALL_LOOKUP)
+    assert len(metrics["reward"]) == 3
+    assert metrics["val/rewards/exact_match/mean"].keys() == {1, 3}
+    assert max(metrics["tools/call_frequency"].values()) > 0  # even so short a warm start teaches the format
+    assert all(ratio > 1 for name in ("prefix", "episode") for ratio in metrics[f"{name}/token_ratio"].values())
+
+
+def save_tiny_qwen(folder):
+    """A random Qwen3 of one layer, with a tokenizer that has Qwen3's special tokens and the package's template."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = read_template("qwen3")
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    build_model({"model_type": "qwen3", **size, **heads}, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_gsm8k(folder):
+    """Two rows as `examples/prepare_gsm8k.py` writes them."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"Three boxes of 4 red and {blue} blue pens: how many pens?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(3 * (4 + blue))},
+        }
+        for blue in (10, 11)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_the_qwen3_run_on_a_tiny_model(tmp_path):
+    save_tiny_qwen(tmp_path / "tiny")
+    write_gsm8k(tmp_path)
+    shorter = ["--model.init_args.max_turn_tokens", "6", "--model.init_args.max_episode_tokens", "40"]
+    metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN, *shorter)
+    assert len(metrics["rewards/correct/mean"]) == 2
+    assert metrics["val/rewards/correct/mean"].keys() == {1, 2}
+    assert metrics["episode/turns"] == {1: 1, 2: 1}  # a random model never writes a call
+    assert max(metrics["completions/max_length"].values()) <= 6
+
+
+def test_the_qwen3_run_calls_the_calculator(tmp_path, monkeypatch):
+    save_tiny_qwen(tmp_path / "tiny")
+    write_gsm8k(tmp_path)
+    turns = ['<tool_call>\n{"name": "calculate", "arguments": {"expression": "3 * (4 + 10)"}}\n</tool_call>', "#### 42"]
+    scripted = ScriptedEngine(lambda prompt, index, turn: turns[turn])
+    monkeypatch.setattr(HFRolloutEngine, "bind", lambda self, model, tokenizer=None: scripted.bind(model, tokenizer))
+    monkeypatch.setattr(HFRolloutEngine, "generate", lambda self, *args, **options: scripted.generate(*args, **options))
+
+    metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN, "--trainer.max_steps", "1")
+
+    assert metrics["tools/call_frequency"] == {1: 1}
+    assert metrics["tools/failure_frequency"] == {1: 0}
+    assert metrics["rewards/correct/mean"] == {1: 0.5}  # 42 pens in one row, 45 in the other
+
+
+def test_the_configurations_of_both_runs_agree_with_their_relatives():
+    """What the runs with tools say they share with the runs without."""
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    tools, plain = (
+        yaml.safe_load((configs / f"grpo_qwen3_{name}.yaml").read_text())["model"]["init_args"]
+        for name in ("tools", "gsm8k")
+    )
+    same = ("policy", "rewards", "num_generations", "num_mini_batches", "loss_type", "beta", "optimizer")
+    assert {name: tools[name] for name in same} == {name: plain[name] for name in same}
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_teaches_both_calls(tmp_path):
+    """About four minutes on two cores, a minute of them the warm start."""
+    cache = str(tmp_path / "cache")
+    metrics = fit(tmp_path, "grpo_tools.yaml", "{{}}", "--model.init_args.policy.init_args.cache_dir", cache)
+    exact = metrics["val/rewards/exact_match/mean"]
+    last = max(exact)
+    assert last == 100
+    assert exact[1] <= 0.4  # before the first step
+    assert min(value for step, value in exact.items() if step > 0.75 * last) >= 0.95
+    assert metrics["tools/call_frequency"][last] == pytest.approx(2, abs=0.1)
