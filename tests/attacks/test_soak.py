@@ -21,7 +21,7 @@ if __name__ == "__main__":  # reward workers import this script again
         (5, ["--tools", "worker"]),
         pytest.param(300, [], marks=pytest.mark.slow),
         pytest.param(200, ["--tools", "threads"], marks=pytest.mark.slow),
-        pytest.param(200, ["--tools", "worker"], marks=pytest.mark.slow),
+        pytest.param(300, ["--tools", "worker"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_leaves_nothing(steps, tools, record_property, tmp_path):
