@@ -126,8 +126,8 @@ class RLModule(pl.LightningModule, ABC):
             (`fit`, `validate`, `test`) and after an exception; another run starts it again.
         tools: Functions that the model may call in a turn, sync or async, with type hints and a Google docstring (TRL's
             contract). They run with your rights; see `pl_grouprl.episodes.tools`.
-        environment_factory: Returns an environment; one is made for each rollout and used again. A dictionary of them
-            is chosen from by the row's column `environment`. See `pl_grouprl.episodes.environments`.
+        environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories,
+            of which the row's column `environment` chooses one. See `pl_grouprl.episodes.environment`.
         max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.
         max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens` is
             what it writes in the whole episode.
@@ -319,7 +319,7 @@ class RLModule(pl.LightningModule, ABC):
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,
-            environments=self.episodes.in_process and not rollout_ahead,  # which resets them before they are read
+            environments=self.episodes.exposes_environments and not rollout_ahead,  # which resets them too early
         )
         self.collector = Collector(
             self,

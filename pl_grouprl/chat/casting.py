@@ -6,6 +6,7 @@ The rules are those of transformers' `parse_response(..., tools=...)`, which TRL
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from pl_grouprl.chat.parsing import Message, Schema
 
 
 def cast_arguments(message: Message, tools: Sequence[Schema]) -> Message:
-    """Cast the arguments of a message's calls, in place: the text `7` is a number where the schema says `integer`.
+    """Cast the arguments of a message's calls, in place: the text `7` becomes a number if the schema says `integer`.
 
-    Text that no type of the schema fits stays, for the tool to refuse; so do arguments that the schema lacks.
+    Text that fits no type of the schema is left for the tool to refuse, and so are arguments that the schema lacks.
 
     Args:
         message: A parsed message, checked.
@@ -84,7 +85,7 @@ def _number(text: str) -> int | float:
     number = float(text)
     if "." not in text and number.is_integer():
         return int(number)
-    if number != number or number in (float("inf"), float("-inf")):
+    if not math.isfinite(number):
         raise ValueError("JSON has no such number")
     return number
 
@@ -116,4 +117,4 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "object": _json_of(dict),
     "array": _json_of(list),
 }
-"""`string` is none of them: text that fits another of the schema's types becomes that."""
+"""Without `string`: text is cast to another of the schema's types if it fits one."""

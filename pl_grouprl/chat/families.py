@@ -1,4 +1,4 @@
-"""The parsers that come with the package, and the table that users add theirs to."""
+"""The built-in parsers, and the table to which users add theirs."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ _TAGGED_CALLS = TurnGrammar(_TAGGED_CALL, end=r"<\|im_end\|>\s*")
 
 
 def parse_nemotron(text: str, tools: Sequence[Schema] = ()) -> Message:
-    """Parse a turn of Nemotron 3: calls as Qwen3.5's; the prompt opens a thought, which the model may close."""
-    text = text.removeprefix("</think>")  # a prompt that asks for no thought closes it as well
+    """Parse a turn of Nemotron 3: calls as in Qwen3.5; the prompt opens a `<think>`, which the model may close."""
+    text = text.removeprefix("</think>")  # a prompt without reasoning closes it too
     thought, closed, rest = text.partition("</think>")
     message = _TAGGED_CALLS.read(rest.lstrip() if closed else text)
     return {**message, "reasoning_content": thought.strip()} if closed else message
@@ -107,7 +107,7 @@ def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
     schema = next((function for function in functions if function.get("name") == name), None)
     parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
     values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
-    places = parameters or {"input": {}}  # for a tool without parameters too, which then refuses what it was given
+    places = parameters or {"input": {}}  # a tool without parameters gets an argument, too, and refuses it
     return {"name": name, "arguments": dict(zip(places, values, strict=False))}
 
 
@@ -126,11 +126,11 @@ def register_tool_parser(parser: ToolParser) -> None:
     """Add a parser. It precedes those added before it, and replaces one of the same name.
 
     Args:
-        parser: Takes effect for every `ChatFormat` made afterwards whose chat template contains its markers.
+        parser: Used by every later `ChatFormat` whose chat template contains its markers.
     """
     _PARSERS[:] = [other for other in _PARSERS if other.name != parser.name] + [parser]
 
 
 def find_tool_parser(chat_template: str) -> ToolParser | None:
-    """The parser of the family that a chat template belongs to; None if it belongs to no known one."""
+    """The parser of a chat template's family; None if the family is unknown."""
     return next((p for p in reversed(_PARSERS) if all(marker in chat_template for marker in p.markers)), None)

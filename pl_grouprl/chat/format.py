@@ -1,4 +1,4 @@
-"""Renders conversations to tokens and parses the model's turns, for one tokenizer."""
+"""Renders conversations to tokens, and parses the model's turns, with one tokenizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from pl_grouprl.chat.casting import cast_arguments
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
+from pl_grouprl.chat.template_check import check_tool_template, remedy
 from pl_grouprl.chat.template_files import read_template
-from pl_grouprl.chat.tool_check import check_tool_template, remedy
 from pl_grouprl.types import Messages
 
 log = logging.getLogger(__name__)
 
-_CACHED_PREFIXES = 256
+_MAX_CACHED_PREFIXES = 256
 _TAIL_TOKENS = 64
 
 
@@ -25,12 +25,12 @@ class ChatFormat:
 
     Args:
         tokenizer: A transformers tokenizer with a chat template.
-        chat_template: Used in place of the tokenizer's: the name of a built-in training template (`qwen3`, `llama3`,
+        chat_template: Replaces the tokenizer's: the name of a built-in training template (`qwen3`, `llama3`,
             `plain`), a path to a file, or a Jinja template. None: the tokenizer's.
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
 
     Raises:
-        ValueError: If there is no such chat template, or `template_kwargs` has another one.
+        ValueError: If there is no such chat template, or `template_kwargs` sets one too.
     """
 
     encodes_prompts = False
@@ -53,13 +53,13 @@ class ChatFormat:
             source = source.get("tool_use") or source.get("default") or ""
         self.source = source
         self.parser = find_tool_parser(source)
-        self._prefixes: dict[str, list[int]] = {}
+        self._dummy_prefixes: dict[str, list[int]] = {}
 
     def check_tools(self) -> None:
         """Refuse a template that cannot render a conversation with tools, or is not prefix-preserving.
 
         Raises:
-            ValueError: With the remedy. Also if nothing can parse the calls that the template asks for.
+            ValueError: If the template cannot be used, or no parser knows its calls; names the remedy.
         """
         if not self.source:
             raise ValueError(f"Tools need a chat template, and the tokenizer has none; {remedy(self.source)}.")
@@ -72,7 +72,7 @@ class ChatFormat:
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
             )
-        if self.tokenizer.eos_token_id not in self._prefix_ids("check"):
+        if self.tokenizer.eos_token_id not in self._dummy_prefix_ids("check"):
             log.warning(
                 "The chat template does not end turns with the tokenizer's EOS token (%r). Put the token that ends "
                 "them into sampling.stop_token_ids, unless it is among the model's end tokens.",
@@ -105,11 +105,10 @@ class ChatFormat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_results(self, results: Messages) -> list[int]:
-        """Tokens between the model's last token of a turn and the first of its next, for results of tools.
+        """Tokens between two turns of the model: the results of tools, and the header of the next turn.
 
-        They are the difference of two renderings of a dummy conversation, with the results and without, that starts
-        after the last EOS token of the latter (TRL's `_get_tool_suffix_ids`): the turns that were sampled are never
-        tokenized again.
+        A dummy conversation is rendered with the results and without them. The tokens are what the former adds after
+        the last EOS token of the latter (TRL's `_get_tool_suffix_ids`), so sampled turns are never tokenized again.
 
         Args:
             results: Messages `{"role": "tool", "name": ..., "content": ...}`, at least one.
@@ -121,10 +120,10 @@ class ChatFormat:
         name = results[0]["name"]
         for _ in range(2):
             token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
-            prefix_ids = self._prefix_ids(name)
+            prefix_ids = self._dummy_prefix_ids(name)
             if token_ids[: len(prefix_ids)] == prefix_ids:
                 return token_ids[len(prefix_ids) :]
-            self._prefixes.clear()  # the template may render the date, and it is another day
+            self._dummy_prefixes.clear()  # the template may render the date, which may have changed
         raise ValueError(
             f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its result "
             "follows"
@@ -140,9 +139,8 @@ class ChatFormat:
 
         Args:
             token_ids: The turn, end token included.
-            prefix_ids: Everything before it; what the chat template writes at a turn's beginning belongs to the turn.
-            tools: Schemas of the tools: arguments written as text are cast to their types, and formats that do not
-                name arguments find the names there.
+            prefix_ids: All tokens before it. Those after the turn's header, such as an opened `<think>`, are parsed.
+            tools: Schemas of the tools, for the types of arguments, and their names where the format has none.
 
         Returns:
             `role`, `content` (a string), and, if there are any, `reasoning_content` and `tool_calls`, each
@@ -159,7 +157,7 @@ class ChatFormat:
         return message
 
     def plain_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A turn of the model as an assistant message whose content is all of its text, without special tokens."""
+        """A turn as an assistant message with all of its text as content, without special tokens."""
         return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
 
     def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> Any:
@@ -172,12 +170,12 @@ class ChatFormat:
         return self.parser.parse(text, tools)
 
     def _tokenizer_parses(self) -> bool:
-        """Whether the tokenizer has what its own `parse_response` needs in this version of transformers."""
+        """Whether the tokenizer can parse turns: it has what `parse_response` of this transformers version needs."""
         name = "response_template" if _takes_prefix(self.tokenizer) else "response_schema"
         return getattr(self.tokenizer, name, None) is not None
 
     def _turn_start(self, prefix_ids: list[int], header: str) -> str:
-        """What the prompt already wrote of the turn: the text after its last header."""
+        """The part of the turn that is in the prompt: the text after the last header."""
         count = _TAIL_TOKENS
         while True:
             text = self.tokenizer.decode(prefix_ids[-count:])
@@ -187,21 +185,21 @@ class ChatFormat:
                 return ""
             count *= 4
 
-    def _prefix_ids(self, name: str) -> list[int]:
+    def _dummy_prefix_ids(self, name: str) -> list[int]:
         """Tokens of a dummy conversation up to the EOS token that ends a call of this name."""
-        if name in self._prefixes:
-            return self._prefixes[name]
+        if name in self._dummy_prefixes:
+            return self._dummy_prefixes[name]
         token_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
         eos = self.tokenizer.eos_token_id
         if eos in token_ids:
             token_ids = token_ids[: len(token_ids) - token_ids[::-1].index(eos)]
-        if len(self._prefixes) >= _CACHED_PREFIXES:  # models write names that do not exist
-            self._prefixes.clear()
-        self._prefixes[name] = token_ids
+        if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent any number of names
+            self._dummy_prefixes.clear()
+        self._dummy_prefixes[name] = token_ids
         return token_ids
 
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
-        """Tokens of a conversation by the template for tools, if the tokenizer has several."""
+        """Tokens of a conversation, by the tokenizer's template for tools if it has several."""
         options = {"return_dict": False, "add_generation_prompt": add_generation_prompt, "chat_template": self.source}
         return list(self._apply(messages, tokenize=True, **options))
 

@@ -1,7 +1,7 @@
 """Parses what models write into assistant messages: one parser per family of chat templates.
 
 A parser reads decoded text, never evaluates it, and agrees with the `response_template` that TRL defines for the
-family: the fields of a turn are regions between an opening and a closing mark, everything else is its content.
+family: the fields of a turn are regions between an opening and a closing mark, everything else is content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_NESTING = 64
 
 
 class MalformedTurnError(ValueError):
-    """A turn that cannot be parsed; it then counts as plain text."""
+    """A turn that cannot be parsed, and so counts as plain text."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ToolParser:
 
     Attributes:
         name: Name of the family.
-        markers: Strings that the chat template contains, all of them, if it belongs to the family.
-        header: What the chat template writes before a turn of the model; the parser also gets what follows it in the
-            prompt, such as an opened `<think>`.
+        markers: Strings that all chat templates of the family contain.
+        header: What the chat template writes before a turn of the model. Text that follows it in the prompt, such as an
+            opened `<think>`, is passed to `parse` with the turn.
         parse: Takes the text of a turn, special tokens included, and the tools' schemas; returns the message, or raises
             `MalformedTurnError`, which makes the turn plain text.
     """
@@ -48,7 +48,7 @@ class Region:
     """A field of a turn between two marks.
 
     Attributes:
-        field: Key of the message. Values of `tool_calls` accumulate; of other fields, the last one counts.
+        field: Key of the message. Values of `tool_calls` accumulate; for other fields, the last one counts.
         opens: Regular expression of the opening mark; its named groups are for `read`.
         closes: Regular expression of the closing mark; without one, the region extends to the end.
         read: Turns the match of the opening mark and the text up to the closing one into the value.
@@ -64,7 +64,7 @@ class TurnGrammar:
     """Splits a turn into regions and content, in time linear in its length.
 
     Args:
-        regions: Fields between marks; everything outside them is content, of which the last stretch counts.
+        regions: Fields between marks. Text outside them is content; if there are several stretches, the last counts.
         end: Regular expression of what ends a turn.
     """
 
@@ -92,7 +92,7 @@ class TurnGrammar:
         return message
 
     def _read_region(self, mark: re.Match[str], text: str, message: Message) -> int:
-        """Add what a mark opens to the message; returns where it is over."""
+        """Add the region that a mark opens to the message; returns where the region ends."""
         field = mark.lastgroup or ""
         if field == "end":
             return mark.end()
@@ -131,7 +131,7 @@ def checked_message(message: Any) -> Message:
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:
-    """Copy JSON data; lone surrogates, which no tokenizer and no file takes, become U+FFFD.
+    """Copy JSON data, with lone surrogates, which cannot be encoded, replaced by U+FFFD.
 
     Raises:
         MalformedTurnError: If it is nested deeper than `MAX_NESTING`.
@@ -160,7 +160,7 @@ def read_json(text: str) -> Any:
     """Parse JSON.
 
     Raises:
-        MalformedTurnError: If it is none, is nested too deeply, or has a number of thousands of digits.
+        MalformedTurnError: If it is not JSON, is nested too deeply, or has a number with thousands of digits.
     """
     try:
         return json.loads(text)

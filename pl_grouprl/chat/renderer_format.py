@@ -14,14 +14,14 @@ LIBRARY = "renderers"
 
 
 class RendererFormat(ChatFormat):
-    """A `ChatFormat` by one of the library's renderers.
+    """A `ChatFormat` that uses a renderer of the library.
 
     Calls are recognised by their special tokens, not by text that spells them. Renderers extend a conversation without
-    rendering its turns again, so that a model's own chat template need not be prefix-preserving.
+    rendering its turns again, so the model's chat template need not be prefix-preserving.
 
     Args:
         tokenizer: A transformers tokenizer with the special tokens of the family.
-        name: The library's name of the family, such as `qwen3`; `auto` goes by the tokenizer's `name_or_path`.
+        name: The library's name of the family, such as `qwen3`; `auto` infers it from the tokenizer's `name_or_path`.
         template_kwargs: Options of the renderer, such as `enable_thinking`.
 
     Raises:
@@ -69,7 +69,7 @@ class RendererFormat(ChatFormat):
         return self._render_ids(messages, tools=list(tools) or None, add_generation_prompt=True)
 
     def encode_results(self, results: Messages) -> list[int]:
-        """Tokens between the model's last token of a turn and the first of its next, for results of tools.
+        """Tokens between two turns of the model: the results of tools, and the header of the next turn.
 
         Raises:
             ValueError: If the renderer cannot extend conversations.
@@ -91,7 +91,7 @@ class RendererFormat(ChatFormat):
         token_ids = self._render_ids([user, turn])
         ends = set(self._renderer.get_stop_token_ids())
         last = max((place for place, token in enumerate(token_ids) if token in ends), default=len(token_ids) - 1)
-        shared = 0  # a thought that the prompt opens may continue differently
+        shared = 0  # reasoning that the prompt opens may be rendered differently
         while shared < min(len(prompt_ids), last) and prompt_ids[shared] == token_ids[shared]:
             shared += 1
         return token_ids[:shared], token_ids[shared : last + 1]
@@ -118,16 +118,21 @@ class RendererFormat(ChatFormat):
         return message
 
 
+def uses_renderers(chat_template: str | None) -> bool:
+    """Whether an option `chat_template` asks for the library."""
+    return chat_template is not None and chat_template.partition(":")[0] == LIBRARY
+
+
 def make_chat_format(
     tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
 ) -> ChatFormat:
-    """The chat format that an option `chat_template` asks for.
+    """Make the chat format that the option `chat_template` asks for.
 
     Args:
         tokenizer: A transformers tokenizer.
         chat_template: See `ChatFormat`; `renderers` and `renderers:NAME` use the library of that name.
         template_kwargs: See `ChatFormat`.
     """
-    if chat_template is not None and chat_template.partition(":")[0] == LIBRARY:
+    if chat_template is not None and uses_renderers(chat_template):
         return RendererFormat(tokenizer, chat_template.partition(":")[2] or "auto", template_kwargs)
     return ChatFormat(tokenizer, chat_template, template_kwargs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
-from pl_grouprl.episodes.environments import EnvironmentHost
+from pl_grouprl.episodes.environment_host import EnvironmentHost
 from pl_grouprl.episodes.lanes import HangingThreads, Lanes, Task
 from pl_grouprl.episodes.operations import (
     Operation,
@@ -28,7 +28,7 @@ from pl_grouprl.utilities.background_loop import BackgroundLoop
 T = TypeVar("T")
 
 MAX_THREADS = 256
-"""How many calls of plain tools and environments run at the same time in threads."""
+"""How many sync calls run in threads at the same time."""
 
 GRACE_SECONDS = 1.0
 """How long an async tool may take to end once it is cancelled."""
@@ -59,19 +59,19 @@ class Started:
             raise OperationTimeoutError("did not end, because its event loop was blocked", is_stuck=True) from None
 
     def may_run(self) -> bool:
-        """Whether it may still run."""
+        """Whether it may still be running, so that its environment cannot be used again."""
         if not self.future.done() or self.future.cancelled():
             return True
         error = self.future.exception()
         return isinstance(error, OperationTimeoutError) and error.is_stuck
 
 
-class _ThisProcess:
+class _InProcess:
     def __init__(self, host: EnvironmentHost) -> None:
         self._host = host
 
     def run(self, operation: Operation) -> Any:
-        return run_coroutine(operation.make(self._host))
+        return run_coroutine(operation.coroutine(self._host))
 
 
 class Dispatcher:
@@ -84,7 +84,7 @@ class Dispatcher:
         workers: The worker processes; None to use threads.
 
     Attributes:
-        process: The id of the process that it belongs to.
+        process: Id of the process that made it.
     """
 
     def __init__(self, host: EnvironmentHost, workers: ToolWorkers | None = None) -> None:
@@ -92,24 +92,24 @@ class Dispatcher:
         self._host = host
         self._workers = workers
         self._hanging = HangingThreads()
-        self._loops: list[BackgroundLoop] = []  # the present one, if any
+        self._loops: list[BackgroundLoop] = []  # the current one, if any
         self._lock = threading.Lock()
-        places = [_ThisProcess(host)] * MAX_THREADS if workers is None else workers
-        self._lanes = Lanes(places, "tools" if workers is None else "tool-workers")
-        # Before multiprocessing waits for its processes at the end of the program.
-        self._end = Finalize(self, _end, (self._lanes, workers, self._loops), exitpriority=100)
+        executors = [_InProcess(host)] * MAX_THREADS if workers is None else workers
+        self._lanes = Lanes(executors, "tools" if workers is None else "tool-workers")
+        # Its priority puts it before multiprocessing's wait for child processes at exit.
+        self._shut_down = Finalize(self, _shut_down, (self._lanes, workers, self._loops), exitpriority=100)
         if workers is not None:
             self._start_workers()
 
     def start(self, operation: Operation) -> Started:
-        """Start an operation. Plain ones of an environment run in order."""
+        """Start an operation. Sync operations of one environment run in order."""
         if operation.is_async and not (self._workers is not None and operation.uses_environment):
             loop = self._current_loop()
-            coroutine = _within(operation.make(self._host), operation.limit)
+            coroutine = _run_with_limit(operation.coroutine(self._host), operation.limit)
             return Started(operation, loop.submit(operation.name, coroutine), loop=loop)
         task = Task(
             operation.name,
-            lambda place: place.run(operation),
+            lambda executor: executor.run(operation),
             operation.limit if self._workers is None else None,
             on_abandon=lambda: self._lose(operation),
         )
@@ -143,7 +143,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the workers and the threads that do not hang, and drop the environments."""
-        self._end()
+        self._shut_down()
         self._host.instances.clear()
 
     def _start_workers(self) -> None:
@@ -154,7 +154,7 @@ class Dispatcher:
             for task in starts:
                 task.future.result()
         except BaseException:
-            self._end()
+            self._shut_down()
             raise
 
     def _current_loop(self) -> BackgroundLoop:
@@ -164,14 +164,14 @@ class Dispatcher:
             return self._loops[0]
 
     def _pending(self, started: Sequence[Started]) -> list[Started]:
-        """Wait for at most the longest limit; returns the operations without a result."""
+        """Wait no longer than the longest limit; returns the operations that are not done."""
         running = [one for one in started if not one.future.done()]
         limit = max((one.operation.limit or math.inf for one in running), default=0.0)
         wait_for_futures([one.future for one in running], None if limit == math.inf else limit)
         return [one for one in running if not one.future.done()]
 
     def _abandon_blocked(self, pending: Sequence[Started]) -> None:
-        """Give up loops that no longer answer, with all that they run."""
+        """Abandon loops that no longer respond, and every operation on them."""
         for one in pending:
             assert one.loop is not None
             if one.future.done() or one.loop.answers(one.operation.limit):
@@ -190,18 +190,18 @@ class Dispatcher:
             self._host.lose(operation.number)
 
 
-def _end(lanes: Lanes, workers: ToolWorkers | None, loops: list[BackgroundLoop]) -> None:
+def _shut_down(lanes: Lanes, workers: ToolWorkers | None, loops: list[BackgroundLoop]) -> None:
     if workers is not None:
         workers.kill()
-    lanes.close(busy_ones=workers is not None)
+    lanes.close(wait_for_busy=workers is not None)
     if workers is not None:
         workers.close()
     for loop in loops:
         loop.close(GRACE_SECONDS)
 
 
-async def _within(coroutine: Coroutine[Any, Any, T], limit: float | None) -> T:
-    """Wait for a coroutine, and cancel it if it takes too long."""
+async def _run_with_limit(coroutine: Coroutine[Any, Any, T], limit: float | None) -> T:
+    """Await a coroutine, and cancel it if it takes too long."""
     clock = asyncio.get_running_loop().time
     began = clock()
     task = asyncio.ensure_future(coroutine)
@@ -210,7 +210,9 @@ async def _within(coroutine: Coroutine[Any, Any, T], limit: float | None) -> T:
     except asyncio.CancelledError:
         task.cancel()
         raise
-    if limit is not None and (clock() - began > limit or not task.done()):  # it may have blocked the loop meanwhile
+    if limit is not None and (
+        clock() - began > limit or not task.done()
+    ):  # it may have blocked the loop, and then returned
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_SECONDS)
         raise OperationTimeoutError(f"took longer than {limit} seconds", is_stuck=not task.done())

@@ -1,4 +1,4 @@
-"""What an environment is."""
+"""The interface of an environment."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Environment(ABC):  # noqa: B024 (a class needs not inherit from it)
-    """Any class with a method `reset`; see `pl_grouprl.episodes.environments`.
+class Environment(ABC):  # noqa: B024 (recognised by its methods)
+    """Any class with a method `reset`, which begins an episode; its other public methods are tools.
 
-    A class need not inherit from it: one written for TRL's `GRPOTrainer` is an `Environment` as it is.
+    `reset(**row)` returns None, or text that is appended to the last message of the prompt. `get_reward()`, if defined,
+    is one more reward. Like tools, environments are the user's code and run with the user's rights.
+
+    A class need not inherit from this one: those written for TRL's `GRPOTrainer` are environments as they are.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""One episode in the making: the tokens so far, which of them the model wrote, and the conversation they stand for."""
+"""An episode in progress: its tokens so far, which of them the model wrote, and the messages that they encode."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class Episode:
     """One rollout of a prompt over several turns.
 
     Attributes:
-        place: Index of its prompt in the batch of all ranks.
+        prompt_index: Index of its prompt in the batch of all ranks.
         number: Which rollout of the prompt it is.
-        session: Its environment and tools.
+        session: Its tools and environment.
         prompt_ids: The prompt as this rollout reads it, with the environment's observation.
-        prompt: The same as messages; None if it is the prompt of the data.
+        prompt: The prompt as messages; None if it is the data's prompt, without an observation.
         media: Images and videos of the prompt.
-        token_ids: What follows the prompt: the model's tokens and those of results.
+        token_ids: Tokens after the prompt: the model's, and those of results.
         loss_mask: 1 where the model wrote the token.
-        logprobs: Log-probability of each, 0 where the model did not write it; None if the sampler reports none.
-        messages: The same as chat messages.
-        calls: Calls of the last turn that are still to be made.
-        iterations: How often results have been read.
+        logprobs: Log-probability of each token, 0 if the model did not write it; None if the sampler reports none.
+        messages: `token_ids` as chat messages.
+        calls: Calls of the last turn, not yet made.
+        iterations: How many times the model has read results.
         finish_reason: Why it ended; None while it goes on.
         counts: `calls` of tools, and failed calls by kind.
-        seconds: Time of its tools.
+        seconds: Time spent in its tools.
     """
 
-    place: int
+    prompt_index: int
     number: int
     session: Session
     prompt_ids: list[int]
@@ -50,7 +50,7 @@ class Episode:
     finish_reason: FinishReason | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    _read: list[int] = field(default_factory=list)
+    _last_prompt: list[int] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
@@ -63,10 +63,10 @@ class Episode:
         return self.prompt_ids + self.token_ids
 
     def next_prompt(self) -> list[int]:
-        """All tokens so far, which the next turn continues; they begin with what the turn before has read."""
+        """All tokens so far, as the prompt of the next turn; asserts that it extends the previous turn's prompt."""
         history = self.history
-        assert history[: len(self._read)] == self._read
-        self._read = history
+        assert history[: len(self._last_prompt)] == self._last_prompt
+        self._last_prompt = history
         return history
 
     def turn_limit(self, max_new_tokens: int, limits: EpisodeLimits, max_length: int | None) -> int:
@@ -97,7 +97,7 @@ class Episode:
 
     def add_results(self, results: Sequence[ToolResult], token_ids: Sequence[int]) -> None:
         """Append results of tools, and the tokens that the model reads for them."""
-        self.messages += [message_of(result) for result in results]
+        self.messages += [result.message for result in results]
         self.token_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
         if self.logprobs is not None:
@@ -114,28 +114,23 @@ class Episode:
         """The finished rollout.
 
         Args:
-            shared_prompt: How many tokens of the prompt the rollouts of the group share; the rest come first in it.
+            shared_prompt: How many tokens of the prompt all rollouts of the group share; the others begin the rollout.
             text: The completion as a string.
         """
-        own = self.prompt_ids[shared_prompt:]
-        context = [0.0] * len(own)
-        mask = [0] * len(own) + self.loss_mask
+        observation_ids = self.prompt_ids[shared_prompt:]
+        num_observed = len(observation_ids)
+        mask = [0] * num_observed + self.loss_mask
         return Rollout(
-            token_ids=own + self.token_ids,
-            logprobs=None if self.logprobs is None else context + self.logprobs,
+            token_ids=observation_ids + self.token_ids,
+            logprobs=None if self.logprobs is None else [0.0] * num_observed + self.logprobs,
             loss_mask=None if all(mask) else mask,
             finish_reason=self.finish_reason,
             text=text,
             messages=self.messages,
             prompt=self.prompt,
-            num_observation_tokens=len(own),
+            num_observation_tokens=num_observed,
             tool_counts={**{name: float(count) for name, count in self.counts.items()}, "seconds": self.seconds},
             environment_reward=self.session.reward,
             environment_name=self.session.reward_name,
             environment=None if self.session.environment is None else LiveObject(self.session.environment),
         )
-
-
-def message_of(result: ToolResult) -> dict[str, Any]:
-    """The message in which the model reads a result."""
-    return {"role": "tool", "name": result.name, "content": result.content}

@@ -1,7 +1,7 @@
-"""Lanes: threads that each run one operation at a time, and are replaced where one takes too long.
+"""Lanes: threads that each run one operation at a time, and are replaced if it takes too long.
 
 An environment belongs to one lane, because many libraries (SQLite, browsers) tie an object to the thread that made it.
-What belongs to no environment runs on any lane that is free.
+Everything else runs on any free lane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pl_grouprl.episodes.operations import OperationTimeoutError
 from pl_grouprl.utilities.progress import tick
 
 MAX_BLOCKED_THREADS = 8
-"""Number of threads hanging in tools or environments at which the run ends."""
+"""The run ends when this many threads hang in tools or environments."""
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class Task:
 
     Attributes:
         name: Of the tool or environment, for errors.
-        run: What to run, given the lane's place.
-        limit: Seconds that it may take, from when it starts; None for any time.
-        on_abandon: Called when it is abandoned, before the lane goes on.
+        run: Called with the lane's executor.
+        limit: Seconds that it may run; None for any time.
+        on_abandon: Called when it is abandoned, before the lane runs its next task.
         future: Its result.
         began: When it started, by `time.monotonic`.
     """
@@ -52,7 +52,7 @@ class Task:
 
 
 class HangingThreads:
-    """Counts threads that were abandoned, and ends the run where there are too many."""
+    """Counts abandoned threads, and ends the run if there are too many."""
 
     def __init__(self) -> None:
         self._threads: set[threading.Thread] = set()
@@ -75,8 +75,8 @@ class HangingThreads:
 
 
 class _Lane:
-    def __init__(self, place: Any, lock: threading.RLock) -> None:
-        self.place = place
+    def __init__(self, executor: Any, lock: threading.RLock) -> None:
+        self.executor = executor
         self.thread: threading.Thread | None = None
         self.tasks: deque[Task] = deque()
         self.task: Task | None = None
@@ -87,13 +87,13 @@ class Lanes:
     """Runs tasks on lanes, whose threads start when they are needed.
 
     Args:
-        places: One per lane; tasks are called with it.
+        executors: What each lane passes to the tasks that it runs, such as a worker process.
         name: Name of the threads.
     """
 
-    def __init__(self, places: Sequence[Any], name: str) -> None:
+    def __init__(self, executors: Sequence[Any], name: str) -> None:
         self._lock = threading.RLock()
-        self._lanes = [_Lane(place, self._lock) for place in places]
+        self._lanes = [_Lane(executor, self._lock) for executor in executors]
         self._idle: list[_Lane] = []
         self._shared: deque[Task] = deque()
         self._name = name
@@ -111,7 +111,7 @@ class Lanes:
                 lane: _Lane | None = self._lanes[number]
                 self._lanes[number].tasks.append(task)
             else:
-                lane = self._idle.pop() if self._idle else self._unused()
+                lane = self._idle.pop() if self._idle else self._unstarted()
                 self._shared.append(task)
             self._wake(lane)
 
@@ -136,26 +136,28 @@ class Lanes:
                 future.cancel()
             raise
 
-    def close(self, *, busy_ones: bool) -> None:
+    def close(self, *, wait_for_busy: bool) -> None:
         """End the threads.
 
         Args:
-            busy_ones: Wait for the tasks of those that are busy. Otherwise those end with their tasks.
+            wait_for_busy: Join busy threads too; otherwise each ends after its task.
         """
         with self._lock:
             self._closed = True
             for lane in self._lanes:
                 lane.changed.notify()
             waiting = [task for tasks in (self._shared, *(lane.tasks for lane in self._lanes)) for task in tasks]
-            threads = {lane.thread for lane in self._lanes if lane.thread is not None and (busy_ones or not lane.task)}
+            threads = {
+                lane.thread for lane in self._lanes if lane.thread is not None and (wait_for_busy or not lane.task)
+            }
         for task in waiting:
             task.future.cancel()
-            task.future.set_running_or_notify_cancel()  # for those that wait for it
+            task.future.set_running_or_notify_cancel()  # wakes whoever waits for it
         if threading.current_thread() not in threads:  # garbage may be collected on any thread
             for thread in threads:
                 thread.join()
 
-    def _unused(self) -> _Lane | None:
+    def _unstarted(self) -> _Lane | None:
         return next((lane for lane in self._lanes if lane.thread is None), None)
 
     def _wake(self, lane: _Lane | None) -> None:
@@ -169,7 +171,7 @@ class Lanes:
         while (task := self._next(lane)) is not None:
             result, error = None, None
             try:
-                result = task.run(lane.place)
+                result = task.run(lane.executor)
             except BaseException as raised:
                 error = raised
             with self._lock:
@@ -200,7 +202,7 @@ class Lanes:
             return None
 
     def _abandon(self, task: Task) -> threading.Thread | None:
-        """Replace the thread of a task that still runs; returns that thread."""
+        """Replace the thread of a task that is still running; returns the old thread."""
         with self._lock:
             lane = next((lane for lane in self._lanes if lane.task is task), None)
             if lane is None:  # it has just ended

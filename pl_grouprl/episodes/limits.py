@@ -1,4 +1,4 @@
-"""How long an episode may become."""
+"""Limits on the length of an episode."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class EpisodeLimits:
     """Limits of an episode, besides `sampling.max_new_tokens`, which limits the tokens that the model writes in it.
 
     Attributes:
-        max_tool_calling_iterations: How often the model may call tools and read their results; it then answers once
-            more, and calls in that answer are not made. None is no limit.
+        max_tool_calling_iterations: How many times the model may call tools and read their results; it then answers
+            once more, and calls in that answer are not made. None is no limit.
         max_turn_tokens: Most tokens that the model writes in one turn; None is no limit.
-        max_episode_tokens: Most tokens after the prompt, the model's and those of results together; None is no limit
-            but the model's longest sequence.
+        max_episode_tokens: Most tokens after the prompt, the model's and those of results together; None leaves
+            only the model's longest sequence.
 
     Raises:
         ValueError: If a limit is out of range.

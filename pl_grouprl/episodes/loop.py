@@ -1,6 +1,7 @@
 """Samples episodes in rounds: all open episodes write a turn, then their tools run, then they read the results.
 
-What was sampled is never tokenized again: the tokens of a turn, with those of the results, begin the next one.
+Sampled tokens are never tokenized again: the next turn's prompt is this turn's prompt, its tokens, and those of the
+results.
 
 Legend: P prompts, G rollouts of each.
 """
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.episodes.episode import Episode, message_of
+from pl_grouprl.episodes.episode import Episode
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.observations import add_observation, row_of
 from pl_grouprl.episodes.runner import ToolRunner
@@ -27,15 +28,15 @@ class TurnSampler(Protocol):
     """Longest sequence that it can sample, prompt included; None if unknown."""
 
     def sample(self, turn: int, episodes: Sequence[Episode], limits: Sequence[int]) -> list[Rollout]:
-        """Sample the next turn of each episode, at most so many tokens; on a rank without episodes, none."""
+        """Sample the next turn of each episode, each within its limit; also called on ranks without episodes."""
         ...
 
-    def in_step(self, run: Callable[[], None]) -> None:
-        """Do what may fail on one rank; where sampling is collective, it then fails on all."""
+    def raise_together(self, run: Callable[[], None]) -> None:
+        """Run a step; if sampling is collective, an error on one rank is raised on all."""
         ...
 
     def any_open(self, is_open: bool) -> bool:
-        """Whether an episode goes on, on this rank or, where sampling is collective, on any."""
+        """Whether an episode is open on this rank or, if sampling is collective, on any rank."""
         ...
 
 
@@ -58,7 +59,7 @@ class EpisodeLoop:
         self,
         sampler: TurnSampler,
         prompts: Sequence[Prompt],
-        places: Sequence[int],
+        prompt_indices: Sequence[int],
         max_new_tokens: int,
         num_generations: int,
     ) -> tuple[list[Prompt], list[list[Rollout]]]:
@@ -67,7 +68,7 @@ class EpisodeLoop:
         Args:
             sampler: Samples the turns.
             prompts: Open prompts, P of them.
-            places: Index of each in the batch of all ranks.
+            prompt_indices: Index of each in the batch of all ranks.
             max_new_tokens: Most tokens that the model writes in an episode.
             num_generations: G.
 
@@ -76,21 +77,21 @@ class EpisodeLoop:
         """
         episodes: list[Episode] = []
         try:
-            sampler.in_step(lambda: episodes.extend(self._begin(prompts, places, num_generations)))
+            sampler.raise_together(lambda: episodes.extend(self._begin(prompts, prompt_indices, num_generations)))
             self._run_turns(sampler, episodes, max_new_tokens)
-            sampler.in_step(lambda: self.runner.finish([episode.session for episode in episodes]))
+            sampler.raise_together(lambda: self.runner.finish([episode.session for episode in episodes]))
         finally:
             self.runner.release([episode.session for episode in episodes])
         groups = [episodes[start : start + num_generations] for start in range(0, len(episodes), num_generations)]
         finished = [self._finish(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
         return [prompt for prompt, _ in finished], [rollouts for _, rollouts in finished]
 
-    def _begin(self, prompts: Sequence[Prompt], places: Sequence[int], num_generations: int) -> list[Episode]:
+    def _begin(self, prompts: Sequence[Prompt], prompt_indices: Sequence[int], num_generations: int) -> list[Episode]:
         rows = [row_of(prompt) for prompt in prompts for _ in range(num_generations)]
         sessions = iter(self.runner.begin(rows))
         return [
-            self._first_turn(prompt, Episode(place, number, next(sessions), prompt.token_ids, media=prompt.media))
-            for prompt, place in zip(prompts, places, strict=True)
+            self._read_prompt(prompt, Episode(index, number, next(sessions), prompt.token_ids, media=prompt.media))
+            for prompt, index in zip(prompts, prompt_indices, strict=True)
             for number in range(num_generations)
         ]
 
@@ -98,10 +99,11 @@ class EpisodeLoop:
         turn = 0
         while sampler.any_open(any(episode.is_open for episode in episodes)):
             open_ones = [episode for episode in episodes if episode.is_open]
-            sampler.in_step(lambda: self._advance(sampler, turn, open_ones, max_new_tokens))  # noqa: B023
+            sampler.raise_together(lambda: self._advance(sampler, turn, open_ones, max_new_tokens))  # noqa: B023
             turn += 1
 
-    def _first_turn(self, prompt: Prompt, episode: Episode) -> Episode:
+    def _read_prompt(self, prompt: Prompt, episode: Episode) -> Episode:
+        """Encode the prompt of an episode, if its session or the chat format changes it."""
         observation, messages = episode.session.observation, prompt.prompt
         if observation is not None:
             messages = episode.prompt = add_observation(prompt, observation)
@@ -113,14 +115,14 @@ class EpisodeLoop:
     def _advance(self, sampler: TurnSampler, turn: int, episodes: Sequence[Episode], max_new_tokens: int) -> None:
         """Let the model write one turn of each episode, then run the tools that it calls."""
         limits = [episode.turn_limit(max_new_tokens, self._limits, sampler.max_length) for episode in episodes]
-        writing = [(episode, limit) for episode, limit in zip(episodes, limits, strict=True) if limit > 0]
         for episode, limit in zip(episodes, limits, strict=True):
             if limit <= 0:
                 episode.finish_reason = "length"
-        sampled = sampler.sample(turn, [episode for episode, _ in writing], [limit for _, limit in writing])
-        for (episode, _), own in zip(writing, sampled, strict=True):
-            self._take_turn(episode, own)
-        self._call_tools([episode for episode, _ in writing if episode.is_open], sampler.max_length)
+        writing = [episode for episode in episodes if episode.is_open]
+        sampled = sampler.sample(turn, writing, [limit for limit in limits if limit > 0])
+        for episode, rollout in zip(writing, sampled, strict=True):
+            self._take_turn(episode, rollout)
+        self._call_tools([episode for episode in writing if episode.is_open], sampler.max_length)
 
     def _take_turn(self, episode: Episode, sampled: Rollout) -> None:
         message = self._read_turn(episode, sampled.token_ids) if sampled.token_ids else None
@@ -138,13 +140,13 @@ class EpisodeLoop:
         return self._chat.parse(token_ids, episode.history, self.runner.schemas(episode.session.kind))
 
     def _call_tools(self, episodes: Sequence[Episode], max_length: int | None) -> None:
-        """Make the calls of a turn; a result that does not fit is left out whole, and its episode ends."""
+        """Make the calls of a turn; results that do not fit are all left out, and their episode ends."""
         results = self.runner.call([(episode.session, episode.calls) for episode in episodes])
-        for episode, own in zip(episodes, results, strict=True):
-            episode.count(own)
-            token_ids = self._chat.encode_results([message_of(result) for result in own])
+        for episode, answers in zip(episodes, results, strict=True):
+            episode.count(answers)
+            token_ids = self._chat.encode_results([answer.message for answer in answers])
             if self._fits(episode, len(token_ids), max_length):
-                episode.add_results(own, token_ids)
+                episode.add_results(answers, token_ids)
             else:
                 episode.finish_reason = "length"
 
@@ -162,12 +164,12 @@ class EpisodeLoop:
 
 
 def _read_call(call: dict[str, Any]) -> ToolCall:
-    """A call as messages have it, with its type, or flat."""
+    """Read a call in OpenAI's nested format, or a flat one."""
     function = call.get("function", call)
     return ToolCall(function["name"], function.get("arguments") or {}, call.get("type", "function"))
 
 
 def _common_length(rows: Sequence[Sequence[int]]) -> int:
-    """How many tokens all rows begin with."""
+    """Length of the longest prefix that all rows share."""
     places = (place for place, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1)
     return next(places, min(map(len, rows)))

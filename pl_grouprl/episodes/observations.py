@@ -1,4 +1,4 @@
-"""What an environment is reset with, and what it adds to the prompt."""
+"""What an environment's `reset` gets, and how what it returns joins the prompt."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import Any
 
 from pl_grouprl.data.encoding import EMPTY_PROMPT
 from pl_grouprl.types import Messages, Prompt
-from pl_grouprl.utilities.copying import private_copy
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The row of the data, which the environment's `reset` gets as keyword arguments."""
+    """The keyword arguments of `reset`: the data's columns, and the prompt unless the environment writes it."""
     written = {} if prompt.prompt == EMPTY_PROMPT else {"prompt": prompt.prompt}
-    return private_copy(written | prompt.columns)
+    return written | prompt.columns
 
 
 def add_observation(prompt: Prompt, observation: str) -> Messages:

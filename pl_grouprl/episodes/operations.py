@@ -1,4 +1,4 @@
-"""Operations on tools and environments, and what becomes of those that do not return."""
+"""Operations on tools and environments, and the errors of those that do not return."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from pl_grouprl.episodes.environments import EnvironmentHost
+from pl_grouprl.episodes.environment_host import EnvironmentHost
 
 
 class OperationError(RuntimeError):
-    """An operation did not return; the text says what it did, to follow its name."""
+    """An operation did not return; the message continues a sentence that begins with its name."""
 
 
 class OperationTimeoutError(OperationError):
-    """It took too long; it may still run if `is_stuck`."""
+    """It took too long; if `is_stuck`, it may still be running."""
 
     def __init__(self, message: str, *, is_stuck: bool) -> None:
         super().__init__(message)
@@ -39,8 +39,8 @@ class Operation:
         arguments: Its arguments.
         limit: Seconds that it may take; None for any time.
         is_async: Whether it calls an async function, so that it needs an event loop.
-        number: Of the episode's environment, if there is one: plain operations with the same number run in order.
-        uses_environment: Whether it uses that environment, which is lost if the operation does not end.
+        number: Of the episode's environment, if there is one: sync operations with the same number run in order.
+        uses_environment: Whether it uses that environment, which is dropped if the operation does not end.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Operation:
     number: int | None = None
     uses_environment: bool = True
 
-    def make(self, host: EnvironmentHost) -> Coroutine[Any, Any, Any]:
-        """The coroutine that does it."""
-        coroutine: Coroutine[Any, Any, Any] = getattr(host, self.method)(*self.arguments)
-        return coroutine
+    def coroutine(self, host: EnvironmentHost) -> Coroutine[Any, Any, Any]:
+        """The coroutine that runs it."""
+        running: Coroutine[Any, Any, Any] = getattr(host, self.method)(*self.arguments)
+        return running

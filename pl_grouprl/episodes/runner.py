@@ -1,4 +1,4 @@
-"""Runs the tools and environments of episodes, concurrently and with limits in time."""
+"""Runs the tools and environments of episodes, concurrently and with time limits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pl_grouprl.episodes.dispatch import Dispatcher, Started
-from pl_grouprl.episodes.environments import (
+from pl_grouprl.episodes.environment_host import EnvironmentHost, describe_row
+from pl_grouprl.episodes.environment_kinds import (
     COLUMN,
-    EnvironmentHost,
     EnvironmentKind,
     Method,
     check_names,
-    describe_row,
     kind_of_row,
     named_factories,
 )
@@ -55,27 +54,25 @@ class Session:
 
 
 class ToolRunner:
-    """Calls tools, and makes, resets and calls environments; all calls of a round run concurrently.
+    """Calls tools, and makes, resets and calls environments; different episodes run concurrently.
 
-    Async tools run on one event loop, which is kept between rounds, because clients are bound to it. Others, and
-    environments, run in threads or in worker processes; the plain calls of an episode with an environment run in order,
-    and an environment stays in its thread or worker. Async methods of environments run on the event loop, or one at a
-    time in their worker. Threads reset environments one after another, in the order of the rows; each worker does so
-    with those that it has.
+    Async tools run on one event loop, kept between rounds because clients are bound to it. Sync tools and environments
+    run in threads or worker processes. An environment stays in its thread or worker, where its sync methods run in
+    order; its async methods run on the event loop or, one at a time, in its worker. Without workers, environments are
+    reset one after another, in the order of the rows; with workers, each worker does so.
 
-    What takes too long is cancelled if it is async and its environment does not live in a worker. A plain function in a
-    thread cannot be stopped: it is abandoned, and too many of those end the run. A worker is killed, with all that it
-    started, and replaced; its environments are lost.
+    After a timeout, a call on the event loop is cancelled. One in a thread cannot be stopped: its thread is abandoned,
+    and too many of those end the run. A worker is killed with every process that it started, and replaced; its
+    environments are lost.
 
-    Tools are the user's code with the user's rights. Workers limit the time that it takes; they are no security
-    boundary.
+    Tools are the user's code and run with the user's rights. Workers limit their time; they are no security boundary.
 
     Args:
-        tools: Functions, plain or async, with type hints and Google docstrings.
-        environment_factory: Makes an environment; or such factories by the name that a row has in its column
-            `environment`, which is then not passed to `reset`. Each is called once on construction.
+        tools: Functions, sync or async, with type hints and Google docstrings.
+        environment_factory: Makes an environment. Or a dictionary of factories, from which the row's column
+            `environment` chooses; `reset` does not get that column. Each is called once on construction.
         timeout: Seconds that a call of a tool, or of `get_reward`, may take; None for any time.
-        workers: How many worker processes; 0 uses threads. Tools and factories are sent to them once by pickle, and a
+        workers: Number of worker processes; 0 uses threads. Tools and factories are pickled to them once, and a
             script needs the usual `if __name__ == "__main__":`.
 
     Attributes:
@@ -104,7 +101,7 @@ class ToolRunner:
         self._timeout = timeout
         self._tools = prepare_tools(tools)
         self._kinds: dict[str | None, EnvironmentKind] = {}
-        self._numbers = _Numbers()
+        self._numbers = _EnvironmentNumbers()
         self._lock = threading.RLock()
         self._dispatcher: Dispatcher | None = None
         try:
@@ -120,7 +117,7 @@ class ToolRunner:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model can call anything; an environment may be without methods for it."""
+        """Whether the model can call anything; an environment need not have tools."""
         return any(self.schemas(kind) for kind in self._kinds or [None])
 
     @property
@@ -157,11 +154,11 @@ class ToolRunner:
         return kind_of_row(row, self._kinds)
 
     def open(self) -> None:
-        """Start what runs the calls; the other methods do so, too, if it is closed."""
-        self._open()
+        """Start the workers; other methods do so too if it is closed."""
+        self._get_dispatcher()
 
     def close(self) -> None:
-        """End the threads, except those that hang, and drop the environments."""
+        """End the workers and the threads, except those that hang, and drop the environments."""
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.close()
@@ -179,7 +176,7 @@ class ToolRunner:
         if not self._kinds:
             return [Session() for _ in rows]
         kinds = [self.kind_of(row) for row in rows]
-        sessions = [self._seat(kind) for kind in kinds]
+        sessions = [self._new_session(kind) for kind in kinds]
         try:
             self._reset(sessions, rows)
         except BaseException:
@@ -188,40 +185,40 @@ class ToolRunner:
         return sessions
 
     def call(self, requests: Sequence[tuple[Session, Sequence[ToolCall]]]) -> list[list[ToolResult]]:
-        """Call tools. What they raise, and how else they fail, is for the model to read.
+        """Call tools. Failures are results, which the model reads.
 
-        Plain calls of an episode with an environment run in order, and then its async ones concurrently. The calls of
-        other episodes all run concurrently.
+        An episode with an environment makes its sync calls in order, then its async ones concurrently. Without an
+        environment, all its calls run concurrently. So do the calls of different episodes.
 
         Returns:
-            Per request: the results of plain tools, and of calls that could not begin, in order; then those of async
-            tools in order.
+            Per request: the results of sync tools and of refused calls in order, then those of async tools in order,
+            as in TRL.
 
         Raises:
             RuntimeError: If too many threads hang.
         """
-        turns = [[self._plan(session, call) for call in calls] for session, calls in requests]
+        turns = [[self._look_up(session, call) for call in calls] for session, calls in requests]
         calls = [call for turn in turns for call in turn if call.tool is not None]
-        waiting = {id(call.session) for call in calls if not call.is_async and call.session._number is not None}
-        later = [call for call in calls if call.is_async and id(call.session) in waiting]
-        self._run_calls([call for call in calls if not call.is_async or id(call.session) not in waiting])
+        sync_first = {id(call.session) for call in calls if not call.is_async and call.session._number is not None}
+        later = [call for call in calls if call.is_async and id(call.session) in sync_first]
+        self._run_calls([call for call in calls if not call.is_async or id(call.session) not in sync_first])
         self._run_calls(later)
         return [[call.result for call in sorted(turn, key=_Call.is_late)] for turn in turns]
 
     def finish(self, sessions: Sequence[Session]) -> None:
-        """End episodes: call `get_reward` where there is one. Their environments are for the next episodes to use."""
+        """End episodes and call `get_reward` where there is one. The next episodes reuse their environments."""
         running = [session for session in sessions if session._number is not None]
         scored = [session for session in running if session.reward_name is not None]
         try:
             rewards = [self._start_reward(session) for session in scored]
-            self._open().wait(rewards)
+            self._get_dispatcher().wait(rewards)
             for session, reward in zip(scored, rewards, strict=True):
-                session.reward = _reward(reward)
+                session.reward = _reward_result(reward)
         finally:
             self.release(running)
 
     def release(self, sessions: Sequence[Session]) -> None:
-        """End episodes without a reward, for example if the sampler was lost; no effect on those that have ended."""
+        """End episodes without a reward, such as after losing the sampler; no effect on those that have ended."""
         with self._lock:
             for session in sessions:
                 if session._number is not None:
@@ -229,12 +226,13 @@ class ToolRunner:
                     session._number = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lock": None, "_dispatcher": None}  # a copy is closed
+        return self.__dict__ | {"_lock": None, "_dispatcher": None}  # a copy starts closed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
 
-    def _open(self) -> Dispatcher:
+    def _get_dispatcher(self) -> Dispatcher:
+        """The dispatcher of this process, started if there is none."""
         with self._lock:
             if self._dispatcher is None or self._dispatcher.process != os.getpid():  # a fork inherits no threads
                 workers = ToolWorkers(self._tools, self._kinds, self.workers) if self.workers else None
@@ -242,25 +240,25 @@ class ToolRunner:
             return self._dispatcher
 
     def _probe(self, factories: Mapping[str | None, Callable[[], Any]]) -> None:
-        """Make an environment of each kind; in threads, it stays where it was made."""
+        """Make an environment of each kind; without workers, episodes use it too."""
         for kind, factory in factories.items():
             if self.workers:
                 self._kinds[kind] = EnvironmentKind.of(factory, factory())
             else:
                 number = self._numbers.take(kind)
                 probe = Operation("environment_factory", "probe", (number, kind, factory), None, number=number)
-                self._open().start(probe).result()
+                self._get_dispatcher().start(probe).result()
                 self._numbers.put_back(kind, number)
             check_names(self._kinds[kind], self._tools)
 
-    def _seat(self, kind: str | None) -> Session:
+    def _new_session(self, kind: str | None) -> Session:
         known = self._kinds[kind]
         reward_name = None if known.async_reward is None else known.class_name
         with self._lock:
             return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
 
     def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Reset environments, in this process one after another: they may count, or draw from one generator."""
+        """Reset environments; in this process one after another, since they may share a counter or a generator."""
         if None not in self._kinds:
             rows = [{name: value for name, value in row.items() if name != COLUMN} for row in rows]
         resets = []
@@ -268,16 +266,16 @@ class ToolRunner:
             kind = self._kinds[session.kind]
             name, arguments = f"{kind.class_name}.reset", (session._number, session.kind, row)
             reset = Operation(name, "reset", arguments, RESET_SECONDS, kind.async_reset, session._number)
-            resets.append(self._open().start(reset))
+            resets.append(self._get_dispatcher().start(reset))
             if not self.workers:
-                self._open().wait(resets[-1:])
-                _observation(resets[-1], row)  # raises at the first that fails
-        self._open().wait(resets)
+                self._get_dispatcher().wait(resets[-1:])
+                _reset_result(resets[-1], row)  # raises at the first failure
+        self._get_dispatcher().wait(resets)
         for session, row, started in zip(sessions, rows, resets, strict=True):
-            session.observation = _observation(started, row)
-            session.environment = self._open().environment(session._number)
+            session.observation = _reset_result(started, row)
+            session.environment = self._get_dispatcher().environment(session._number)
 
-    def _plan(self, session: Session, call: ToolCall) -> _Call:
+    def _look_up(self, session: Session, call: ToolCall) -> _Call:
         if call.kind != "function" or not isinstance(call.name, str):
             return _Call(session, call, None)
         methods = self._kinds[session.kind].methods if self._kinds else {}
@@ -286,20 +284,20 @@ class ToolRunner:
     def _run_calls(self, calls: Sequence[_Call]) -> None:
         if not calls:
             return
-        started = [self._open().start(call.operation(self._timeout)) for call in calls]
-        self._open().wait(started)
+        started = [self._get_dispatcher().start(call.operation(self._timeout)) for call in calls]
+        self._get_dispatcher().wait(started)
         for call, one in zip(calls, started, strict=True):
-            call.result = _result(one)
+            call.result = _call_result(one)
 
     def _start_reward(self, session: Session) -> Started:
         kind = self._kinds[session.kind]
         name, arguments = f"{kind.class_name}.get_reward", (session._number, session.kind)
         waits = bool(kind.async_reward)
-        return self._open().start(Operation(name, "reward", arguments, self._timeout, waits, session._number))
+        return self._get_dispatcher().start(Operation(name, "reward", arguments, self._timeout, waits, session._number))
 
 
 class _Call:
-    """A call of a round."""
+    """A call with the tool that it names, and its result."""
 
     def __init__(self, session: Session, call: ToolCall, tool: Tool | Method | None) -> None:
         self.session = session
@@ -315,18 +313,18 @@ class _Call:
         return Operation(self.call.name, "call", arguments, limit, self.is_async, number, self.is_method)
 
     def is_late(self) -> bool:
-        """Whether its result comes after those of plain tools: it is async, and could begin."""
+        """Whether its result comes after those of sync tools: it is async, and the arguments matched its signature."""
         return self.is_async and self.result.failure != "arguments"
 
 
 def _refusal(call: ToolCall) -> ToolResult:
-    """What the model reads where there is no such tool."""
+    """The result of a call for which there is no tool."""
     if call.kind == "function":
         return ToolResult.error(str(call.name), f"Tool {call.name} not found.", "unknown")
     return ToolResult.error(call.name or "unknown", f"Unsupported tool call type: {call.kind}", "unsupported")
 
 
-def _observation(reset: Started, row: Mapping[str, Any]) -> str | None:
+def _reset_result(reset: Started, row: Mapping[str, Any]) -> str | None:
     try:
         observation: str | None = reset.result()
     except OperationError as error:
@@ -334,7 +332,7 @@ def _observation(reset: Started, row: Mapping[str, Any]) -> str | None:
     return observation
 
 
-def _result(started: Started) -> ToolResult:
+def _call_result(started: Started) -> ToolResult:
     name, limit = started.operation.name, started.operation.limit
     try:
         result: ToolResult = started.result()
@@ -345,7 +343,7 @@ def _result(started: Started) -> ToolResult:
     return result
 
 
-def _reward(started: Started) -> float:
+def _reward_result(started: Started) -> float:
     try:
         reward: float = started.result()
     except Exception as error:
@@ -354,8 +352,8 @@ def _reward(started: Started) -> float:
     return reward
 
 
-class _Numbers:
-    """Numbers of environments. An episode gets the lowest free one of its kind, so that few are made."""
+class _EnvironmentNumbers:
+    """Numbers of environments. An episode gets the lowest free one of its kind, so as few as possible are made."""
 
     def __init__(self) -> None:
         self._free: defaultdict[str | None, list[int]] = defaultdict(list)

@@ -19,12 +19,12 @@ from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.exit_gate import exits_refused
 
 FailureKind = Literal["unknown", "arguments", "raised", "timeout", "exited", "too_long", "unsupported"]
-"""Why a call failed: no such tool; its signature does not take the arguments; it raised; it took too long; it tried to
-end the process, its process ended, or its environment was lost in an earlier call; its result is too long; the call or
-its result is of a kind that is not supported."""
+"""Why a call failed, in order: there is no such tool; the arguments do not match its signature; it raised; it took too
+long; it tried to end the process, its process ended, or its environment was lost in an earlier call; its result is too
+long; the type of the call or of its result is not supported."""
 
 MAX_RESULT_CHARACTERS = 2**20
-"""Longest result, or error message, of a tool. The model reads a short error in place of a longer one."""
+"""Longest result or error message of a tool; the model reads a short error instead of a longer one."""
 
 _MEDIA = frozenset({"image", "image_url", "video", "audio"})
 
@@ -65,6 +65,11 @@ class ToolResult:
         """The result of a call that failed: a dictionary with its `error`, written as text."""
         return cls(name, str({"error": message}), failure, seconds)
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The chat message in which the model reads it."""
+        return {"role": "tool", "name": self.name, "content": self.content}
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -91,8 +96,8 @@ class Tool:
         """
         if not callable(function):
             raise ValueError(f"tools has {function!r}, which cannot be called; pass functions.")
-        name = _name(function)
-        return cls(name, function, is_async(function), _schema(name, function))
+        name = _tool_name(function)
+        return cls(name, function, is_async(function), _tool_schema(name, function))
 
 
 def prepare_tools(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
@@ -110,21 +115,21 @@ def prepare_tools(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, or an object's `__call__`, is a coroutine function."""
+    """Whether a function, or a callable object, is a coroutine function."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 async def call_tool(tool: Tool, arguments: Any) -> ToolResult:
-    """Call a tool with a copy of the arguments; never raises what the tool raises. Only async tools make it wait."""
+    """Call a tool with a copy of the arguments; an exception becomes its result. Only async tools are awaited."""
     began = time.perf_counter()
     try:
         with exits_refused():
             value = tool.function(**private_copy(arguments))
-            content = _text(tool.name, await value if tool.is_async else value)
+            content = _result_text(tool.name, await value if tool.is_async else value)
     except BaseException as error:
         if tool.is_async and isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             raise
-        message, failure = _describe(tool, arguments, error)
+        message, failure = _explain_failure(tool, arguments, error)
         return ToolResult.error(tool.name, message, failure, time.perf_counter() - began)
     return ToolResult(tool.name, content, None, time.perf_counter() - began)
 
@@ -145,7 +150,7 @@ class _UnreadableResultError(Exception):
         self.failure: FailureKind = failure
 
 
-def _text(name: str, value: Any) -> str:
+def _result_text(name: str, value: Any) -> str:
     """What the model reads for a value: its `str`, or the joined texts of a list of text blocks."""
     if inspect.iscoroutine(value):
         value.close()
@@ -157,10 +162,10 @@ def _text(name: str, value: Any) -> str:
         raise _UnreadableResultError(f"Tool {name} returned media; only text is supported.", "unsupported")
     if blocks and all(block.get("type") == "text" and isinstance(block.get("text"), str) for block in blocks):
         value = "".join(block["text"] for block in blocks)
-    return _limited(name, str(value))
+    return _checked_length(name, str(value))
 
 
-def _limited(name: str, text: str) -> str:
+def _checked_length(name: str, text: str) -> str:
     if len(text) > MAX_RESULT_CHARACTERS:
         raise _UnreadableResultError(
             f"The result of tool {name} has {len(text)} characters; at most {MAX_RESULT_CHARACTERS} are allowed.",
@@ -169,17 +174,17 @@ def _limited(name: str, text: str) -> str:
     return str.encode(text, "utf-8", "replace").decode()  # tokenizers refuse lone surrogates
 
 
-def _describe(tool: Tool, arguments: Any, error: BaseException) -> tuple[str, FailureKind]:
-    """What the model reads for an exception, and what kind of failure it is."""
+def _explain_failure(tool: Tool, arguments: Any, error: BaseException) -> tuple[str, FailureKind]:
+    """The text that the model reads for an exception, and the kind of failure."""
     if isinstance(error, _UnreadableResultError):
         return str(error), error.failure
     if isinstance(error, SystemExit):
         return f"Tool {tool.name} tried to end the process.", "exited"
     try:
-        message = _limited(tool.name, str(error))
+        message = _checked_length(tool.name, str(error))
     except _UnreadableResultError as unreadable:
         return str(unreadable), unreadable.failure
-    except Exception:  # an exception's `__str__` is user's code, too
+    except Exception:  # `__str__` of the user's exception may itself raise
         message = type(error).__name__
     if isinstance(error, TypeError) and not _takes(tool.function, arguments):
         return message, "arguments"
@@ -198,16 +203,16 @@ def _takes(function: Callable[..., Any], arguments: Any) -> bool:
     return True
 
 
-def _name(function: Any) -> str:
+def _tool_name(function: Any) -> str:
     while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _schema(name: str, function: Any) -> Schema:
+def _tool_schema(name: str, function: Any) -> Schema:
     from transformers.utils import get_json_schema
 
-    described, bound = _described(function)
+    described, bound = _unwrap(function)
     try:
         schema: Schema = get_json_schema(described)
     except Exception as error:
@@ -224,8 +229,8 @@ def _schema(name: str, function: Any) -> Schema:
     return schema
 
 
-def _described(function: Any) -> tuple[Any, Sequence[str]]:
-    """The function whose docstring and hints count, and the parameters that `functools.partial` has filled in."""
+def _unwrap(function: Any) -> tuple[Any, Sequence[str]]:
+    """The function that has the docstring and type hints, and the parameters that `functools.partial` binds."""
     bound: list[str] = []
     while isinstance(function, functools.partial):
         bound += [*list(inspect.signature(function.func).parameters)[: len(function.args)], *function.keywords]

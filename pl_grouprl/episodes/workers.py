@@ -1,7 +1,7 @@
-"""Worker processes for tools and environments: what takes too long is killed, together with what it started.
+"""Worker processes for tools and environments: one that takes too long is killed, with the processes it started.
 
-The process that trains sends pickles, which it made itself. What comes back is JSON and never unpickled: what the model
-writes could make a tool return anything.
+The trainer sends pickles. What comes back is JSON and is never unpickled, because the model's text could make a tool
+return anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pl_grouprl.episodes.environments import EnvironmentHost, EnvironmentKind
+from pl_grouprl.episodes.environment_host import EnvironmentHost
+from pl_grouprl.episodes.environment_kinds import EnvironmentKind
 from pl_grouprl.episodes.operations import Operation, OperationExitError, OperationTimeoutError
 from pl_grouprl.episodes.tools import Tool, ToolResult, run_coroutine
 from pl_grouprl.utilities.text import describe_error
@@ -47,7 +48,7 @@ class ToolWorker:
         self.process.start()
 
     def run(self, operation: Operation) -> Any:
-        """Do an operation in the process, which is killed with its environments if that takes too long.
+        """Run an operation in the process, which is killed with its environments if that takes too long.
 
         Raises:
             OperationTimeoutError: If it took too long.
@@ -89,7 +90,7 @@ class ToolWorkers(list[ToolWorker]):
         )
 
     def kill(self) -> None:
-        """Kill all, from any thread; what waits for them then sees that they are dead."""
+        """Kill all, from any thread; threads that wait for them see that they are dead."""
         for worker in self:
             worker.process.kill()
 
@@ -115,7 +116,7 @@ def run_worker(pipe: Connection, tools: Mapping[str, bytes], kinds: Mapping[str 
     lead_session()
     try:
         host = EnvironmentHost(
-            {name: pickle.loads(data) for name, data in tools.items()},  # noqa: S301 (made by the process that trains)
+            {name: pickle.loads(data) for name, data in tools.items()},  # noqa: S301 (pickled by the trainer)
             {name: pickle.loads(data) for name, data in kinds.items()},  # noqa: S301 (likewise)
         )
     except Exception as error:
@@ -138,7 +139,7 @@ _REMEDY = "define it at the top level of a module that can be imported, or set t
 
 
 def _serve(host: EnvironmentHost, loop: asyncio.AbstractEventLoop, operation: Operation) -> dict[str, Any]:
-    coroutine = operation.make(host)
+    coroutine = operation.coroutine(host)
     try:
         value = loop.run_until_complete(coroutine) if operation.is_async else run_coroutine(coroutine)
     except BaseException as error:
@@ -149,7 +150,7 @@ def _serve(host: EnvironmentHost, loop: asyncio.AbstractEventLoop, operation: Op
 
 
 def _failure(message: str) -> dict[str, str]:
-    """The answer where an exception was caught."""
+    """The answer that reports the exception being handled."""
     return {"error": message, "trace": traceback.format_exc()[-_MAX_TRACE:]}
 
 

@@ -1,4 +1,4 @@
-"""Samples the turns of episodes with an engine; names their random numbers by place, rollout and turn."""
+"""Samples the turns of episodes with an engine; seeded by prompt index, rollout and turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pl_grouprl.types import Media, Rollout, SamplingConfig, is_per_token
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, raise_on_all_ranks
 
 
-class EngineTurns:
+class EngineTurnSampler:
     """An engine as a `TurnSampler`.
 
     Args:
@@ -26,7 +26,7 @@ class EngineTurns:
         engine: Samples; bound to the policy or to a copy.
         sampling: How to sample.
         num_generations: Rollouts per prompt.
-        seed: Names the random numbers of the call.
+        seed: What identifies the random numbers of this call.
         base_seed: The run's seed.
         one_prompt: Whether all rollouts of a group read the same prompt, as they do without environments. The first
             turn is then what a run without tools samples.
@@ -59,61 +59,62 @@ class EngineTurns:
         return engine.keep_caches() if declares(engine, "keeps_caches") else nullcontext()
 
     def sample(self, turn: int, episodes: Sequence[Episode], limits: Sequence[int]) -> list[Rollout]:
-        """Sample the next turn of each episode, at most so many tokens."""
+        """Sample the next turn of each episode, each within its limit."""
         count = self._num_generations
         if turn == 0 and self._one_prompt:
-            firsts, places = episodes[::count], [episode.place for episode in episodes[::count]]
-            groups = self._generate(turn, firsts, places, limits[::count], count)
+            firsts, indices = episodes[::count], [episode.prompt_index for episode in episodes[::count]]
+            groups = self._generate(turn, firsts, indices, limits[::count], count)
         else:
-            places = [episode.place * count + episode.number for episode in episodes]
-            groups = self._generate(turn, episodes, places, limits, 1)
-        return [_cut(rollout, limit) for rollout, limit in zip((r for own in groups for r in own), limits, strict=True)]
+            indices = [episode.prompt_index * count + episode.number for episode in episodes]
+            groups = self._generate(turn, episodes, indices, limits, 1)
+        rollouts = [rollout for group in groups for rollout in group]
+        return [_truncate(rollout, limit) for rollout, limit in zip(rollouts, limits, strict=True)]
 
     def _generate(
-        self, turn: int, episodes: Sequence[Episode], places: list[int], limits: Sequence[int], count: int
+        self, turn: int, episodes: Sequence[Episode], indices: list[int], limits: Sequence[int], count: int
     ) -> list[list[Rollout]]:
         if not episodes and not self._is_collective:
             return []
         prompts = [episode.next_prompt() for episode in episodes]
-        media = [_of_history(episode.media, len(prompt)) for episode, prompt in zip(episodes, prompts, strict=True)]
+        media = [_pad_media(episode.media, len(prompt)) for episode, prompt in zip(episodes, prompts, strict=True)]
         options: dict[str, Any] = {"media": media} if any(media) else {}
         if declares(self._engine, "takes_limits"):
             options["max_new_tokens"] = list(limits)
-        by_place = declares(self._engine, "takes_prompt_indices")
-        if by_place:
-            options["prompt_indices"] = places
-        names = self._seed if turn == 0 else (*self._seed, "turn", turn)
+        takes_indices = declares(self._engine, "takes_prompt_indices")
+        if takes_indices:
+            options["prompt_indices"] = indices
+        stream = self._seed if turn == 0 else (*self._seed, "turn", turn)
         return self._engine.generate(
             prompts,
             replace(self._sampling, max_new_tokens=max(limits, default=1)),
             num_generations=count,
             # An engine that numbers its prompts itself would draw the same numbers on all ranks.
-            seed=derive_seed(*names, self._base_seed, 0 if by_place else self._run.global_rank),
+            seed=derive_seed(*stream, self._base_seed, 0 if takes_indices else self._run.global_rank),
             **options,
         )
 
-    def in_step(self, run: Callable[[], None]) -> None:
-        """Run on this rank; an error on one ends all where the engine is collective."""
+    def raise_together(self, run: Callable[[], None]) -> None:
+        """Run a step; if the engine is collective, an error on one rank is raised on all."""
         if self._is_collective:
             raise_on_all_ranks(run, self._run.device, shared=SamplerLostError)
         else:
             run()
 
     def any_open(self, is_open: bool) -> bool:
-        """Whether an episode goes on, on any rank if the engine is collective."""
+        """Whether an episode is open, on any rank if the engine is collective."""
         return any(gather_plain(is_open, self._run.device)) if self._is_collective else is_open
 
 
-def _cut(rollout: Rollout, limit: int) -> Rollout:
-    """Cut a rollout of an engine that knows no limits per prompt."""
+def _truncate(rollout: Rollout, limit: int) -> Rollout:
+    """Truncate a rollout; needed for engines without a limit per prompt."""
     if len(rollout.token_ids) <= limit:
         return rollout
     logprobs = None if rollout.logprobs is None else rollout.logprobs[:limit]
     return Rollout(rollout.token_ids[:limit], logprobs, finish_reason="length")
 
 
-def _of_history(media: Media, num_tokens: int) -> Media:
-    """The media of a prompt for a history of so many tokens, in which no other token stands for an image."""
+def _pad_media(media: Media, num_tokens: int) -> Media:
+    """Extend a prompt's per-token media to a longer history, whose further tokens are all text."""
     return {
         name: pad(value, (0, num_tokens - len(value))) if is_per_token(name) else value for name, value in media.items()
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.chat import ChatFormat, make_chat_format
+from pl_grouprl.chat.renderer_format import uses_renderers
 from pl_grouprl.data.encoding import ChatOptions
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.loop import EpisodeLoop
@@ -63,14 +64,11 @@ class Episodes:
         if tools or environment_factory is not None:
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
         else:
-            of_library = chat_template if chat_template and chat_template.startswith("renderers") else None
             _refuse_without_tools(
-                {
-                    **vars(limits),
-                    "tool_timeout": tool_timeout,
-                    "tool_workers": tool_workers,
-                    "chat_template": of_library,
-                }
+                **vars(limits),
+                tool_timeout=tool_timeout,
+                tool_workers=tool_workers or None,
+                chat_template=chat_template if uses_renderers(chat_template) else None,
             )
         self._template_kwargs: Mapping[str, Any] = {}
         self._format: ChatFormat | None = None
@@ -90,25 +88,25 @@ class Episodes:
         return [*([] if rewards is None else as_weighted(rewards)), *map(EnvironmentReward, names)]
 
     @property
-    def in_process(self) -> bool:
-        """Whether rollouts have environments that reward functions can take."""
+    def exposes_environments(self) -> bool:
+        """Whether reward functions can get the environments: there are some, and they live in this process."""
         return self.runner is not None and self.runner.has_environments and self._workers == 0
 
     @property
     def chat_options(self) -> ChatOptions:
-        """What the data needs to know about conversations."""
+        """How the data module renders conversations."""
         runner = self.runner
         if runner is None:
-            return ChatOptions(self._of_row)
+            return ChatOptions(self._template_options)
         return ChatOptions(
-            self._of_row,
+            self._template_options,
             needs_messages="tools and environments need a conversation",
             may_be_empty=runner.has_environments,
             writes_data=runner.has_environments and runner.environment_names is None,
         )
 
     def longest_completion(self, max_new_tokens: int, budget: int | None) -> int:
-        """Most tokens after a prompt.
+        """The most tokens that may follow a prompt.
 
         Args:
             max_new_tokens: What the model writes at most.
@@ -143,38 +141,38 @@ class Episodes:
         if ahead:
             _refuse_readers_of_environments(rewards)
         if self.runner.has_tools:
-            self._chat().check_tools()
+            self._chat_format().check_tools()
         self.runner.open()
 
     def close(self) -> None:
-        """End the workers and what the environments hold."""
+        """End the workers, and drop the environments."""
         if self.runner is not None:
             self.runner.close()
-
-    def _of_row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """What the chat template gets for a row, besides the messages."""
-        options: dict[str, Any] = {}
-        if self._chat_template is not None:
-            options["chat_template"] = self._chat().chat_template
-        if self.runner is not None:
-            options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama renders []
-        return options
 
     def loop(self) -> EpisodeLoop | None:
         """Samples episodes; None without tools."""
         if self.runner is None:
             return None
         if self._loop is None:
-            self._loop = EpisodeLoop(self._chat(), self.runner, self._limits)
+            self._loop = EpisodeLoop(self._chat_format(), self.runner, self._limits)
         return self._loop
 
     def loop_for_thread(self) -> EpisodeLoop | None:
-        """The same for another thread: threads must not share a tokenizer."""
+        """A loop for another thread, with its own copy of the tokenizer, which threads must not share."""
         if self.runner is None:
             return None
         return EpisodeLoop(self._make_format(copy.deepcopy(self._run.tokenizer)), self.runner, self._limits)
 
-    def _chat(self) -> ChatFormat:
+    def _template_options(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the chat template for a row, besides the messages."""
+        options: dict[str, Any] = {}
+        if self._chat_template is not None:
+            options["chat_template"] = self._chat_format().chat_template
+        if self.runner is not None:
+            options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama renders []
+        return options
+
+    def _chat_format(self) -> ChatFormat:
         if self._format is None:
             self._format = self._make_format(self._run.tokenizer)
         return self._format
@@ -183,9 +181,9 @@ class Episodes:
         return make_chat_format(tokenizer, self._chat_template, self._template_kwargs)
 
 
-def _refuse_without_tools(options: Mapping[str, Any]) -> None:
+def _refuse_without_tools(**options: Any) -> None:
     for name, value in options.items():
-        if value is not None and (value or name != "tool_workers"):
+        if value is not None:
             raise ValueError(
                 f"{name} is {value}, which has no effect without tools; pass tools or environment_factory, or leave "
                 "it out."

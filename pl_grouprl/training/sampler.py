@@ -11,7 +11,7 @@ from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
 from pl_grouprl.sync.weight_sync import WeightSync
-from pl_grouprl.training.episode_turns import EngineTurns
+from pl_grouprl.training.episode_turns import EngineTurnSampler
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
@@ -137,7 +137,7 @@ class Sampler:
         num_generations: int,
         seed: Sequence[int | str],
     ) -> list[RolloutGroup]:
-        turns = EngineTurns(
+        turns = EngineTurnSampler(
             self._run,
             engine,
             sampling,

@@ -110,7 +110,7 @@ def test_names_that_models_make_up_do_not_fill_the_memory():
     chat = ChatFormat(plain_tokenizer(), "plain")
     for number in range(300):
         chat.encode_results(results("1", name=f"tool {number}"))
-    assert len(chat._prefixes) <= 256
+    assert len(chat._dummy_prefixes) <= 256
 
 
 def test_another_day_is_no_other_conversation():

@@ -1,4 +1,4 @@
-"""Checks that a chat template renders conversations with tools as episodes need it."""
+"""Checks that a chat template can be used for conversations with tools."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from pl_grouprl.types import Messages
 
-_SIGNS = {
+_MARKERS = {
     "check_tool": "the name of a call",
     "check_value": "the arguments of a call",
     "check_result_1": "the result of a tool",
     "check_result_2": "the second result of a turn",
 }
-_NAME, _VALUE, *_RESULTS = _SIGNS
+_NAME, _VALUE, *_RESULTS = _MARKERS
 _USER = {"role": "user", "content": "check"}
 _FAMILIES = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id|>",)}
 
@@ -21,7 +21,7 @@ _FAMILIES = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id
 def check_tool_template(
     encode: Callable[..., list[int]], encode_results: Callable[[Messages], list[int]], render: Callable[[Messages], str]
 ) -> None:
-    """Refuse a template that drops calls or results, or renders results in a way that depends on what comes before.
+    """Refuse a template that drops calls or results, or renders results differently in different conversations.
 
     Args:
         encode: Tokens of a conversation; takes `add_generation_prompt`.
@@ -29,7 +29,7 @@ def check_tool_template(
         render: Text of a conversation.
 
     Raises:
-        ValueError: With what the template does.
+        ValueError: Says what is wrong with the template.
     """
     conversation = _conversation()
     _check_complete(render([_USER, _turn(), *_results(2)]))
@@ -40,8 +40,8 @@ def check_tool_template(
 
 
 def _check_complete(text: str) -> None:
-    for sign, what in _SIGNS.items():
-        if sign not in text:
+    for marker, what in _MARKERS.items():
+        if marker not in text:
             raise ValueError(f"the chat template drops {what}")
 
 
@@ -51,7 +51,7 @@ def _check_results(
     encode: Callable[..., list[int]],
     encode_results: Callable[[Messages], list[int]],
 ) -> None:
-    """The whole conversation must be the one without the results, cut after its last turn, and the results."""
+    """The rendered conversation must be the one without the results, up to its last turn, followed by the results."""
     result_ids = encode_results(results)
     full_ids = encode([*before, *results], add_generation_prompt=True)
     prefix_ids = encode(before, add_generation_prompt=False)
@@ -76,14 +76,14 @@ def _results(count: int) -> Messages:
 
 
 def _conversation() -> Messages:
-    """Calls without thoughts, with thoughts, and without again, each followed by a result."""
+    """Three calls, the second with reasoning, each followed by a result."""
     turns = [_turn(), _turn(thought="check"), _turn()]
     return [_USER, *(message for turn in turns for message in (turn, *_results(1)))]
 
 
 def remedy(source: str) -> str:
     """What to do about a refused template; names the built-in one of its family."""
-    fitting = [name for name, signs in _FAMILIES.items() if all(sign in source for sign in signs)]
+    fitting = [name for name, markers in _FAMILIES.items() if all(marker in source for marker in markers)]
     names = " or ".join(f"chat_template={name!r}" for name in fitting or _FAMILIES)
     return (
         f"pass {names}{'' if fitting else ' if the model is of that family'}, a built-in training template, or a "
