@@ -28,6 +28,9 @@ PANELS: Mapping[str, Sequence[str]] = {
 }
 """Title and metrics of each panel; a trailing star matches any ending."""
 
+_NOT_SCORES = ("val/episode/", "val/tools/")
+"""Metrics of validation that would flatten the scores in its panel; those of training have their panels."""
+
 NEVER_CUT = ("reward", "validation")
 """Panels that show every point, because they are used to judge a run."""
 
@@ -96,10 +99,11 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
 
 def select(points: Mapping[str, Sequence[Point]], wanted: Sequence[str]) -> list[str]:
     """Names that match those wanted, with stars resolved, at most eight."""
+    shown = [name for name in points if not name.startswith(_NOT_SCORES)]
     names = [
         name
         for pattern in wanted
-        for name in points
+        for name in shown
         if (name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern)
     ]
     return names[:_MOST_LINES]

@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 ROWS: tuple[Row, ...] = (
     Row(
-        "kill -9 at a random moment: in saves, rollouts, rewards, updates",
+        "kill -9 at a random moment: in saves, rollouts, rewards, updates, in calls of tools and later turns",
         "the newest complete checkpoint loads, and the resumed run ends bit-exact",
         (
             "tests/integration/test_kill_and_resume.py",
@@ -67,6 +67,16 @@ ROWS: tuple[Row, ...] = (
             "tests/rewards/test_async_rewards.py",
             "tests/algorithms/test_unrewarded_batches.py",
         ),
+    ),
+    Row(
+        "a tool or an environment raises, hangs, exits, returns megabytes, does not know its arguments",
+        "the model reads a short error, it is counted, and the run goes on; a worker that is killed is replaced",
+        ("tests/episodes/test_tools.py", "tests/episodes/test_runner.py", "tests/episodes/test_workers.py"),
+    ),
+    Row(
+        "ranks whose episodes have different numbers of turns; a sampler lost in a later turn; a reset that raises",
+        "the rollouts and gradients of one rank; the episodes of all ranks start again; all ranks end with the reason",
+        ("tests/episodes/test_episode_ranks.py",),
     ),
     Row(
         "equal rewards, groups of one, groups of all sizes, a rank with nothing to train",

@@ -1,11 +1,11 @@
 """A long run with everything enabled: does memory grow, and is anything left behind?
 
-    python tests/attacks/soak.py --steps 300
+    python tests/attacks/soak.py --steps 300 [--tools threads | --tools worker]
 
-Trains a tiny policy with a reward worker, validation, checkpoints, loggers, tables, export and summary; reads this
-process's resident memory after each step, and fits a line to the last two thirds. After the run, counts the threads,
-open files, processes and temporary files that it left. Exits with 0 if memory grew by less than a MiB per 100 steps and
-nothing is left.
+Trains a tiny policy with a reward worker, or tools and an environment in threads or a worker, with validation,
+checkpoints, loggers, tables, export and summary; reads the resident memory of this process and its workers after each
+step, and fits a line to the last two thirds. After the run, counts the threads, open files, processes and temporary
+files that it left. Exits with 0 if memory grew by less than a MiB per 100 steps and nothing is left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import numpy as np
-from forked_runs import make_data, make_module, make_trainer
+from forked_runs import make_data, make_module, make_trainer, noisy_reward, tool_options
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from worker_rewards import length
@@ -34,13 +34,13 @@ FEWEST_STEPS = 100
 
 
 class Memory(Callback):
-    """Resident memory of this process after each step, in MiB."""
+    """Resident memory of this process and its children after each step, in MiB."""
 
     def __init__(self) -> None:
         self.resident: list[float] = []
 
     def on_train_batch_end(self, *args):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = sum(_resident_pages(pid) for pid in ("self", *(child.split()[0] for child in children())))
         self.resident.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
     def growth(self) -> float:
@@ -49,8 +49,15 @@ class Memory(Callback):
         return float(np.polyfit(range(len(settled)), settled, 1)[0]) * 100
 
 
-def train(folder: Path, steps: int) -> Memory:
-    """Train a tiny policy with everything enabled."""
+def _resident_pages(pid: str) -> int:
+    try:
+        return int(Path("/proc", pid, "statm").read_text().split()[1])
+    except OSError:  # it has just ended
+        return 0
+
+
+def train(folder: Path, steps: int, tools: str | None = None) -> Memory:
+    """Train a tiny policy with everything enabled, and with tools in `threads` or a `worker`."""
     memory = Memory()
     callbacks = [
         SafeCheckpoint(every_n_train_steps=5, save_last=True),
@@ -60,11 +67,15 @@ def train(folder: Path, steps: int) -> Memory:
         memory,
     ]
     loggers = [CSVLogger(folder, name="soak"), TensorBoardLogger(folder, name="soak")]
-    module = make_module("grpo", length, reward_workers=1, reward_timeout=60.0)
+    if tools is None:
+        module = make_module("grpo", length, reward_workers=1, reward_timeout=60.0)
+    else:
+        options = tool_options(tool_timeout=60.0, tool_workers=int(tools == "worker"))
+        module = make_module("grpo", noisy_reward, **options)
     trainer = make_trainer(
         folder, "single", callbacks, logger=loggers, max_epochs=-1, max_steps=steps, val_check_interval=5
     )
-    trainer.fit(module, make_data())
+    trainer.fit(module, make_data(tools=tools is not None))
     return memory
 
 
@@ -102,17 +113,21 @@ def main() -> int:
     """Train and print the figures; returns 1 if memory grew or something is left."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tools", choices=("threads", "worker"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, tempfile.TemporaryDirectory(prefix="soak-") as own:
         tempfile.tempdir = os.environ["TMPDIR"] = own
-        train(Path(folder) / "first", min(20, options.steps))  # so that what is loaded once does not count
+        train(
+            Path(folder) / "first", min(20, options.steps), options.tools
+        )  # so that what is loaded once does not count
         before = resources()
-        memory = train(Path(folder) / "second", options.steps)
+        memory = train(Path(folder) / "second", options.steps, options.tools)
         remains = {kind: sorted(now - before[kind]) for kind, now in resources().items()}
         tempfile.tempdir = None
     growth = memory.growth()
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in remains.items())
-    print(f"{options.steps} steps: memory grew by {growth:.2f} MiB per 100 steps; left: {counts}")
+    what = "" if options.tools is None else f" with tools in {options.tools}"
+    print(f"{options.steps} steps{what}: memory grew by {growth:.2f} MiB per 100 steps; left: {counts}")
     for kind, names in remains.items():
         if names:
             print(f"  {kind}: {', '.join(names)}")

@@ -13,9 +13,20 @@ if __name__ == "__main__":  # reward workers import this script again
 """
 
 
-@pytest.mark.parametrize("steps", [10, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_run_leaves_nothing(steps, record_property, tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "tools"),
+    [
+        (10, []),
+        (5, ["--tools", "threads"]),
+        (5, ["--tools", "worker"]),
+        pytest.param(300, [], marks=pytest.mark.slow),
+        pytest.param(200, ["--tools", "threads"], marks=pytest.mark.slow),
+        pytest.param(300, ["--tools", "worker"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_leaves_nothing(steps, tools, record_property, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = run_script(tmp_path / "script.py", Path(__file__).parent, "--steps", steps, timeout=600, check=False)
+    options = [Path(__file__).parent, "--steps", steps, *tools]
+    done = run_script(tmp_path / "script.py", *options, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     record_property("figure", done.stdout.splitlines()[-1])

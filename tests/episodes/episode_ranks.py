@@ -7,6 +7,8 @@ rank 1 end after their first turn; `copied`: the engine has a copy of the weight
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +31,47 @@ from lightning.pytorch import Callback
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.distributed import gather_plain, local_shard
 
 TIME_LIMIT = 100.0
 LIMITS = {"max_tool_calling_iterations": 3, "max_turn_tokens": 12, "max_episode_tokens": 100}
 
 
 class Record(Callback):
-    """The groups of all ranks by place, gradients and weights of each step."""
+    """The groups of all ranks by place, gradients and weights of each step; how often the weights were gathered."""
 
     def __init__(self) -> None:
+        self.gathers = self.depth = self.greatest_depth = 0
         self.groups: list[dict[int, Any]] = []
         self.gradients: list[dict[str, Any]] = []
         self.weights: list[dict[str, Any]] = []
         self.restarts: list[float] = []
+        self.validation: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        whole_weights = module.support.whole_weights
+
+        @contextmanager
+        def counted(*models: Any) -> Iterator[None]:
+            self.gathers, self.depth = self.gathers + 1, self.depth + 1
+            self.greatest_depth = max(self.greatest_depth, self.depth)
+            with whole_weights(*models):
+                yield
+            self.depth -= 1
+
+        module.support.whole_weights = counted
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         own = {group.group_id: [_plain(r) for r in group.rollouts] for group in module.last_rollouts.groups}
         self.groups.append({place: own for part in gather_plain(own, module.device) for place, own in part.items()})
         trained = dict(module.named_parameters())
-        self.weights.append({name: weight.detach().clone() for name, weight in trained.items()})
-        self.gradients.append({n: w.grad.detach().clone() for n, w in trained.items() if w.grad is not None})
+        self.weights.append({name: local_shard(weight).clone() for name, weight in trained.items()})
+        self.gradients.append({n: local_shard(w.grad).clone() for n, w in trained.items() if w.grad is not None})
         self.restarts.append(float(trainer.callback_metrics.get("sync/restarts", 0)))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        self.validation = {name: value for name, value in figures.items() if "seconds" not in name}
 
 
 def _plain(rollout: Any) -> dict[str, Any]:
@@ -86,28 +107,28 @@ def make_module(case: dict[str, Any], engine: Any) -> Any:
 
 
 def make_data(case: dict[str, Any]) -> PromptDataModule:
-    """Three batches of five prompts, in order: every second one is sampled by rank 1."""
+    """Batches of five prompts, in order: every second one is sampled by rank 1, which has none in validation."""
     rows = tally_rows(15, brief=lambda number: bool(case.get("brief")) and number % 5 % 2 == 1)
     if "unfit" in case:
         rows[case["unfit"]]["start"] = None
-    return PromptDataModule(rows, batch_size=5, shuffle=False)
+    return PromptDataModule(rows, tally_rows(1), batch_size=5, shuffle=False)
 
 
 def run(rank: int, folder: Path, case: dict[str, Any]) -> None:
-    """Train two batches of rollouts, four steps; write what came of it."""
+    """Train two batches of rollouts, four steps, and validate; write what came of it."""
     faults = {(method, call): fault for method, call, fault in case.get("faults", {}).get(str(rank), ())}
     engine: Any = CopiedPolicyEngine(faults=faults) if case.get("copied") else HFRolloutEngine()
     record, error = Record(), None
-    trainer = make_trainer(
-        folder, case["strategy"], [record], max_steps=4, precision="64-true", enable_checkpointing=False,
-        check_val_every_n_epoch=1, val_check_interval=1.0,
-    )  # fmt: skip
+    options: dict[str, Any] = {"enable_checkpointing": False, "val_check_interval": 4}
+    precision = "32-true" if case["strategy"] == "fsdp2" else "64-true"  # which FSDP2 does not support
+    trainer = make_trainer(folder, case["strategy"], [record], max_steps=4, precision=precision, **options)
     module = make_module(case, engine)
     try:
         trainer.fit(module, make_data(case))
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    found = {name: getattr(record, name) for name in ("groups", "gradients", "weights", "restarts")}
+    found = {name: getattr(record, name) for name in ("groups", "gradients", "weights", "restarts", "validation")}
+    found |= {"gathers": [record.gathers, record.greatest_depth]}
     counts = {"calls": getattr(engine, "calls", {}).get("generate"), "environments": Tally.made}
     torch.save({**found, **counts, "error": error, "brief": case.get("brief", False)}, folder / f"rank{rank}.pt")
 

@@ -17,6 +17,7 @@ COPIED = {"copied": True, "strategy": "ddp"}
 QUICK = {
     "GRPO": {},
     "GROUP PPO, brief": GROUP_PPO | BRIEF,
+    "GRPO, fsdp2": {"strategy": "fsdp2"},
     "copied": COPIED | BRIEF,
     "lost": COPIED | BRIEF | {"faults": {"1": [["generate", 2, "lost"]]}},
     "unfit": COPIED | {"unfit": 6},  # in the second batch, on rank 1
@@ -24,6 +25,7 @@ QUICK = {
 MORE = {
     "GROUP PPO": GROUP_PPO,
     "GRPO, brief": BRIEF,
+    "GROUP PPO, fsdp2": GROUP_PPO | {"strategy": "fsdp2"},
     "copied": COPIED,
     "lost": COPIED | {"faults": {"0": [["generate", 3, "lost at once"]], "1": [["generate", 6, "lost"]]}},
 }
@@ -54,6 +56,7 @@ def test_two_ranks_play_and_train_as_one(runs):
         assert len(two) == 2
         for rank in two:
             assert rank["groups"] == one["groups"], name
+            assert rank["validation"] == pytest.approx(one["validation"], abs=1e-6)
             for kind in ("gradients", "weights"):
                 for step, (theirs, own) in enumerate(zip(rank[kind], one[kind], strict=True)):
                     assert theirs.keys() == own.keys()
@@ -61,6 +64,7 @@ def test_two_ranks_play_and_train_as_one(runs):
                         assert value.dtype == torch.float64
                         assert torch.allclose(theirs[key], value, rtol=1e-6, atol=1e-9), (name, kind, step, key)
         assert max(value.abs().max() for value in one["gradients"][-1].values()) > 1e-3
+        assert {"val/reward", "val/episode/turns"} <= one["validation"].keys()
 
 
 def test_the_ranks_have_different_numbers_of_turns(runs):
@@ -69,6 +73,12 @@ def test_the_ranks_have_different_numbers_of_turns(runs):
             most = [max(max(turns(groups[place])) for place in groups if place % 2 == rank) for rank in (0, 1)]
             assert most[0] > 1, name
             assert (most[1] == 1) == first["brief"], name
+
+
+def test_the_weights_are_gathered_once_for_the_episodes_of_a_batch(runs):
+    name = next(name for name in runs if name.endswith("fsdp2"))
+    batches = len(runs[name][0]["groups"]) // 2 + 1  # two updates to a batch, and validation
+    assert [rank["gathers"] for rank in runs[name]] == [[batches, 1]] * 2
 
 
 def test_rollouts_use_tools_and_environments(runs):
@@ -85,6 +95,7 @@ def test_a_lost_sampler_restarts_the_episodes_of_all_ranks(runs):
         assert sum(lost["restarts"][::2]) == (1 if "unfit" in runs else 2)
         assert lost["calls"] > copied["calls"]
         assert lost["groups"] == copied["groups"]
+        assert lost["validation"] == copied["validation"]
         for kind in ("gradients", "weights"):
             for left, right in zip(lost[kind], copied[kind], strict=True):
                 assert all(torch.equal(left[name], right[name]) for name in left)

@@ -190,6 +190,18 @@ def test_environments_are_made_once_and_stay_in_their_threads(make):
         assert len(made) == so_far
 
 
+def test_abandoned_episodes_give_back_their_environments(make):
+    factory, made = counting()
+    runner = make([], factory)
+    for _ in range(3):
+        sessions = runner.begin([{}] * 2)
+        runner.release(sessions)
+        runner.release(sessions)
+        assert [session.reward for session in sessions] == [None, None]
+    runner.finish(runner.begin([{}] * 2))
+    assert len(made) == 2
+
+
 def test_a_row_chooses_its_environment(make):
     runner = make([multiply], {"counter": Counter, "echo": Echo})
     assert runner.environment_names == ["counter", "echo"]

@@ -32,6 +32,8 @@ LOGIT_TOLERANCE = {"cpu": 1e-6, "gpu": 1e-4}
 """Of float32, by where the policy was trained; the exported one is looked at on the CPU."""
 CUT = {"max_tokens_per_micro_batch": 64}
 """Smaller than the largest groups, see table_run.py: several passes a step, and groups that are split."""
+CUT_EPISODES = {"max_tokens_per_micro_batch": 160}
+"""The same for episodes, which are longer."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Row:
 
     Attributes:
         name: As the table shows it.
-        algorithm: `GRPO` or `GROUP PPO`.
+        algorithm: `GRPO`, `GROUP PPO`, or `GRPO tools`, whose rollouts are episodes with a tool and an environment.
         strategy: Name of a fragment in configs/strategy; None is a single process.
         devices: Processes, or GPUs.
         accelerator: `cpu` or `gpu`.
@@ -101,6 +103,12 @@ def table_rows(num_gpus: int) -> list[Row]:
             Row("ZeRO-3 x2, on CPU", algorithm, "deepspeed_z3", 2),
             Row("ulysses x2", algorithm, "fsdp2", 2, options=ulysses),
         ]
+    rows += [
+        Row("ddp x2", "GRPO tools", "ddp", 2, options=CUT_EPISODES),
+        Row("fsdp2 x2", "GRPO tools", "fsdp2", 2, options=CUT_EPISODES),
+        Row("ZeRO-2 x2, on CPU", "GRPO tools", "deepspeed_z2", 2, options=CUT_EPISODES),
+        Row("ZeRO-3 x2, on CPU", "GRPO tools", "deepspeed_z3", 2, options=CUT_EPISODES),
+    ]
     fragments = ("ddp", "fsdp2", "fsdp", "deepspeed_z2", "deepspeed_z3", "deepspeed_z3_offload")
     devices = min(max(num_gpus, 1), 2)
     for algorithm in ALGORITHMS:

@@ -3,6 +3,7 @@
 A tiny Qwen3 samples for itself. Prompts differ in length and so do completions; five prompts a batch do not divide by
 two ranks or two mini-batches. The token budget is smaller than the largest groups, which are split, and larger than two
 of the smallest; gradients are clipped in every step. A rollout gives two updates, so that the checkpoint is amid one.
+Episodes have up to four turns, so that those of the ranks differ in number.
 """
 
 from __future__ import annotations
@@ -17,9 +18,18 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "algorithms"), str(TESTS / "helpers")]
+sys.path[:0] = [str(TESTS / "algorithms"), str(TESTS / "helpers"), str(TESTS)]
 
 from conftest import TinyPolicy, share_of_letters  # noqa: E402
+from helpers.chance_episodes import (  # noqa: E402
+    STOPS,
+    ChancePolicy,
+    Tally,
+    add_or_double,
+    double,
+    register_chance_calls,
+    tally_rows,
+)
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
 from pl_grouprl.algorithms import OptimizerConfig  # noqa: E402
@@ -68,8 +78,30 @@ def make_module(algorithm: str, **options: Any) -> LightningModule:
         "optimizer": OptimizerConfig(learning_rate=1e-2, eps=1e-4),
         "verify": False,
     }
+    if algorithm == "GRPO tools":
+        return GRPO(ChancePolicy(eos_token_id=1), **{**defaults, **episode_options(), **options})
     cls = {"GRPO": GRPO, "GROUP PPO": GroupPPO}[algorithm]
     return cls(TinyPolicy(), share_of_letters, **{**defaults, **options})
+
+
+def episode_options() -> dict[str, Any]:
+    """A tool, and an environment that gives the rewards."""
+    register_chance_calls(name_of=add_or_double)
+    return {
+        "rewards": None,
+        "tools": [double],
+        "environment_factory": Tally,
+        "max_tool_calling_iterations": 3,
+        "max_turn_tokens": 10,
+        "max_episode_tokens": 60,
+        "sampling": SamplingConfig(max_new_tokens=24, stop_token_ids=STOPS),
+    }
+
+
+def make_data(algorithm: str) -> PromptDataModule:
+    """Four batches of five prompts in an epoch."""
+    train, val = (tally_rows(20), tally_rows(3)) if algorithm == "GRPO tools" else (rows(20, 1), rows(3, 2))
+    return PromptDataModule(train, val, batch_size=5, val_batch_size=2)
 
 
 class Recorder(Callback):
@@ -113,7 +145,6 @@ class Recorder(Callback):
 def main(folder: Path, row: dict[str, Any]) -> None:
     """Train. A row has: strategy (a fragment's name, or none), devices, accelerator, algorithm, options, checkpoint."""
     devices, on_cpu = row["devices"], row["accelerator"] == "cpu"
-    data = PromptDataModule(rows(20, 1), rows(3, 2), batch_size=5, val_batch_size=2)
     trainer = Trainer(
         accelerator=row["accelerator"],
         devices=devices,
@@ -133,7 +164,8 @@ def main(folder: Path, row: dict[str, Any]) -> None:
         ],
         default_root_dir=folder,
     )
-    trainer.fit(make_module(row["algorithm"], **row["options"]), data, ckpt_path=row["checkpoint"], weights_only=True)
+    module, data = make_module(row["algorithm"], **row["options"]), make_data(row["algorithm"])
+    trainer.fit(module, data, ckpt_path=row["checkpoint"], weights_only=True)
 
 
 if __name__ == "__main__":
