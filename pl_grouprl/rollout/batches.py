@@ -72,7 +72,7 @@ class BatchedSampler:
         groups: list[list[Rollout]] = [[] for _ in prompts]
         for chunk, needed_later in self._chunks(distinct, sequences, padding):
             parts = store.select([sequence.distinct for sequence in chunk], needed_later)
-            streams = [(one.prompt if indices is None else indices[one.prompt], one.rollout) for one in chunk]
+            streams = [(seq.prompt if indices is None else indices[seq.prompt], seq.rollout) for seq in chunk]
             batch = DecodeBatch(
                 parts,
                 streams,

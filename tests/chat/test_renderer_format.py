@@ -19,6 +19,8 @@ CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call>'
 def test_other_templates_are_none_of_the_library():
     assert type(make_chat_format(plain_tokenizer(), "plain")) is ChatFormat
     assert type(make_chat_format(plain_tokenizer())) is ChatFormat
+    names = (None, "renderers", "renderers:qwen3", "renderers/own.jinja")
+    assert [renderer_format.uses_renderers(name) for name in names] == [False, True, True, False]
 
 
 def test_the_library_must_be_there(monkeypatch):
