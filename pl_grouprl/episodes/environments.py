@@ -126,7 +126,7 @@ class EnvironmentHost:
         try:
             with exits_refused():
                 if number not in self.instances:
-                    self.instances[number] = known.factory()
+                    self.instances[number] = self._make(known)
                 observation = self.instances[number].reset(**private_copy(dict(row)))
                 if known.async_reset:
                     observation = await observation
@@ -144,6 +144,12 @@ class EnvironmentHost:
                 "prompt."
             )
         return str.encode(observation, "utf-8", "replace").decode()
+
+    def _make(self, known: EnvironmentKind) -> Any:
+        made = known.factory()
+        if any(made is other for other in list(self.instances.values())):  # episodes would play on one board
+            raise ValueError("environment_factory returned an instance that another episode uses; make one per call")
+        return made
 
     async def reward(self, number: int, kind: str | None) -> float:
         """Call `get_reward`.
