@@ -76,8 +76,13 @@ class EpisodeLoop:
             For each prompt the part of it that its rollouts share, and its rollouts.
         """
         episodes: list[Episode] = []
+
+        def begin() -> None:
+            episodes.extend(self._begin(prompts, prompt_indices, num_generations))
+            _check_lengths(episodes, sampler.max_length)
+
         try:
-            sampler.raise_together(lambda: episodes.extend(self._begin(prompts, prompt_indices, num_generations)))
+            sampler.raise_together(begin)
             self._run_turns(sampler, episodes, max_new_tokens)
             sampler.raise_together(lambda: self.runner.finish([episode.session for episode in episodes]))
         finally:
@@ -161,6 +166,16 @@ class EpisodeLoop:
         texts = [self._chat.tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in episodes]
         rollouts = [episode.rollout(shared, text) for episode, text in zip(episodes, texts, strict=True)]
         return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
+
+
+def _check_lengths(episodes: Sequence[Episode], max_length: int | None) -> None:
+    """Refuse prompts that leave no room for an answer; those of the data were checked when the run began."""
+    longest = max((len(episode.prompt_ids) for episode in episodes), default=0)
+    if max_length is not None and longest >= max_length:
+        raise ValueError(
+            f"a prompt has {longest} tokens with what its environment's reset returned, and the model and its sampler "
+            f"take at most {max_length} with the answer; let reset return less."
+        )
 
 
 def _read_call(call: dict[str, Any]) -> ToolCall:

@@ -129,7 +129,8 @@ async def call_tool(tool: Tool, arguments: Any) -> ToolResult:
     except BaseException as error:
         if tool.is_async and isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             raise
-        message, failure = _explain_failure(tool, arguments, error)
+        with exits_refused():
+            message, failure = _explain_failure(tool, arguments, error)
         return ToolResult.error(tool.name, message, failure, time.perf_counter() - began)
     return ToolResult(tool.name, content, None, time.perf_counter() - began)
 
@@ -184,7 +185,7 @@ def _explain_failure(tool: Tool, arguments: Any, error: BaseException) -> tuple[
         message = _checked_length(tool.name, str(error))
     except _UnreadableResultError as unreadable:
         return str(unreadable), unreadable.failure
-    except Exception:  # `__str__` of the user's exception may itself raise
+    except BaseException:  # an exception's `__str__` is user's code, too, and may call sys.exit
         message = type(error).__name__
     if isinstance(error, TypeError) and not _takes(tool.function, arguments):
         return message, "arguments"

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import pickle
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pl_grouprl.episodes.environment_host import EnvironmentHost
 from pl_grouprl.episodes.environment_kinds import EnvironmentKind
 from pl_grouprl.episodes.operations import Operation, OperationExitError, OperationTimeoutError
-from pl_grouprl.episodes.tools import Tool, ToolResult, run_coroutine
+from pl_grouprl.episodes.tools import FailureKind, Tool, ToolResult, run_coroutine
 from pl_grouprl.utilities.text import describe_error
 from pl_grouprl.utilities.worker_process import (
     Reaper,
@@ -52,7 +54,7 @@ class ToolWorker:
 
         Raises:
             OperationTimeoutError: If it took too long.
-            OperationExitError: If the process ended.
+            OperationExitError: If the process ended, or its answer cannot be read, and it was killed.
             RuntimeError: What `EnvironmentHost` raises.
             ValueError: If the arguments cannot be pickled.
         """
@@ -64,8 +66,12 @@ class ToolWorker:
             raise OperationTimeoutError(str(error), is_stuck=False) from None
         except WorkerExitError as error:
             raise OperationExitError(str(error)) from None
-        value = _value(answer)
-        return ToolResult(**value) if operation.method == "call" else value
+        try:
+            found = _read(answer, operation)
+        except (ValueError, TypeError, KeyError, RecursionError):  # of a tool that wrote into the pipe
+            self.process.end()
+            raise OperationExitError("broke its worker, whose answer cannot be read") from None
+        return _value_of(found)
 
 
 class ToolWorkers(list[ToolWorker]):
@@ -125,12 +131,16 @@ def run_worker(pipe: Connection, tools: Mapping[str, bytes], kinds: Mapping[str 
         return
     _send(pipe, {"value": None})
     loop = asyncio.new_event_loop()
+    process = os.getpid()
     while True:
         try:
             operation: Operation = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
         except EOFError:
             return
-        _send(pipe, _serve(host, loop, operation))
+        answer = _serve(host, loop, operation)
+        if os.getpid() != process:  # a tool has forked, and its child returned
+            os._exit(0)
+        _send(pipe, answer)
 
 
 _MAX_TRACE = 20_000
@@ -154,8 +164,32 @@ def _failure(message: str) -> dict[str, str]:
     return {"error": message, "trace": traceback.format_exc()[-_MAX_TRACE:]}
 
 
-def _value(answer: bytes) -> Any:
+def _read(answer: bytes, operation: Operation) -> dict[str, Any]:
+    """The answer to an operation, with a `value` of its type, or an `error`.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: If it is none.
+    """
     found = json.loads(answer)
+    if "error" in found:
+        return {"error": str(found["error"]), "trace": str(found["trace"])}
+    value = found["value"]
+    if operation.method == "call":
+        value = ToolResult(**value)
+        texts = (value.name, value.content, value.failure or "")
+        if not all(isinstance(text, str) for text in texts) or value.failure not in (None, *get_args(FailureKind)):
+            raise ValueError("no result")
+        value = dataclasses.replace(value, seconds=float(value.seconds))
+    elif not isinstance(value, (str, float, int, NoneType)):
+        raise ValueError("no value")
+    return {"value": value}
+
+
+def _value(answer: bytes) -> Any:
+    return _value_of(json.loads(answer))
+
+
+def _value_of(found: Mapping[str, Any]) -> Any:
     if "error" in found:
         raise RuntimeError(found["error"]) from RemoteError(f"in a tool worker:\n{found['trace']}")
     return found["value"]

@@ -22,6 +22,6 @@ def describe_error(error: BaseException, length: int = 2000) -> str:
     """The text of an exception, cut to a number of characters; its class if it has none or cannot be read."""
     try:
         text = str(error)
-    except Exception:  # an exception of user's code may do anything
+    except BaseException:  # an exception of user's code may do anything, such as sys.exit
         text = ""
     return text[:length] or type(error).__name__

@@ -231,6 +231,18 @@ def test_prompts_must_be_messages(tmp_path):
         fit(make(), tmp_path, data=PromptDataModule([{"prompt": "1 + 1"}] * 2, batch_size=2))
 
 
+class Verbose(Counter):
+    """Writes more than the model can read."""
+
+    def reset(self, **columns):
+        return super().reset(**columns) + " word" * 2000
+
+
+def test_a_prompt_of_an_environment_must_leave_room(tmp_path):
+    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens with what its environment's reset returned.* 2048 "):
+        fit(make(rewards=None, environment_factory=Verbose), tmp_path)
+
+
 def test_a_budget_needs_to_know_the_longest_episode(tmp_path):
     with pytest.raises(ValueError, match="results of tools may take any number of tokens; set max_episode_tokens"):
         fit(make(max_tokens_per_micro_batch=300, max_episode_tokens=None), tmp_path)

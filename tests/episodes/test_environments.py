@@ -134,3 +134,12 @@ def test_an_environment_that_was_lost_is_made_anew_by_reset():
         run(host.reward(0, None))
     run(host.reset(0, None, {"start": 5}))
     assert run(host.reward(0, None)) == 5.0
+
+
+def test_an_environment_is_of_one_episode_alone():
+    only = Counter()
+    host = host_of(lambda: only)
+    run(host.reset(0, None, {}))
+    run(host.reset(0, None, {}))  # the next episode
+    with pytest.raises(RuntimeError, match=r"cannot begin an episode.*an instance that another episode uses"):
+        run(host.reset(1, None, {}))

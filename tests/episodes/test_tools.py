@@ -171,6 +171,8 @@ LIMIT = MAX_RESULT_CHARACTERS
 HARMS = {
     "raise": (str({"error": "'no such key'"}), "raised"),
     "raise without text": ("{'error': '_NoTextError'}", "raised"),
+    "raise exit text": ("{'error': '_ExitTextError'}", "raised"),
+    "raise hard exit text": ("{'error': '_HardExitTextError'}", "raised"),
     "raise megabytes": (
         f"{{'error': 'The result of tool misbehave has {2 * LIMIT} characters; at most {LIMIT} are allowed.'}}",
         "too_long",

@@ -24,6 +24,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process
 ROUNDS = [pytest.param(10, id="quick"), pytest.param(200, marks=pytest.mark.slow, id="long")]
 
 
+FORGED = (
+    *("no JSON", "no text at all", "no value", "no mapping", "no result", "result of other fields"),
+    *("result without text", "error without text"),
+)
+"""Answers that a tool writes into the pipe of its worker."""
+
+
 @pytest.fixture
 def make():
     made = []
@@ -84,7 +91,7 @@ def zombies():
 
 
 def test_the_model_reads_what_it_reads_without_workers(shared, make):
-    harms = [how for how in tools.HARMS if how not in ("kill", "hang", "100 MB", "flood", "recurse")]
+    harms = [how for how in tools.HARMS if how not in ("kill", "hang", "100 MB", "flood", "recurse", "fork", *FORGED)]
     calls = [misbehave(how) for how in harms]
     calls += [
         ToolCall("async_multiply", {"a": 1, "b": 2}),
@@ -109,6 +116,24 @@ def test_what_is_too_long_stays_in_the_worker(shared):
 
 def test_what_is_printed_is_no_answer(shared):
     assert contents(run(shared, misbehave("flood"))) == [("misbehave", "dry", None)]
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_an_answer_that_is_none_costs_the_worker(make, how):
+    runner = make([tools.misbehave, tools.multiply], timeout=60)
+    results = run(runner, misbehave(how), ToolCall("multiply", {"a": 2, "b": 3}))
+    assert contents(results) == [
+        ("misbehave", "{'error': 'Tool misbehave broke its worker, whose answer cannot be read.'}", "exited"),
+        ("multiply", "6", None),
+    ]
+
+
+def test_a_forked_child_answers_nothing(make):
+    runner = make([tools.misbehave, tools.multiply], timeout=60)
+    results = run(runner, misbehave("fork"), *(ToolCall("multiply", {"a": 2, "b": n}) for n in range(3)))
+    time.sleep(0.5)  # for the child
+    results += run(runner, ToolCall("multiply", {"a": 5, "b": 5}))
+    assert [result.content for result in results] == ["parent", "0", "2", "4", "25"]
 
 
 def test_arguments_are_copies(shared):

@@ -1,6 +1,7 @@
 """Tools and environments that worker processes can import, some of which misbehave."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -93,6 +94,30 @@ class _NoTextError(Exception):
         raise ValueError("no text")
 
 
+class _ExitTextError(Exception):
+    def __str__(self):
+        sys.exit(3)
+
+
+class _HardExitTextError(Exception):
+    def __str__(self):
+        os._exit(3)
+
+
+def _fork():
+    return "parent" if os.fork() else "child"
+
+
+def _answer(answer):
+    """Write an answer into every pipe of the worker, as code that the model wrote could."""
+    data = len(answer).to_bytes(4, "big") + answer
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and os.path.exists(f"/proc/self/fd/{number}"):
+            with contextlib.suppress(OSError):
+                os.write(number, data)
+    time.sleep(1000)
+
+
 def _image():
     return [{"type": "text", "text": "see"}, {"type": "image", "image": object()}]
 
@@ -101,6 +126,8 @@ HARMS = {
     "raise": lambda: _raise(KeyError("no such key")),
     "type": lambda: len(3),
     "raise without text": lambda: _raise(_NoTextError()),
+    "raise exit text": lambda: _raise(_ExitTextError()),
+    "raise hard exit text": lambda: _raise(_HardExitTextError()),
     "raise megabytes": lambda: _raise(ValueError("x" * 2**21)),
     "recurse": lambda: HARMS["recurse"](),
     "exit": lambda: sys.exit(3),
@@ -108,6 +135,15 @@ HARMS = {
     "interrupt": lambda: _raise(KeyboardInterrupt()),
     "cancel": lambda: _raise(asyncio.CancelledError()),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "fork": _fork,
+    "no JSON": lambda: _answer(b"{"),
+    "no text at all": lambda: _answer(b"\xff"),
+    "no value": lambda: _answer(b"{}"),
+    "no mapping": lambda: _answer(b"[]"),
+    "no result": lambda: _answer(b'{"value": 3}'),
+    "result of other fields": lambda: _answer(b'{"value": {"name": "misbehave"}}'),
+    "result without text": lambda: _answer(b'{"value": {"name": "misbehave", "content": 3, "seconds": 0.0}}'),
+    "error without text": lambda: _answer(b'{"error": 3}'),
     "hang": lambda: time.sleep(1000),
     "long": lambda: "x" * (2**20 + 1),
     "100 MB": lambda: "x" * 10**8,
