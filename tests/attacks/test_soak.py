@@ -20,7 +20,7 @@ if __name__ == "__main__":  # reward workers import this script again
         (5, ["--tools", "threads"]),
         (5, ["--tools", "worker"]),
         pytest.param(300, [], marks=pytest.mark.slow),
-        pytest.param(200, ["--tools", "threads"], marks=pytest.mark.slow),
+        pytest.param(300, ["--tools", "threads"], marks=pytest.mark.slow),
         pytest.param(300, ["--tools", "worker"], marks=pytest.mark.slow),
     ],
 )
