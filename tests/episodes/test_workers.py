@@ -91,7 +91,7 @@ def zombies():
 
 
 def test_the_model_reads_what_it_reads_without_workers(shared, make):
-    harms = [how for how in tools.HARMS if how not in ("kill", "hang", "100 MB", "flood", "recurse", "fork", *FORGED)]
+    harms = [how for how in tools.HARMS if how not in ("kill", "hang", "100 MB", "flood", "recurse")]
     calls = [misbehave(how) for how in harms]
     calls += [
         ToolCall("async_multiply", {"a": 1, "b": 2}),
@@ -120,17 +120,17 @@ def test_what_is_printed_is_no_answer(shared):
 
 @pytest.mark.parametrize("how", FORGED)
 def test_an_answer_that_is_none_costs_the_worker(make, how):
-    runner = make([tools.misbehave, tools.multiply], timeout=60)
-    results = run(runner, misbehave(how), ToolCall("multiply", {"a": 2, "b": 3}))
+    runner = make([tools.forge, tools.multiply], timeout=60)
+    results = run(runner, ToolCall("forge", {"how": how}), ToolCall("multiply", {"a": 2, "b": 3}))
     assert contents(results) == [
-        ("misbehave", "{'error': 'Tool misbehave broke its worker, whose answer cannot be read.'}", "exited"),
+        ("forge", "{'error': 'Tool forge broke its worker, whose answer cannot be read.'}", "exited"),
         ("multiply", "6", None),
     ]
 
 
 def test_a_forked_child_answers_nothing(make):
-    runner = make([tools.misbehave, tools.multiply], timeout=60)
-    results = run(runner, misbehave("fork"), *(ToolCall("multiply", {"a": 2, "b": n}) for n in range(3)))
+    runner = make([tools.forge, tools.multiply], timeout=60)
+    results = run(runner, ToolCall("forge", {"how": "fork"}), *(ToolCall("multiply", {"a": 2, "b": n}) for n in range(3)))
     time.sleep(0.5)  # for the child
     results += run(runner, ToolCall("multiply", {"a": 5, "b": 5}))
     assert [result.content for result in results] == ["parent", "0", "2", "4", "25"]

@@ -135,15 +135,6 @@ HARMS = {
     "interrupt": lambda: _raise(KeyboardInterrupt()),
     "cancel": lambda: _raise(asyncio.CancelledError()),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "fork": _fork,
-    "no JSON": lambda: _answer(b"{"),
-    "no text at all": lambda: _answer(b"\xff"),
-    "no value": lambda: _answer(b"{}"),
-    "no mapping": lambda: _answer(b"[]"),
-    "no result": lambda: _answer(b'{"value": 3}'),
-    "result of other fields": lambda: _answer(b'{"value": {"name": "misbehave"}}'),
-    "result without text": lambda: _answer(b'{"value": {"name": "misbehave", "content": 3, "seconds": 0.0}}'),
-    "error without text": lambda: _answer(b'{"error": 3}'),
     "hang": lambda: time.sleep(1000),
     "long": lambda: "x" * (2**20 + 1),
     "100 MB": lambda: "x" * 10**8,
@@ -267,3 +258,26 @@ class OnlyHere:
     def __call__(self) -> str:
         """Answer."""
         return "here"
+
+
+FORGERIES = {
+    "fork": _fork,
+    "no JSON": lambda: _answer(b"{"),
+    "no text at all": lambda: _answer(b"\xff"),
+    "no value": lambda: _answer(b"{}"),
+    "no mapping": lambda: _answer(b"[]"),
+    "no result": lambda: _answer(b'{"value": 3}'),
+    "result of other fields": lambda: _answer(b'{"value": {"name": "misbehave"}}'),
+    "result without text": lambda: _answer(b'{"value": {"name": "misbehave", "content": 3, "seconds": 0.0}}'),
+    "error without text": lambda: _answer(b'{"error": 3}'),
+}
+"""What only a worker survives."""
+
+
+def forge(how: str) -> object:
+    """Write an answer in place of the worker.
+
+    Args:
+        how: Which answer.
+    """
+    return FORGERIES[how]()
