@@ -54,7 +54,7 @@ class EnvironmentHost:
         try:
             with exits_refused():
                 if number not in self.instances:
-                    self.instances[number] = described.factory()
+                    self.instances[number] = self._make(described)
                 observation = self.instances[number].reset(**private_copy(dict(row)))
                 if described.async_reset:
                     observation = await observation
@@ -72,6 +72,12 @@ class EnvironmentHost:
                 "is appended to the prompt."
             )
         return str.encode(observation, "utf-8", "replace").decode()
+
+    def _make(self, described: EnvironmentKind) -> Any:
+        made = described.factory()
+        if any(made is other for other in list(self.instances.values())):  # episodes would play on one board
+            raise ValueError("environment_factory returned an instance that another episode uses; make one per call")
+        return made
 
     async def reward(self, number: int, kind: str | None) -> float:
         """Call `get_reward`.

@@ -130,7 +130,9 @@ def test_an_answer_that_is_none_costs_the_worker(make, how):
 
 def test_a_forked_child_answers_nothing(make):
     runner = make([tools.forge, tools.multiply], timeout=60)
-    results = run(runner, ToolCall("forge", {"how": "fork"}), *(ToolCall("multiply", {"a": 2, "b": n}) for n in range(3)))
+    results = run(
+        runner, ToolCall("forge", {"how": "fork"}), *(ToolCall("multiply", {"a": 2, "b": n}) for n in range(3))
+    )
     time.sleep(0.5)  # for the child
     results += run(runner, ToolCall("multiply", {"a": 5, "b": 5}))
     assert [result.content for result in results] == ["parent", "0", "2", "4", "25"]
