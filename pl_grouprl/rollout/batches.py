@@ -9,7 +9,8 @@ from pl_grouprl.media.inputs import media_key
 from pl_grouprl.rollout.decode import DecodeBatch
 from pl_grouprl.rollout.kept_caches import KeptCaches, KeptSequence
 from pl_grouprl.rollout.limits import counts_padding
-from pl_grouprl.rollout.prefill import NextTokenLogits, PrefixStore, PromptEncoder
+from pl_grouprl.rollout.prefill import NextTokenLogits
+from pl_grouprl.rollout.prompt_encoder import PrefixStore, PromptEncoder
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 

@@ -11,7 +11,8 @@ from helpers.sampling_oracle import FAMILIES, tiny_decoder
 from transformers.cache_utils import Cache, DynamicLayer
 
 from pl_grouprl.rollout import HFRolloutEngine, decode
-from pl_grouprl.rollout.kept_caches import MAX_REPEATED, KeptCaches, KeptSequence, plan_continuing
+from pl_grouprl.rollout.continued_prefill import MAX_REPEATED, plan_continuing
+from pl_grouprl.rollout.kept_caches import KeptCaches, KeptSequence
 from pl_grouprl.rollout.kv_cache import gather_cache
 from pl_grouprl.rollout.shared_prompt import ContinuedRow
 from pl_grouprl.types import Prompt, SamplingConfig
