@@ -17,7 +17,6 @@ from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.training.run import Run
-from pl_grouprl.utilities.options import check_options
 
 Rewards = list[Weighted | RewardFunction] | RewardFunction
 
@@ -52,14 +51,7 @@ class Episodes:
         tool_timeout: float | None = None,
         tool_workers: int = 0,
     ) -> None:
-        check_options(
-            {
-                "tool_timeout": (tool_timeout, tool_timeout is None or tool_timeout > 0, "larger than 0, or None"),
-                "tool_workers": (tool_workers, tool_workers >= 0, "0 (none) or larger"),
-            }
-        )
         self._run, self._limits, self._chat_template = run, limits, chat_template
-        self._workers = tool_workers
         self.runner: ToolRunner | None = None
         if tools or environment_factory is not None:
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
@@ -90,7 +82,7 @@ class Episodes:
     @property
     def exposes_environments(self) -> bool:
         """Whether reward functions can get the environments: there are some, and they live in this process."""
-        return self.runner is not None and self.runner.has_environments and self._workers == 0
+        return self.runner is not None and self.runner.has_environments and self.runner.workers == 0
 
     @property
     def chat_options(self) -> ChatOptions:
