@@ -27,6 +27,7 @@ OPTION_PATHS = {
     "data.init_args.video_column": "video_key",
     "model.init_args.advantage_estimator": "adv_estimator",
     "model.init_args.beta": "use_kl_loss kl_loss_coef kl_coef",
+    "model.init_args.chat_template": "chat_template_path custom_chat_template",
     "model.init_args.cliprange_value": "",
     "model.init_args.critic": "value_model",
     "model.init_args.critic_warmup_steps": "critic_warmup",
@@ -43,6 +44,7 @@ OPTION_PATHS = {
     "model.init_args.engine.init_args.timeout": "vllm_server_timeout",
     "model.init_args.engine.init_args.urls": "vllm_server_base_url vllm_server_host vllm_server_port",
     "model.init_args.entropy_coef": "entropy_coeff",
+    "model.init_args.environment_factory": "interaction_config_path",
     "model.init_args.epsilon": "clip_ratio clip_ratio_low cliprange",
     "model.init_args.epsilon_high": "clip_ratio_high",
     "model.init_args.importance_sampling": (
@@ -60,11 +62,14 @@ OPTION_PATHS = {
     "model.init_args.loss_agg_mode": "",
     "model.init_args.loss_type": "",
     "model.init_args.mask_truncated_completions": "",
+    "model.init_args.max_episode_tokens": "",
     "model.init_args.max_generation_batches": "max_num_gen_batches",
     "model.init_args.max_tokens_per_micro_batch": (
         "per_device_train_batch_size gradient_accumulation_steps "
         "use_dynamic_bsz ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu"
     ),
+    "model.init_args.max_tool_calling_iterations": "max_assistant_turns",
+    "model.init_args.max_turn_tokens": "",
     "model.init_args.multi_objective_aggregation": "",
     "model.init_args.num_generations": "",
     "model.init_args.num_iterations": "ppo_epochs num_ppo_epochs",
@@ -111,6 +116,9 @@ OPTION_PATHS = {
     "model.init_args.seed": "",
     "model.init_args.sequence_parallel_size": "ulysses_sequence_parallel_size",
     "model.init_args.sharing": "use_prefix_grouper",
+    "model.init_args.tool_timeout": "",
+    "model.init_args.tool_workers": "max_parallel_calls",
+    "model.init_args.tools": "tool_config_path",
     "model.init_args.val_num_generations": "num_generations_eval",
     "model.init_args.val_sampling": "val_kwargs",
     "model.init_args.vf_coef": "",

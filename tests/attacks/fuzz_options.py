@@ -74,6 +74,9 @@ FIXED = {
     "processor",
     "engine",
     "critic",
+    "tools",
+    "environment_factory",
+    "chat_template",
     "dirpath",
     "path",
 }
