@@ -437,9 +437,7 @@ class RLModule(pl.LightningModule, ABC):
         self.sampler.reset()
         self.rewarder.close()  # of a run that an exception has ended
         encoding = getattr(self.collector.data, "encoding", None)
-        self.episodes.set_up(
-            getattr(encoding, "chat_template_kwargs", {}), self.rewarder.functions, ahead=self.rollout_ahead > 0
-        )
+        self.episodes.set_up(getattr(encoding, "chat_template_kwargs", {}))
         if stage != "predict":
             self.rewarder.open()
 

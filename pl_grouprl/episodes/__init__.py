@@ -1,1 +1,1 @@
-"""Episodes of several turns: the model answers, tools or an environment respond, the model goes on."""
+"""Episodes of several turns: the model writes, tools or an environment respond, and the model continues."""

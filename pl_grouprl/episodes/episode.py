@@ -30,7 +30,7 @@ class Episode:
         messages: `token_ids` as chat messages.
         calls: Calls of the last turn, not yet made.
         iterations: How many times the model has read results.
-        finish_reason: Why it ended; None while it goes on.
+        finish_reason: Why it ended; None while it is open.
         counts: `calls` of tools, and failed calls by kind.
         seconds: Time spent in its tools.
     """

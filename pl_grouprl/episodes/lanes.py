@@ -152,7 +152,7 @@ class Lanes:
             }
         for task in waiting:
             task.future.cancel()
-            task.future.set_running_or_notify_cancel()  # wakes whoever waits for it
+            task.future.set_running_or_notify_cancel()  # wakes threads that wait for it
         if threading.current_thread() not in threads:  # garbage may be collected on any thread
             for thread in threads:
                 thread.join()

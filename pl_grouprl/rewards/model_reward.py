@@ -148,8 +148,8 @@ class ModelReward:
         Raises:
             RewardConfigurationError: As `set_up` does; also if the model does not know a token, or its chat template
                 leaves tool calls out.
-            ValueError: If with a tokenizer of its own a text is missing, prompt and completion have no token, or its
-                chat template refuses an episode.
+            ValueError: If it has another tokenizer than the policy, and a text is missing, prompt and completion have
+                no token, or its chat template refuses an episode.
         """
         model, tokenizer, label = self._load()
         pad = model.config.get_text_config().pad_token_id

@@ -29,7 +29,7 @@ def plan_continuing(
     Args:
         lengths: Tokens of each prompt, sorted by the number of new ones, then by length.
         kept: The sequence that each continues.
-        max_tokens: Most tokens that a batch runs; a prompt with more gets a batch of its own.
+        max_tokens: Most tokens that a batch runs; a prompt with more gets a separate batch.
         padding: Whether prompts of different lengths may share a forward pass.
 
     Returns:

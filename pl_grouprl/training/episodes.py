@@ -14,7 +14,6 @@ from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.base import as_weighted
-from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.training.run import Run
 
@@ -116,13 +115,11 @@ class Episodes:
             )
         return self._limits.max_episode_tokens or max_new_tokens
 
-    def set_up(self, template_kwargs: Mapping[str, Any], rewards: Sequence[PreparedReward], *, ahead: bool) -> None:
-        """Refuse a chat template and reward functions that cannot work, and start the workers.
+    def set_up(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Refuse a chat template that cannot work, and start the workers.
 
         Args:
             template_kwargs: What the data passes to the chat template.
-            rewards: The reward functions.
-            ahead: Whether rollouts are sampled ahead.
 
         Raises:
             ValueError: Says what to change.
@@ -130,8 +127,6 @@ class Episodes:
         self._template_kwargs, self._format, self._loop = template_kwargs, None, None
         if self.runner is None:
             return
-        if ahead:
-            _refuse_readers_of_environments(rewards)
         if self.runner.has_tools:
             self._chat_format().check_tools()
         self.runner.open()
@@ -180,12 +175,3 @@ def _refuse_without_tools(**options: Any) -> None:
                 f"{name} is {value}, which has no effect without tools; pass tools or environment_factory, or leave "
                 "it out."
             )
-
-
-def _refuse_readers_of_environments(rewards: Sequence[PreparedReward]) -> None:
-    readers = [reward.name for reward in rewards if reward.names_environments]
-    if readers:
-        raise ValueError(
-            f"rollout_ahead is 1, and the reward functions {readers} take `environments`, which play the next episodes "
-            "by then; set rollout_ahead to 0, or let the environment reward itself (get_reward)."
-        )

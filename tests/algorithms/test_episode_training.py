@@ -246,3 +246,12 @@ def test_a_prompt_of_an_environment_must_leave_room(tmp_path):
 def test_a_budget_needs_to_know_the_longest_episode(tmp_path):
     with pytest.raises(ValueError, match="results of tools may take any number of tokens; set max_episode_tokens"):
         fit(make(max_tokens_per_micro_batch=300, max_episode_tokens=None), tmp_path)
+
+
+def test_functions_cannot_read_environments_that_play_ahead(tmp_path):
+    def total(completions, environments, **columns):
+        return [float(environment.total) for environment in environments]
+
+    ahead = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
+    with pytest.raises(ValueError, match=r"'total' requires \['environments'\].*rollout_ahead at 0"):
+        fit(make(rewards=[total], environment_factory=Counter, **ahead), tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import worker_tools as tools
+from helpers.watched_processes import runs, until, zombies
 
 import pl_grouprl
 from pl_grouprl.episodes.runner import ToolRunner
@@ -63,31 +63,6 @@ def contents(results):
 
 def misbehave(how):
     return ToolCall("misbehave", {"how": how})
-
-
-def runs(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def zombies():
-    """Children of this process that have ended and were not waited for."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state == "Z" and int(parent) == os.getpid():
-                found.append(stat.parent.name)
-    return found
 
 
 def test_the_model_reads_what_it_reads_without_workers(shared, make):

@@ -105,5 +105,5 @@ class Tally:
 
 
 def tally_rows(count, brief=lambda number: False):
-    """Prompts for `Tally`; in some rows no episode goes on after a call to it."""
+    """Prompts for `Tally`; in some rows each episode ends with the turn that calls it."""
     return [{**row, "start": n, "brief": brief(n)} for n, row in enumerate(chance_rows(count))]

@@ -48,7 +48,7 @@ def open_episodes(
     options = {"chat_template": chat_template, "tool_timeout": tool_timeout, "tool_workers": tool_workers}
     episodes = Episodes(run, list(tools), environment_factory, EpisodeLimits(**limits), **options)
     sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
-    episodes.set_up(template_kwargs or {}, [], ahead=False)
+    episodes.set_up(template_kwargs or {})
 
     def sample(rows: Rows, sampling: SamplingConfig, num_generations: int, seed: int = 0) -> list[RolloutGroup]:
         numbered = [SourceRow(f"row {number}", dict(row)) for number, row in enumerate(rows)]

@@ -200,7 +200,7 @@ class RewardingCounter(Counter):
 
 
 class CounterTask:
-    """An environment with a task of its own."""
+    """An environment that writes its prompt."""
 
     def reset(self, **columns: Any) -> str:
         return "Count."

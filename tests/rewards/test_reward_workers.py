@@ -1,17 +1,16 @@
 """Rewards in worker processes: the same numbers, and a function that misbehaves costs its own rollouts alone."""
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from helpers import worker_rewards as functions
+from helpers.watched_processes import runs, until, zombies
 
 from pl_grouprl.rewards import (
     FunctionFromFile,
@@ -43,32 +42,6 @@ def make_workers():
     yield make
     for workers in made:
         workers.close()
-
-
-def runs(process_id):
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def zombies():
-    """Children of this process that have ended and that nobody has asked about."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state == "Z" and int(parent) == os.getpid():
-                found.append(stat.parent.name)
-    return found
 
 
 def test_workers_give_what_this_process_gives(make_workers, tmp_path):
