@@ -18,7 +18,7 @@ LAYERS = [
     {"models"},
     {"strategies"},
     {"sync"},
-    {"rewards", "rollout", "data", "demo"},
+    {"rewards", "rollout", "data", "demo", "tasks"},
     {"episodes"},
     {"training"},
     {"algorithms"},
