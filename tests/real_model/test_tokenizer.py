@@ -14,7 +14,7 @@ TEXTS = {
     "contractions": "don't I'll WE'RE they\u2019re it's",
     "other scripts": "na\u00efve caf\u00e9 \u4f60\u597d \U0001f642 \u0661\u0662\u0663 \u00bd \u00b2 e\u0301",
     "code": "for i in range(10):\n    print(i**2)  # 100\n",
-    "special tokens": "<|im_start|>user\n<|im_end|><|endoftext|>x <repo_name>a <jupyter_code> <|im_end|>  <|im_end|>\n\n1",
+    "special tokens": "<|im_start|>user\n<|im_end|><|endoftext|> <repo_name> <jupyter_code>  <|im_end|>\n\n1",
     "almost special": "<|im_ start|> <im_end> < |im_end|>",
     "nothing": "",
 }
