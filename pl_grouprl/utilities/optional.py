@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 PEFT_AVAILABLE = find_spec("peft") is not None
+REASONING_GYM_AVAILABLE = find_spec("reasoning_gym") is not None
 RENDERERS_AVAILABLE = find_spec("renderers") is not None
 VLLM_AVAILABLE = find_spec("vllm") is not None
 
