@@ -78,6 +78,7 @@ OPTIONS = {
         "vision_language.md",
         "rollouts.md",
         "tools_and_environments.md",
+        "tasks.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -99,6 +100,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
             "rewards_and_data.md",
             "ppo_and_group_ppo.md",
             "scaling.md",
+            "tasks.md",
             "tools_and_environments.md",
             "../README.md",
         )
