@@ -120,7 +120,7 @@ def test_an_entry_is_written_as_it_is():
     entry = {"a": (1, [2, (3,)]), "b": {1: "x", (0, 1): None}, "c": {"__kind__": "tuple"}, "d": np.float64(0.5)}
     assert decode_entry(encode_entry(entry)) == entry
     assert type(decode_entry(encode_entry(entry))["d"]) is float
-    with pytest.raises(TypeError, match="an entry contains a value of type builtins.set"):
+    with pytest.raises(TypeError, match=r"an entry contains a value of type builtins\.set"):
         encode_entry({"a": {1}})
 
 

@@ -1,4 +1,4 @@
-"""Every task that the library lists builds, splits and scores; the page says so; scores do not depend on the process."""
+"""Every task that the library lists builds, splits and scores, in every process alike, and the page says so."""
 
 import json
 import os
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import reasoning_gym_table as table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_has_every_task_of_the_library():
