@@ -109,9 +109,9 @@ def test_entries_with_tuples_and_other_keys_score_as_the_original(name, score):
         text = encode_entry(entry)
         assert decode_entry(text) == entry
         info = {"task": name, "config": "{}", "entry": text, "answer_format": "<answer>{answer}</answer>"}
-        for answer in (entry["answer"], other["answer"], "17", "[1]"):
-            expected = dataset.score_answer(answer, entry) if answer is not None else 0.0
-            assert score("", f"<answer>{answer}</answer>" if answer is not None else "", info) == expected
+        for answer in (entry["answer"], other["answer"], "seventeen", "[]"):
+            expected = 0.0 if answer is None else dataset.score_answer(answer, entry)
+            assert score("", "" if answer is None else f"<answer>{answer}</answer>", info) == expected
 
 
 def test_an_entry_is_written_as_it_is():
