@@ -13,9 +13,13 @@ from its column must be those of the original.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import itertools
 import json
 import platform
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +33,7 @@ from pl_grouprl.tasks.generator import GeneratorError, library_levels
 from pl_grouprl.tasks.harmless import FORMULA_TASKS, LITERAL_TASKS
 
 SIZES = {"size": 8, "val_size": 2, "test_size": 2}
+LEVEL_SECONDS = 5.0
 TAGS = "<answer>{answer}</answer>"
 PROMPT = f"Write your answer as {TAGS.replace('{answer}', 'answer')}."
 
@@ -70,6 +75,7 @@ def examine(names: Sequence[str]) -> dict[str, Findings]:
     splits = {split: _generate(names, split, found) for split in ("train", "val", "test")}
     again = _generate(names, "train", found)
     for name, findings in found.items():
+        print(name, file=sys.stderr, flush=True)
         own = {split: rows.get(name, []) for split, rows in splits.items()}
         findings.rows = {split: len(rows) for split, rows in own.items()}
         questions = {row["prompt"][-1]["content"] for rows in own.values() for row in rows}
@@ -167,23 +173,39 @@ def _try(dataset: Any, answer: str | None, entry: dict[str, Any]) -> Any:
 
 
 def count_levels(name: str) -> int:
-    """How many levels of the library's curriculum differ and build."""
+    """How many levels of the library's curriculum differ and give a row within `LEVEL_SECONDS` of CPU time."""
     from reasoning_gym.factory import create_dataset
 
-    levels = 0
-    while True:
+    for level in itertools.count():
         try:
-            config = library_levels(name, {}, levels + 1)[-1]
-            create_dataset(name, seed=1, size=1, **config)[0]
-        except (GeneratorError, ValueError, AssertionError, IndexError):
-            return levels
-        levels += 1
+            config = library_levels(name, {}, level + 1)[-1]
+            with _limited(LEVEL_SECONDS):
+                create_dataset(name, seed=1, size=1, **config)[0]
+        except (GeneratorError, ValueError, AssertionError, IndexError, TimeoutError):
+            return level
+    raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so much CPU time."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def page(found: Mapping[str, Findings]) -> str:
     """The whole page."""
     good = [name for name, findings in found.items() if not findings.problems]
-    lines = [_HEADER.format(conditions=conditions(), good=len(good), all=len(found), **SIZES)]
+    lines = [_HEADER.format(conditions=conditions(), good=len(good), all=len(found), seconds=LEVEL_SECONDS, **SIZES)]
     lines += [_row(name, found[name]) for name in good]
     bad = {name: "; ".join(found[name].problems) for name in found if name not in good} | NOT_TASKS
     lines += [_REFUSED, *(f"| `{name}` | {reason} |" for name, reason in bad.items())]
@@ -235,7 +257,7 @@ question; went through a parquet file; their reference answers scored 1, in `<an
 Entries score the same before and after they are encoded.
 
 - *reference*: where a right answer comes from. Tasks without `answer` cannot have worked examples (`num_examples`).
-- *levels*: different levels of the library's curriculum (`ReasoningGym.levels`).
+- *levels*: different levels of the library's curriculum (`ReasoningGym.levels`) that give a row in {seconds:.0f} s.
 - *evaluates*: the library's scorer evaluates the answer as Python; only literals or formulas get that far.
 - *per row*: time to generate one row, rounded up to a power of ten.
 

@@ -16,6 +16,7 @@ import reasoning_gym_table as table
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_page_has_every_task_of_the_library():
     page = (ROOT / "docs" / "reasoning_gym_tasks.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
