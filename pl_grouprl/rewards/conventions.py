@@ -287,20 +287,22 @@ def _verl_arguments(reward: PreparedReward, inputs: RewardInputs, index: int) ->
     }
 
 
-def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
-    """Find the reference: `reward_model["ground_truth"]` as verl has it, or a column `ground_truth` or `answer`."""
+def find_ground_truth(columns: Mapping[str, Any]) -> Any:
+    """The reference of a row: `reward_model["ground_truth"]` as verl has it, or a column `ground_truth` or `answer`."""
     reward_model = columns.get("reward_model")
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
-    for name in ("ground_truth", "answer"):
-        if columns.get(name) is not None:
-            return columns[name]
-    if "ground_truth" not in reward.required:
-        return None
-    raise ValueError(
-        f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
-        f"{sorted(columns)}; add reward_model.ground_truth (verl), or a column `ground_truth` or `answer`."
-    )
+    return next((columns[name] for name in ("ground_truth", "answer") if columns.get(name) is not None), None)
+
+
+def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
+    found = find_ground_truth(columns)
+    if found is None and "ground_truth" in reward.required:
+        raise ValueError(
+            f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
+            f"{sorted(columns)}; add reward_model.ground_truth (verl), or a column `ground_truth` or `answer`."
+        )
+    return found
 
 
 def _is_async(function: RewardFunction) -> bool:
