@@ -135,9 +135,8 @@ class Judge:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out replies and connections."""
-        return {name: value for name, value in vars(self).items() if name not in ("_client", "_cache")} | {
-            "_answers": False
-        }
+        kept = {name: value for name, value in vars(self).items() if name not in ("_client", "_cache")}
+        return kept | {"_answers": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
