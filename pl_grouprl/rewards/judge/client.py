@@ -24,6 +24,9 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 _LARGEST_ANSWER = 4 << 20
 """In bytes."""
 
+_SHOWN = 300
+"""Bytes of an unexpected answer that are shown."""
+
 _jitter = random.Random()  # the seeds of the run must not depend on the server
 
 
@@ -107,7 +110,10 @@ class _Session:
         clock = asyncio.get_running_loop().time
         async with self._places:
             began = clock()
-            return await self._persist(body), clock() - began
+            try:
+                return await self._persist(body), clock() - began
+            except NoReplyError as error:
+                raise NoReplyError(self._without_key(str(error))) from None
 
     async def _persist(self, body: bytes) -> Reply:
         pause = _FIRST_WAIT
@@ -135,7 +141,7 @@ class _Session:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         if status == 200:
             return _read_reply(content)
-        what = f"status {status}: {self._shown(content)}"
+        what = f"status {status}: {content[:_SHOWN].decode(errors='replace')!r}"
         if status == 429 or status >= 500:
             raise _TryAgain(what, _retry_after(headers.get("retry-after", "")))
         raise NoReplyError(what)
@@ -144,12 +150,9 @@ class _Session:
         async with self._http.stream("POST", self._url, content=body) as response:
             return response.status_code, response.headers, await _read_limited(response)
 
-    def _shown(self, content: bytes) -> str:
-        """The beginning of an error's text, without the key, which a server might repeat."""
-        text = content.decode(errors="replace")
-        if self._api_key:
-            text = text.replace(self._api_key, "***")
-        return repr(text[:300])
+    def _without_key(self, text: str) -> str:
+        """Take out the key, which a server might repeat."""
+        return text.replace(self._api_key, "***") if self._api_key else text
 
 
 def _open_client(api_key: str | None, max_concurrent: int) -> AsyncClient:
@@ -179,7 +182,7 @@ def _read_reply(content: bytes) -> Reply:
         usage = answer.get("usage") or {}
         counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise NoReplyError(f"the answer is no chat completion: {content[:200]!r}") from error
+        raise NoReplyError(f"the answer is no chat completion: {content[:_SHOWN]!r}") from error
     if finish_reason == "length":
         raise NoReplyError("the reply was cut off; raise max_tokens")
     if not isinstance(text, str):

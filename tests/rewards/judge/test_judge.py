@@ -252,12 +252,13 @@ def test_memory_keeps_the_latest_replies(monkeypatch):
 
 def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog):
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    answers = in_turn(reply("Grade: 1"), Answer(f"wrong key {KEY}".encode(), 401))
+    answers = in_turn(reply("Grade: 1"), Answer(f"wrong key {KEY}".encode(), 401), Answer(f"key {KEY}".encode()))
     with caplog.at_level(logging.DEBUG), judge_server(answers) as (server, url):
         judge = Judge(url, "m", "Count.", api_key_env="JUDGE_KEY")
         apply_rewards([make_group("x")], judge)
-        apply_rewards([make_group("xx")], judge, max_failed_share=1.0)
-    assert [request.headers["Authorization"] for request in server.requests] == [f"Bearer {KEY}"] * 2
+        for text in ("xx", "xxx"):
+            apply_rewards([make_group(text)], judge, max_failed_share=1.0)
+    assert [request.headers["Authorization"] for request in server.requests] == [f"Bearer {KEY}"] * 3
     assert "status 401: 'wrong key ***'" in caplog.text
     assert KEY not in caplog.text
     assert KEY not in repr(vars(judge)) + repr(judge.run_options()) + str(pickle.dumps(judge))
