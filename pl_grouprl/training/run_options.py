@@ -23,6 +23,7 @@ FREE_OPTIONS = frozenset(
         "allow_changed",
         "val_num_generations",
         "val_sampling",
+        "pass_threshold",
         "reward_workers",
         "reward_timeout",
         "reward_retries",

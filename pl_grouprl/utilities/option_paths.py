@@ -81,6 +81,7 @@ OPTION_PATHS = {
     "model.init_args.optimizer.schedule": "lr_scheduler_type",
     "model.init_args.optimizer.warmup_steps": "lr_warmup_steps",
     "model.init_args.optimizer.weight_decay": "",
+    "model.init_args.pass_threshold": "",
     "model.init_args.policy": "model sft_model_path",
     "model.init_args.policy.init_args.adapter": "peft_config",
     "model.init_args.policy.init_args.adapter.alpha": "lora_alpha",
