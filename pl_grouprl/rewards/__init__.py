@@ -8,6 +8,7 @@ from pl_grouprl.rewards.apply import (
     apply_rewards,
     check_columns,
     check_stoppable,
+    check_time_limits,
     prepare_rewards,
     start_rewards,
 )
@@ -18,6 +19,7 @@ from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
+from pl_grouprl.rewards.math_verify import MathVerify
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
 from pl_grouprl.rewards.overlong import OverlongPenalty
 from pl_grouprl.rewards.repetition import RepetitionPenalty
@@ -34,6 +36,7 @@ __all__ = [
     "ExactMatch",
     "FunctionFromFile",
     "LeadingCorrectCharacters",
+    "MathVerify",
     "ModelReward",
     "NumericAnswer",
     "OverlongPenalty",
@@ -50,6 +53,7 @@ __all__ = [
     "check_columns",
     "check_environments",
     "check_stoppable",
+    "check_time_limits",
     "prepare_rewards",
     "start_rewards",
 ]

@@ -15,6 +15,7 @@ from pl_grouprl.rewards import (
     check_columns,
     check_environments,
     check_stoppable,
+    check_time_limits,
     prepare_rewards,
     start_rewards,
 )
@@ -40,7 +41,8 @@ class Rewarder:
         unrewarded_batches: Consecutive batches without any reward so far.
 
     Raises:
-        ValueError: If an option is out of range, or a function that takes environments would run in a worker.
+        ValueError: If an option is out of range, a function that takes environments would run in a worker, or one that
+            may take forever would not, or without a time limit.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Rewarder:
         self.functions = prepare_rewards(rewards)
         if timeout is not None and workers == 0:
             check_stoppable(self.functions, timeout)
+        check_time_limits(self.functions, workers, timeout)
         if environments and workers:
             check_environments(self.functions)
         self._rewards = rewards
