@@ -25,6 +25,7 @@ FREE_OPTIONS = frozenset(
         "val_sampling",
         "reward_workers",
         "reward_timeout",
+        "reward_memory_limit_mb",
         "reward_retries",
         "max_failed_share",
         "tool_timeout",
