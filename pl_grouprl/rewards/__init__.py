@@ -28,6 +28,7 @@ from pl_grouprl.rewards.workers import RewardWorkers
 
 if TYPE_CHECKING:
     from pl_grouprl.rewards.model_reward import ModelReward
+    from pl_grouprl.rewards.process_reward_model import ProcessRewardModel
 
 __all__ = [
     "CodeTests",
@@ -41,6 +42,7 @@ __all__ = [
     "NumericAnswer",
     "OverlongPenalty",
     "PendingRewards",
+    "ProcessRewardModel",
     "RepetitionPenalty",
     "RewardConfigurationError",
     "RewardFunction",
@@ -60,9 +62,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `ModelReward` when it is asked for: a reward worker starts without PyTorch unless it needs it."""
+    """Import reward models when they are asked for: a reward worker starts without PyTorch unless it needs it."""
     if name == "ModelReward":
         from pl_grouprl.rewards.model_reward import ModelReward
 
         return ModelReward
+    if name == "ProcessRewardModel":
+        from pl_grouprl.rewards.process_reward_model import ProcessRewardModel
+
+        return ProcessRewardModel
     raise AttributeError(f"module 'pl_grouprl.rewards' has no attribute {name!r}")
