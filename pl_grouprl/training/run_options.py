@@ -35,7 +35,16 @@ FREE_OPTIONS = frozenset(
         # How a critic was initialised and how it runs: its weights come from the checkpoint.
         *(
             f"critic.{name}"
-            for name in ("path", "revision", "trust_remote_code", "dtype", "attn_implementation", "head_std", "seed")
+            for name in (
+                "path",
+                "gguf_file",
+                "revision",
+                "trust_remote_code",
+                "dtype",
+                "attn_implementation",
+                "head_std",
+                "seed",
+            )
         ),
         "critic.gradient_checkpointing",
         # Which prompts remain of the same rows; the loader refuses where that cannot change.
