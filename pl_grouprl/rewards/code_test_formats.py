@@ -68,7 +68,7 @@ def _call(function: str, args: Any, expected: Any, where: str) -> ValueTest:
 
 
 def _read_pairs(given: Mapping[str, Any], what: str) -> list[CodeTest]:
-    """verl's form: without `fn_name`, texts or lists of lines; with it, arguments and value, a line of JSON each."""
+    """Verl's form: without `fn_name`, texts or lists of lines; with it, arguments and value, a line of JSON each."""
     inputs, outputs = list(given["inputs"]), list(given["outputs"])
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"{what} has {len(inputs)} inputs and {len(outputs)} outputs; write as many, at least one.")

@@ -129,7 +129,7 @@ def _library() -> Any:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the `\\boxed{...}` that closes last, without white space at its ends; one pass over the text."""
+    r"""The content of the `\boxed{...}` that closes last, without white space at its ends; one pass over the text."""
     opened: list[int | None] = []  # of each open brace: where the content of its box begins, if it is a box
     last: str | None = None
     for match in _BRACES.finditer(text):

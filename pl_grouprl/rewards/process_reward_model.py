@@ -22,6 +22,7 @@ from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.describe import identity, is_plain
 
+
 @checked_arguments
 class ProcessRewardModel:
     """The probability that a `...ForTokenClassification` model gives to each step of a completion being right.

@@ -1,7 +1,7 @@
 """Detects what a reward function changes in the process that calls it, restores it where possible, and warns.
 
-A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint. In a worker,
-an alarm that a function leaves would end a later call.
+A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint. In a
+worker, an alarm that a function leaves would end a later call.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from pl_grouprl.rewards import CodeTests, SandboxLimits
 from pl_grouprl.rewards.code_test_formats import read_tests
-from pl_grouprl.rewards.code_test_kinds import StdinTest, ValueTest
+from pl_grouprl.rewards.code_test_kinds import StdinTest
 from pl_grouprl.rewards.sandbox import SandboxUnavailableError
 
 LINES = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
@@ -38,7 +38,9 @@ def share(code, tests):
     return reward([f"```python\n{code}```"], tests=[tests])[0]
 
 
-@pytest.mark.parametrize("wrap", [lambda own: own, json.dumps, lambda own: {"style": "rule", "ground_truth": json.dumps(own)}])
+@pytest.mark.parametrize(
+    "wrap", [lambda own: own, json.dumps, lambda own: {"style": "rule", "ground_truth": json.dumps(own)}]
+)
 def test_verls_inputs_and_outputs_are_read_in_every_form(wrap):
     lines, calls = read_tests(wrap(LINES), "tests"), read_tests(wrap(CALLS), "tests")
     assert [(type(test), test.input, test.output) for test in lines] == [

@@ -87,7 +87,14 @@ def test_a_reference_that_cannot_be_parsed_is_counted():
 
 
 def test_the_answers_that_votes_count():
-    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{1} or \boxed{ 2 }", r"\boxed{\boxed{3}}", r"\boxed{4", "5", r"\}\boxed{6}"]
+    texts = [
+        r"\boxed{\frac{1}{2}}",
+        r"\boxed{1} or \boxed{ 2 }",
+        r"\boxed{\boxed{3}}",
+        r"\boxed{4",
+        "5",
+        r"\}\boxed{6}",
+    ]
     assert [MathVerify().extract_answer(text) for text in texts] == [r"\frac{1}{2}", "2", r"\boxed{3}", None, None, "6"]
     assert MathVerify(extraction="any").extract_answer("so 4,200.") == "4200"
     assert MathVerify().extract_answer(r"\boxed{" * 50_000) is None  # in one pass over the text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def score_one_by_one(model, group, rollout, label=1, step_token=None):
 def test_where_steps_end(text, ends, end):
     ids = [*encode(text), *end]
     starts = [0, *(index + 1 for index in step_ends(ids, TOKENIZER, "\n\n"))]
-    found = [TOKENIZER.decode(ids[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    found = [TOKENIZER.decode(ids[a:b]) for a, b in pairwise(starts)]
     assert found == ends
 
 
@@ -86,7 +87,9 @@ def test_a_separator_of_several_tokens():
 
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
 @pytest.mark.parametrize("budget", [1, 16384])
-@pytest.mark.parametrize(("labels", "label", "step_token"), [(2, 1, None), (3, 2, None), (1, None, None), (2, 0, "<think>")])
+@pytest.mark.parametrize(
+    ("labels", "label", "step_token"), [(2, 1, None), (3, 2, None), (1, None, None), (2, 0, "<think>")]
+)
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_scores_are_those_of_a_plain_loop(family, labels, label, step_token, budget, sharing):
     model, groups = classifier(labels, family=family), make_groups()
@@ -166,14 +169,16 @@ def test_what_cannot_work_is_found_at_setup(make, options, message):
 def test_a_folder_without_a_token_classifier_is_refused(tmp_path):
     classifier(kind="SequenceClassification").save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    with pytest.raises(RewardConfigurationError, match="is not a token classifier.*ForTokenClassification"):
+    with pytest.raises(RewardConfigurationError, match=r"is not a token classifier.*ForTokenClassification"):
         ProcessRewardModel(str(tmp_path)).set_up()
 
 
 def test_other_tokens_than_the_policys_and_episodes_are_refused():
     reward = ProcessRewardModel(classifier(), tokenizer=TOKENIZER)
     group = RolloutGroup([1], [Rollout(encode("4\n\n"), text="five")])
-    with pytest.raises(RewardConfigurationError, match=r"decodes a completion as '4\\n\\n', and the policy's as 'five'"):
+    with pytest.raises(
+        RewardConfigurationError, match=r"decodes a completion as '4\\n\\n', and the policy's as 'five'"
+    ):
         reward.score_groups([group])
     group = RolloutGroup([1], [Rollout([5], text="5", messages=[{"role": "assistant", "content": "5"}])])
     with pytest.raises(RewardConfigurationError, match="scores completions of one turn"):
