@@ -26,6 +26,7 @@ FREE_OPTIONS = frozenset(
         "pass_threshold",
         "reward_workers",
         "reward_timeout",
+        "reward_memory_limit_mb",
         "reward_retries",
         "max_failed_share",
         "tool_timeout",

@@ -73,6 +73,7 @@ OPTIONS = {
         "options.md",
         "shared_prefix.md",
         "rewards_and_data.md",
+        "graders.md",
         "algorithms.md",
         "ppo_and_group_ppo.md",
         "vision_language.md",
@@ -97,6 +98,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
         for page in (
             "options.md",
             "rewards_and_data.md",
+            "graders.md",
             "ppo_and_group_ppo.md",
             "scaling.md",
             "tools_and_environments.md",
