@@ -79,6 +79,7 @@ OPTIONS = {
         "vision_language.md",
         "rollouts.md",
         "tools_and_environments.md",
+        "graders.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -102,6 +103,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
             "ppo_and_group_ppo.md",
             "scaling.md",
             "tools_and_environments.md",
+            "graders.md",
             "../README.md",
         )
         for block in blocks(page, "yaml")
@@ -149,7 +151,8 @@ def test_every_option_is_on_the_page():
 
 
 @pytest.mark.parametrize(
-    "page", ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md"]
+    "page",
+    ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md", "graders.md"],
 )
 def test_import_paths_exist(page):
     paths = set(re.findall(r"`(pl_grouprl\.[\w.]+)", (DOCS / page).read_text(encoding="utf-8")))
