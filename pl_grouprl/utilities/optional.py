@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
+BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 PEFT_AVAILABLE = find_spec("peft") is not None
 RENDERERS_AVAILABLE = find_spec("renderers") is not None
 VLLM_AVAILABLE = find_spec("vllm") is not None
