@@ -16,8 +16,10 @@ from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import check_patterns, load_model
+from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.options import drop_none
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -79,6 +81,8 @@ class PretrainedPolicy:
         allow_mismatched_weights: Names or glob patterns of weights that may be missing from the folder, unexpected in
             it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
             every run.
+        quantization: Store the frozen linear layers under an `adapter` in 4 bits, quantized as they are loaded
+            (QLoRA); see `FourBit`. None keeps `dtype`.
 
     Raises:
         FileNotFoundError: If `path` looks like a folder but is not one.
@@ -96,6 +100,7 @@ class PretrainedPolicy:
     compile_layers: bool = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     allow_mismatched_weights: tuple[str, ...] = ()
+    quantization: FourBit | None = None
 
     def __post_init__(self) -> None:
         check_folder(self.path, "model path")
@@ -103,6 +108,11 @@ class PretrainedPolicy:
         check_patterns(self.allow_mismatched_weights, type(self).__name__)
         if Path(self.path).expanduser().joinpath("adapter_config.json").is_file():
             self._refuse_adapter()
+        if self.quantization is not None and self.adapter is None:
+            raise ValueError(
+                f"quantization is {self.quantization}, but there is no adapter, and weights of 4 bits cannot be "
+                "trained; add one (adapter: {r: 16}), or leave quantization out."
+            )
 
     def load(self) -> nn.Module:
         """Load the weights, including any vision tower, add the adapter, and compile.
@@ -113,6 +123,11 @@ class PretrainedPolicy:
                 model.
         """
         model = self.load_as(language_model_class(self.load_config()))
+        if self.adapter is None and is_quantized(model):
+            raise ValueError(
+                f"model path {self.path!r} has weights of 4 bits, which cannot be trained; add an adapter "
+                "(adapter: {r: 16}), or pass the path of the unquantized model."
+            )
         if self.adapter is not None:
             self.adapter.add_to(model)
             self._refuse_lost_gradients(model)
@@ -139,7 +154,10 @@ class PretrainedPolicy:
             ValueError: If `path` is an adapter, or weights are missing, unexpected, misshaped, infinite or unreadable.
         """
         config = self.load_config()
-        options = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
+        options: dict[str, Any] = drop_none(attn_implementation=self.attn_implementation)
+        if self.quantization is not None:
+            self._refuse_quantized(config)
+            options["quantization_config"] = self.quantization.config()
         model = load_model(
             auto_class,
             self._location,
@@ -152,6 +170,7 @@ class PretrainedPolicy:
         )
         if has_adapters(model):  # transformers loaded its base too, and froze both
             self._refuse_adapter()
+        prepare_for_training(model)
         if self.gradient_checkpointing:
             arguments = self._checkpointing_options
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
@@ -205,6 +224,13 @@ class PretrainedPolicy:
             f"model path {self.path!r} is an adapter; pass the path of its base, and this one as the adapter's "
             "(adapter: {path: ...}) to continue training it."
         )
+
+    def _refuse_quantized(self, config: PretrainedConfig) -> None:
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"quantization is {self.quantization}, but model path {self.path!r} is quantized already "
+                "(quantization_config in its config.json); leave quantization out."
+            )
 
     @property
     def _checkpointing_options(self) -> dict[str, Any]:
