@@ -113,6 +113,11 @@ class PretrainedPolicy:
                 f"quantization is {self.quantization}, but there is no adapter, and weights of 4 bits cannot be "
                 "trained; add one (adapter: {r: 16}), or leave quantization out."
             )
+        if self.quantization is not None and self.compile_layers:
+            raise ValueError(
+                f"compile_layers is true, and quantization is {self.quantization}, whose layers are not known to "
+                "compile; leave out one of them."
+            )
 
     def load(self) -> nn.Module:
         """Load the weights, including any vision tower, add the adapter, and compile.

@@ -105,5 +105,7 @@ def test_strategies_that_shard_are_refused(make_module, monkeypatch, folder, str
 @pytest.mark.parametrize("adapter", ["merged", "separate"])
 def test_engines_that_receive_weights_are_refused(make_module, make_data, make_trainer, folder, adapter):
     module = make_module(policy=quantized_policy(folder), engine=CopiedPolicyEngine(adapter=adapter))
-    with pytest.raises(ValueError, match="engine is CopiedPolicyEngine, .* are quantized; sample with HFRolloutEngine"):
+    with pytest.raises(
+        ValueError, match=r"engine is CopiedPolicyEngine, .* are quantized; sample with HFRolloutEngine"
+    ):
         make_trainer(max_steps=1).fit(module, make_data())

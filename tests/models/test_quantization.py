@@ -149,6 +149,8 @@ def test_copies_compute_the_same(model):
 def test_it_needs_an_adapter(folder, tmp_path):
     with pytest.raises(ValueError, match="there is no adapter, and weights of 4 bits cannot be trained; add one"):
         PretrainedPolicy(folder, quantization=FLOAT)
+    with pytest.raises(ValueError, match=r"compile_layers is true, and quantization is .*leave out one of them"):
+        quantized_policy(folder, compile_layers=True)
     model = PretrainedPolicy(folder).load_as("AutoModelForCausalLM")
     saved = quantized_policy(folder).load_as("AutoModelForCausalLM")
     saved.save_pretrained(tmp_path)  # in 4 bits
