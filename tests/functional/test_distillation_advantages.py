@@ -99,7 +99,7 @@ def test_refused():
     rows, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"teacher_logprobs has shape \(1, 3\)"):
         distillation_advantages(rows, torch.zeros(1, 3), mask)
-    with pytest.raises(ValueError, match="gamma is 1.5"):
+    with pytest.raises(ValueError, match=r"gamma is 1\.5"):
         distillation_advantages(rows, rows, mask, gamma=1.5)
     with pytest.raises(ValueError, match="infinite"):
         distillation_advantages(rows, torch.tensor([[-torch.inf, 0.0]]), mask)
