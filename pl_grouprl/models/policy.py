@@ -41,8 +41,12 @@ class PolicySource(Protocol):
         ...
 
 
-def as_policy_source(policy: Any) -> PolicySource:
+def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
     """Return a policy source as it is, or make one from a path.
+
+    Args:
+        policy: A source, or the path or hub name of a model.
+        argument: Name of the option, for the error.
 
     Raises:
         ArgumentError: If it is a model, or anything else that cannot be reloaded.
@@ -52,7 +56,7 @@ def as_policy_source(policy: Any) -> PolicySource:
     if isinstance(policy, PolicySource):
         return policy
     raise ArgumentError(
-        f"policy is {describe_value(policy)}; every rank and every resumed run reloads the initial policy, which an "
+        f"{argument} is {describe_value(policy)}; every rank and every resumed run reloads the initial model, which an "
         "object in memory does not allow. Save model and tokenizer with save_pretrained and pass the folder, or pass a "
         "PolicySource: an object whose load() and load_tokenizer() return the same each time."
     )

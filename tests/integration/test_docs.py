@@ -73,7 +73,6 @@ OPTIONS = {
         "options.md",
         "shared_prefix.md",
         "rewards_and_data.md",
-        "graders.md",
         "algorithms.md",
         "ppo_and_group_ppo.md",
         "vision_language.md",
