@@ -85,6 +85,20 @@ def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
         )
 
 
+def check_time_limits(prepared: Sequence[PreparedReward], workers: int, timeout: float | None) -> None:
+    """Refuse functions that can run forever without workers that stop them.
+
+    Raises:
+        ValueError: Names the functions and the options.
+    """
+    endless = [reward.name for reward in prepared if reward.needs_time_limit]
+    if endless and (workers == 0 or timeout is None):
+        raise ValueError(
+            f"the reward functions {endless} can take forever on what a model writes, and reward_workers is {workers} "
+            f"with reward_timeout {timeout}; set reward_workers to 1 or more and reward_timeout to seconds per call."
+        )
+
+
 class PendingRewards:
     """Rewards that are being computed; made by `start_rewards`."""
 

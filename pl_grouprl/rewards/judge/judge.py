@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pl_grouprl.rewards.base import RewardConfigurationError
-from pl_grouprl.rewards.conventions import find_ground_truth
+from pl_grouprl.rewards.conventions import ground_truth_of
 from pl_grouprl.rewards.judge.cache import ReplyCache
 from pl_grouprl.rewards.judge.client import ChatClient, NoReplyError
 from pl_grouprl.rewards.judge.grade import ReplyFormat, read_grade, response_format
@@ -287,7 +287,7 @@ class Judge:
 
 def _values(columns: Mapping[str, Any]) -> dict[str, Any]:
     """A row's columns, and its `reference` if it has one."""
-    reference = find_ground_truth(columns)
+    reference = ground_truth_of(columns)
     return {**({} if reference is None else {"reference": reference}), **columns}
 
 
