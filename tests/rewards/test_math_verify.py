@@ -18,6 +18,7 @@ from pl_grouprl.rewards import (
 )
 from pl_grouprl.rewards import math_verify as math_verify_module
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.utilities.describe import describe
 
 pytest.importorskip("math_verify")
 
@@ -153,3 +154,8 @@ def test_graders_that_set_their_own_alarms_run_unchanged_in_workers():
             assert given == [{1.0}, {0.0}, {0.0}][: len(given)]
     finally:
         workers.close()
+
+
+def test_its_options_are_compared_when_a_run_is_resumed():
+    described = describe("reward", MathVerify(reference="solution", column="text"))
+    assert {described["reward.reference"], described["reward.column"]} == {"solution", "text"}
