@@ -36,6 +36,6 @@ if __name__ == "__main__":
     given = json.loads(sys.stdin.read())
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    annotations = {name: getattr(typing, name) for name in typing.__all__}  # as solutions of coding sites expect
-    solution = runpy.run_path("/solution.py", init_globals=annotations, run_name="solution")
+    offered = {name: getattr(typing, name) for name in typing.__all__}  # as solutions of coding sites expect
+    solution = runpy.run_path("/solution.py", init_globals=offered, run_name="solution")
     os.write(answer, json.dumps({"value": compute(given, solution)}, default=plain).encode())
