@@ -18,6 +18,7 @@ from pl_grouprl.rewards.conventions import check_environments
 from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.rewards.exact_match import ExactMatch
+from pl_grouprl.rewards.judge import Judge
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
 from pl_grouprl.rewards.math_verify import MathVerify
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
@@ -36,6 +37,7 @@ __all__ = [
     "EnvironmentReward",
     "ExactMatch",
     "FunctionFromFile",
+    "Judge",
     "LeadingCorrectCharacters",
     "MathVerify",
     "ModelReward",

@@ -199,7 +199,7 @@ def apply_rewards(
     Returns:
         For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
         are none), `/none` (rollouts to which it did not apply), `/invalid` (on which it failed), and the mean of every
-        other number that a verl function returned, as `rewards/{name}/{key}`. The keys of the last kind depend on the
+        other number in returned dictionaries, as `rewards/{name}/{key}`. The keys of the last kind depend on the
         data, so ranks may differ in them.
 
     Raises:

@@ -33,7 +33,7 @@ is called once, with the `RolloutGroup`s, and returns for each group one number 
     f(groups) -> list[list[float | None]]
 
 In place of a number, each of them may return a list (an array, a tensor) with one number per token of the completion,
-None or NaN for a token without a reward.
+None or NaN for a token without a reward; or a dictionary whose `score` is either, and whose other numbers are logged.
 
 Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
 
