@@ -54,8 +54,13 @@ class MathVerify:
     ) -> None:
         require(MATH_VERIFY_AVAILABLE, "MathVerify", "math")
         self.reference = reference
-        self.ground_truth_column = column
+        self.column = column
         self.extraction = extraction
+
+    @property
+    def ground_truth_column(self) -> str | None:
+        """Where reward functions of verl's signature say which column has their reference."""
+        return self.column
 
     def set_up(self) -> None:
         """Import the library before the first call, whose time is limited."""
@@ -67,7 +72,7 @@ class MathVerify:
         Raises:
             ValueError: With the remedy.
         """
-        text = str(ground_truth_of(columns, self.ground_truth_column)).strip()
+        text = str(ground_truth_of(columns, self.column)).strip()
         if self.reference == "answer" and ("\n" in text or "####" in text):
             raise ValueError(
                 f"MathVerify: the reference {text!r:.80} is a worked solution rather than a bare answer; pass "

@@ -236,9 +236,10 @@ class _Loaded:
 
 def _positions(batch: ScoringBatch, places: list[list[int]]) -> Tensor:
     """Index of the state of each of these response tokens; the state of a token predicts the one after it."""
+    predicting, final = batch.predict_index_N.tolist(), batch.final_index_B.tolist()
     index, start = [], 0
-    for number, (length, own) in enumerate(zip(batch.rollout_lengths, places, strict=True)):
-        following = [*batch.predict_index_N[start + 1 : start + length].tolist(), int(batch.final_index_B[number])]
-        index += [following[place] for place in own]
+    for length, last, own in zip(batch.rollout_lengths, final, places, strict=True):
+        states = [*predicting[start + 1 : start + length], last]
+        index += [states[place] for place in own]
         start += length
     return torch.tensor(index, dtype=torch.long, device=batch.final_index_B.device)

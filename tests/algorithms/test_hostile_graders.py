@@ -36,7 +36,7 @@ def test_the_run_goes_on(names, make_module, make_data, make_trainer, parameters
     module = make_module(
         rewards=reward,
         reward_workers=2,
-        reward_timeout=5.0,
+        reward_timeout=8.0,
         reward_memory_limit_mb=1024,
         reward_retries=0,
         max_failed_share=1.0,

@@ -198,17 +198,17 @@ def knows_environments(completions, **columns):
     return [float("environments" in columns) for _ in completions]
 
 
-def library_with_alarms(completions, solution, log_extra=None, **kwargs):
+def library_with_alarms(completions, solution, seconds, log_extra=None, **kwargs):
     """Calls math-verify as TRL's `accuracy_reward` does: with alarms, which only work on the main thread."""
     import math_verify
 
     rewards = []
-    for messages, text in zip(completions, solution, strict=True):
-        gold = math_verify.parse(text, parsing_timeout=1)
+    for messages, text, limit in zip(completions, solution, seconds, strict=True):
+        gold = math_verify.parse(text, parsing_timeout=limit)
         answer = math_verify.parse(
-            messages[0]["content"], [math_verify.LatexExtractionConfig()], "first_match", parsing_timeout=1
+            messages[0]["content"], [math_verify.LatexExtractionConfig()], "first_match", parsing_timeout=limit
         )
-        rewards.append(float(math_verify.verify(gold, answer, timeout_seconds=1)))
+        rewards.append(float(math_verify.verify(gold, answer, timeout_seconds=limit)))
     return rewards
 
 

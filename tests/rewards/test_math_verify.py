@@ -18,6 +18,7 @@ from pl_grouprl.rewards import (
 )
 from pl_grouprl.rewards import math_verify as math_verify_module
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.utilities.describe import describe
 
 pytest.importorskip("math_verify")
 
@@ -110,7 +111,7 @@ def test_it_grades_in_a_thread():
 
 def test_what_takes_forever_is_killed_and_counted():
     reward = MathVerify()
-    workers = RewardWorkers(prepare_rewards(reward), 1, timeout=3.0)
+    workers = RewardWorkers(prepare_rewards(reward), 1, timeout=8.0)
     texts = [r"\boxed{7}", ENDLESS, r"\boxed{8}"]
     group = RolloutGroup([1], [Rollout([7], text=text) for text in texts], columns={"answer": "7"}, prompt="p")
     metrics = {}
@@ -142,14 +143,21 @@ def test_graders_that_set_their_own_alarms_run_unchanged_in_workers():
     """As TRL's `accuracy_reward` and verl's `compute_score` call the library."""
     rewards = [functions.library_with_alarms, functions.metric_with_alarms]
     columns = {"solution": "$0.5$", "reward_model": {"ground_truth": "0.5"}}
-    texts = [r"\boxed{0.5}", r"\boxed{\frac{1}{3}}"]
     workers = RewardWorkers(prepare_rewards(rewards), 1, timeout=60.0)
     try:
-        for functions_used, more in ((rewards, []), (rewards[:1], [ENDLESS])):
-            rollouts = [Rollout([7], text=text) for text in texts + more]
-            group = RolloutGroup([1], rollouts, columns=columns, prompt=[{"role": "user", "content": "?"}])
-            apply_rewards([group], functions_used, workers=workers)
-            given = [set(rollout.rewards.values()) for rollout in rollouts]
-            assert given == [{1.0}, {0.0}, {0.0}][: len(given)]
+        for used, seconds, graded in (
+            (rewards, 30, {r"\boxed{0.5}": 1.0, r"\boxed{\frac{1}{3}}": 0.0}),
+            (rewards[:1], 1, {ENDLESS: 0.0}),
+        ):
+            rollouts = [Rollout([7], text=text) for text in graded]
+            prompt = [{"role": "user", "content": "?"}]
+            group = RolloutGroup([1], rollouts, columns={**columns, "seconds": seconds}, prompt=prompt)
+            apply_rewards([group], used, workers=workers)
+            assert [set(rollout.rewards.values()) for rollout in rollouts] == [{value} for value in graded.values()]
     finally:
         workers.close()
+
+
+def test_its_options_are_compared_when_a_run_is_resumed():
+    described = describe("reward", MathVerify(reference="solution", column="text"))
+    assert {described["reward.reference"], described["reward.column"]} == {"solution", "text"}

@@ -4,21 +4,25 @@ Standard input holds a function's name and arguments, or an expression; the expe
 What the solution prints is discarded.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import runpy
 import sys
 import typing
+from collections.abc import Mapping
+from typing import Any
 
 
-def plain(value):  # noqa: ANN001, ANN201 (also the program's own)
+def plain(value: object) -> dict[str, list[object]]:
     """A set as JSON."""
     if isinstance(value, (set, frozenset)):
         return {"set": sorted(value, key=repr)}
     raise TypeError(f"{value!r:.80} is not JSON")
 
 
-def compute(request, names):  # noqa: ANN001, ANN201
+def compute(request: Mapping[str, Any], names: dict[str, Any]) -> Any:
     """Call a function, or a method of the class `Solution`, or evaluate an expression."""
     if "expression" in request:
         return eval(request["expression"], names)  # noqa: S307 (in the sandbox)
@@ -32,6 +36,6 @@ if __name__ == "__main__":
     given = json.loads(sys.stdin.read())
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    annotations = {name: getattr(typing, name) for name in typing.__all__}  # as solutions of coding sites expect
-    solution = runpy.run_path("/solution.py", init_globals=annotations, run_name="solution")
+    offered = {name: getattr(typing, name) for name in typing.__all__}  # as solutions of coding sites expect
+    solution = runpy.run_path("/solution.py", init_globals=offered, run_name="solution")
     os.write(answer, json.dumps({"value": compute(given, solution)}, default=plain).encode())
