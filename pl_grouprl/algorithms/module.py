@@ -145,6 +145,8 @@ class RLModule(pl.LightningModule, ABC):
         reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or
             for one rollout with verl's signature. It is then killed with what it started, and has failed. None: any
             time.
+        reward_memory_limit_mb: MiB of address space of each reward worker, its imports included; a call that needs
+            more has failed. None: no limit.
         reward_retries: How often a call that raised is repeated.
         max_failed_share: Share of the rollouts of a rank on which a function may fail before that ends the run.
         seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
@@ -243,6 +245,7 @@ class RLModule(pl.LightningModule, ABC):
         pass_threshold: float = 1.0,
         reward_workers: int = 0,
         reward_timeout: float | None = None,
+        reward_memory_limit_mb: int | None = None,
         reward_retries: int = 1,
         max_failed_share: float = 0.5,
         seed: int = 0,
@@ -319,6 +322,7 @@ class RLModule(pl.LightningModule, ABC):
             self,
             workers=reward_workers,
             timeout=reward_timeout,
+            memory_limit_mb=reward_memory_limit_mb,
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,

@@ -87,7 +87,7 @@ class _Task:
         self.configs = task["configs"]
         _check_name(self.name)
         if request["levels"] is not None:
-            self.configs = _library_levels(self.name, self.configs[0], request["levels"])
+            self.configs = library_levels(self.name, self.configs[0], request["levels"])
         self._seen: set[str] = set()
 
     def generate(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _options(name: str) -> list[str]:
     return [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
 
 
-def _library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:
+def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:
     """The options of the first levels of the library's curriculum, each with the highest range of its level alone."""
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
     from reasoning_gym.factory import create_curriculum, has_curriculum

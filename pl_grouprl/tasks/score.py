@@ -8,6 +8,7 @@ from typing import Any
 
 from pl_grouprl.tasks.answer_format import extract_answer
 from pl_grouprl.tasks.entries import decode_entry
+from pl_grouprl.tasks.harmless import is_harmless
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.optional import REASONING_GYM_AVAILABLE, require
 
@@ -22,7 +23,9 @@ class ReasoningGymScore:
     the library's scorer cannot read it, the score is 0. Several scorers give part of the score for an answer that is
     nearly right or correct in another form.
 
-    Scorers may be slow (some simplify formulas), so run them in reward workers with a time limit.
+    Some scorers evaluate answers as Python code. They get only literals or formulas of elementary functions, without
+    large powers; any other answer counts as none. Simplifying a formula may still take long, so run scorers in reward
+    workers with a time limit.
 
     Args:
         exact: Count only a full score: 1 or 0.
@@ -78,9 +81,10 @@ class ReasoningGymScore:
         answer = _find_answer(solution_str, extra_info["answer_format"], entry)
         if answer is None:
             return 0.0
+        readable = answer if is_harmless(extra_info["task"], answer) else None
         task = self._task(extra_info)
         try:
-            score = float(task.score_answer(answer, entry))
+            score = float(task.score_answer(readable, entry))
         except Exception:  # scorers expect answers of some form, and completions may have any
             return 0.0
         return float(score >= 1) if self.exact else score

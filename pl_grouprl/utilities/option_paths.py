@@ -79,6 +79,7 @@ OPTION_PATHS = {
     "model.init_args.optimizer.final_fraction": "min_lr_ratio",
     "model.init_args.optimizer.learning_rate": "lr",
     "model.init_args.optimizer.schedule": "lr_scheduler_type",
+    "model.init_args.optimizer.state_bits": "optim optimizer_impl",
     "model.init_args.optimizer.warmup_steps": "lr_warmup_steps",
     "model.init_args.optimizer.weight_decay": "",
     "model.init_args.pass_threshold": "",

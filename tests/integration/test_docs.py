@@ -78,6 +78,7 @@ OPTIONS = {
         "vision_language.md",
         "rollouts.md",
         "tools_and_environments.md",
+        "graders.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -97,9 +98,11 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
         for page in (
             "options.md",
             "rewards_and_data.md",
+            "graders.md",
             "ppo_and_group_ppo.md",
             "scaling.md",
             "tools_and_environments.md",
+            "graders.md",
             "../README.md",
         )
         for block in blocks(page, "yaml")
@@ -147,7 +150,8 @@ def test_every_option_is_on_the_page():
 
 
 @pytest.mark.parametrize(
-    "page", ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md"]
+    "page",
+    ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md", "graders.md"],
 )
 def test_import_paths_exist(page):
     paths = set(re.findall(r"`(pl_grouprl\.[\w.]+)", (DOCS / page).read_text(encoding="utf-8")))

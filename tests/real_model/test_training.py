@@ -13,7 +13,7 @@ from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.types import SamplingConfig
 
 KINDS = {
-    "grpo": (GRPO, {}, {"num_mini_batches": 3, "beta": 0.05}),
+    "grpo": (GRPO, {}, {"beta": 0.05}),
     "lora": (GRPO, {"adapter": LoRAAdapter(r=4)}, {"beta": 0.05}),
     "ppo": (PPO, {}, {"critic": PolicyCopyCritic()}),
 }
@@ -48,7 +48,7 @@ def train(kind, sharing, folder):
         **{"logger": False, "enable_checkpointing": False, "callbacks": [steps, *exports]},
         **{"enable_progress_bar": False, "enable_model_summary": False},
     )
-    trainer.fit(module, PromptDataModule(rows()[:2], batch_size=2, shuffle=False))
+    trainer.fit(module, PromptDataModule(rows()[:1], batch_size=1, shuffle=False))
     return module, steps.metrics
 
 

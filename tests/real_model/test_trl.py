@@ -27,7 +27,7 @@ def train(model, tokenizer, folder):
         max_steps=2,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=12,
         beta=0.05,
@@ -37,7 +37,7 @@ def train(model, tokenizer, folder):
         model=model,
         reward_funcs=rewards_right,
         args=config,
-        train_dataset=Dataset.from_list(rows()[:2]),
+        train_dataset=Dataset.from_list(rows()[:1]),
         processing_class=copy.deepcopy(tokenizer),
     )
     trainer.train()
