@@ -46,8 +46,9 @@ since workers call it once per group.
 Of an episode, functions see more: see `pl_grouprl.rewards.apply_rewards`. A function of verl's signature with a true
 attribute `reads_final_answer` gets the content of the last assistant message as `solution_str`; one with an attribute
 `ground_truth_column` gets its reference from that column. A run refuses a function with a true attribute
-`needs_time_limit` unless workers run it with a `reward_timeout`. A method `extract_answer(text)` returns the answer in
-a completion as a string, or None, for majority votes over completions.
+`needs_time_limit` unless workers run it with a `reward_timeout`. A method `extract_answer(text)`, or
+`extract_answer(text, columns)`, returns the answer in a completion as a string, or None, for majority votes over
+completions; it is called in the training process, without a time limit.
 
 This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
 a YAML file would be refused for not naming them.

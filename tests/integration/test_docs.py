@@ -79,6 +79,7 @@ OPTIONS = {
         "rollouts.md",
         "tools_and_environments.md",
         "graders.md",
+        "evaluation.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):

@@ -81,3 +81,9 @@ def test_prompts_as_strings():
     assert example.split("\n")[1].startswith("A: ")
     assert asked.startswith("Q: ")
     assert asked.endswith(" =\n")
+
+
+def test_answers_vote_in_the_form_of_their_row(sums, score):
+    row = sums[1]["test"][0]
+    texts = ["1 + 2 is 3.\nAnswer: 3\nand more", "Answer:  3 ", "3"]
+    assert [score.extract_answer(text, row) for text in texts] == ["3", "3", None]
