@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.media.processor import language_model_class
+from pl_grouprl.models import gguf
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
@@ -40,27 +41,37 @@ class PolicySource(Protocol):
         ...
 
 
-def as_policy_source(policy: Any) -> PolicySource:
+def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
     """Return a policy source as it is, or make one from a path.
+
+    Args:
+        policy: A source, or the path or hub name of a model.
+        argument: Name of the option, for the error.
 
     Raises:
         ArgumentError: If it is a model, or anything else that cannot be reloaded.
     """
     if isinstance(policy, str):
-        return PretrainedPolicy(policy)
+        return policy_of_path(policy)
     if isinstance(policy, PolicySource):
         return policy
     raise ArgumentError(
-        f"policy is {describe_value(policy)}; every rank and every resumed run reloads the initial policy, which an "
+        f"{argument} is {describe_value(policy)}; every rank and every resumed run reloads the initial model, which an "
         "object in memory does not allow. Save model and tokenizer with save_pretrained and pass the folder, or pass a "
         "PolicySource: an object whose load() and load_tokenizer() return the same each time."
     )
 
 
+def policy_of_path(path: str) -> PretrainedPolicy:
+    """The policy in a folder, under a name on the hub, or in a GGUF file."""
+    location, gguf_file = gguf.split_location(path)
+    return PretrainedPolicy(location, gguf_file=gguf_file)
+
+
 @checked_arguments
 @dataclass(frozen=True)
 class PretrainedPolicy:
-    """A policy in Hugging Face format.
+    """A policy in Hugging Face format, or in a GGUF file.
 
     Attributes:
         path: Name on the model hub or a local folder.
@@ -81,11 +92,15 @@ class PretrainedPolicy:
         allow_mismatched_weights: Names or glob patterns of weights that may be missing from the folder, unexpected in
             it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
             every run.
+        gguf_file: Name of a GGUF file in `path`, which has config, weights and tokenizer in one. Quantized weights are
+            dequantized to `dtype`: everything else works as with any policy, and takes as much memory. Needs the
+            packages gguf and accelerate.
         quantization: Store the frozen linear layers under an `adapter` in 4 bits, quantized as they are loaded
             (QLoRA); see `FourBit`. None keeps `dtype`.
 
     Raises:
-        FileNotFoundError: If `path` looks like a folder but is not one.
+        FileNotFoundError: If `path` looks like a folder but is not one, or has no `gguf_file`.
+        ModuleNotFoundError: If a package for `gguf_file` is missing.
         ValueError: If `path` is an adapter, or options contradict each other.
     """
 
@@ -100,20 +115,32 @@ class PretrainedPolicy:
     compile_layers: bool = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     allow_mismatched_weights: tuple[str, ...] = ()
+    gguf_file: str | None = None
     quantization: FourBit | None = None
 
     def __post_init__(self) -> None:
+        gguf.check_gguf_file(self.path, self.gguf_file)
         check_folder(self.path, "model path")
+        self._check_remote_code()
         self._check_checkpointing()
         check_patterns(self.allow_mismatched_weights, type(self).__name__)
         if Path(self.path).expanduser().joinpath("adapter_config.json").is_file():
             self._refuse_adapter()
-        if self.quantization is not None and self.adapter is None:
+        if self.quantization is not None:
+            self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        if self.adapter is None:
             raise ValueError(
                 f"quantization is {self.quantization}, but there is no adapter, and weights of 4 bits cannot be "
                 "trained; add one (adapter: {r: 16}), or leave quantization out."
             )
-        if self.quantization is not None and self.compile_layers:
+        if self.gguf_file is not None:
+            raise ValueError(
+                f"gguf_file is {self.gguf_file!r}, and quantization is {self.quantization}; transformers takes one of "
+                "them. Leave quantization out, or load the policy without it, save_pretrained, and pass that folder."
+            )
+        if self.compile_layers:
             raise ValueError(
                 f"compile_layers is true, and quantization is {self.quantization}, whose layers are not known to "
                 "compile; leave out one of them."
@@ -144,7 +171,10 @@ class PretrainedPolicy:
         """Load the model's config, with dropout disabled if requested."""
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self._location, **self._hub_options)
+        if self.gguf_file is None:
+            config = AutoConfig.from_pretrained(self._location, **self._hub_options)
+        else:
+            config = gguf.load_config(self._location, self.gguf_file, self.revision)
         if self.disable_dropout:
             zero_dropout(config)
         return config
@@ -160,13 +190,15 @@ class PretrainedPolicy:
         """
         config = self.load_config()
         options: dict[str, Any] = drop_none(attn_implementation=self.attn_implementation)
+        if self.gguf_file is not None:
+            options |= gguf.dense_options(self.gguf_file)
         if self.quantization is not None:
             self._refuse_quantized(config)
             options["quantization_config"] = self.quantization.config()
         model = load_model(
             auto_class,
             self._location,
-            owner=f"model path {self.path!r}",
+            owner=f"model path {self.path!r}" + (f", gguf_file {self.gguf_file!r}" if self.gguf_file else ""),
             allowed=self.allow_mismatched_weights,
             config=config,
             dtype=self.dtype,
@@ -185,10 +217,18 @@ class PretrainedPolicy:
         return model
 
     def load_tokenizer(self) -> Any:
-        """Load the tokenizer of the same folder or name."""
+        """Load the tokenizer of the same folder, name or GGUF file."""
         from transformers import AutoTokenizer
 
+        if self.gguf_file is not None:
+            return gguf.load_tokenizer(self._location, self.gguf_file, self.revision)
         return AutoTokenizer.from_pretrained(self._location, **self._hub_options)
+
+    def _check_remote_code(self) -> None:
+        if self.gguf_file is not None and self.trust_remote_code:
+            raise ValueError(
+                f"trust_remote_code is true, but gguf_file {self.gguf_file!r} comes without code; leave it out."
+            )
 
     def _check_checkpointing(self) -> None:
         if self.gradient_checkpointing_kwargs is None:
