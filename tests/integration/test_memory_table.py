@@ -17,12 +17,12 @@ from pl_grouprl.models.quantization import quantized_layers
 from pl_grouprl.packing import pack
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import memory_table
 from memory_table import METHODS, Method
 
+ROOT = Path(__file__).resolve().parents[2]
 FULL, LORA = METHODS[0], next(method for method in METHODS if method.name == "LoRA")
 TOKENS = 128
 
