@@ -650,7 +650,8 @@ class RLModule(pl.LightningModule, ABC):
 
         with naming_memory(
             "the optimizer step, whose moments take two more numbers for each trained weight",
-            "shard them over more devices (trainer.strategy: fsdp2, deepspeed), or train an adapter (policy.adapter)",
+            "store them in 8 bits (optimizer.state_bits), shard them over more devices (trainer.strategy: fsdp2, "
+            "deepspeed), or train an adapter (policy.adapter)",
         ):
             super().optimizer_step(epoch, batch_idx, optimizer, update)
             check_weights(self)

@@ -99,6 +99,7 @@ OPTION_PATHS = {
     "model.init_args.policy.init_args.gradient_checkpointing": "enable_gradient_checkpointing",
     "model.init_args.policy.init_args.gradient_checkpointing_kwargs": "",
     "model.init_args.policy.init_args.gguf_file": "",
+    "model.init_args.policy.init_args.quantization": "quantization_config",
     "model.init_args.policy.init_args.revision": "",
     "model.init_args.policy.init_args.trust_remote_code": "",
     "model.init_args.policy_loss": "loss_mode",

@@ -146,11 +146,14 @@ def test_copies_compute_the_same(model):
     assert torch.equal(copy.deepcopy(model)(IDS).logits, model(IDS).logits)
 
 
-def test_it_needs_an_adapter(folder, tmp_path):
+def test_what_does_not_go_with_it_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="there is no adapter, and weights of 4 bits cannot be trained; add one"):
         PretrainedPolicy(folder, quantization=FLOAT)
     with pytest.raises(ValueError, match=r"compile_layers is true, and quantization is .*leave out one of them"):
         quantized_policy(folder, compile_layers=True)
+    (tmp_path / "own.gguf").touch()
+    with pytest.raises(ValueError, match=r"gguf_file is 'own.gguf', and quantization is .* takes one of them"):
+        quantized_policy(str(tmp_path), gguf_file="own.gguf")
     model = PretrainedPolicy(folder).load_as("AutoModelForCausalLM")
     saved = quantized_policy(folder).load_as("AutoModelForCausalLM")
     saved.save_pretrained(tmp_path)  # in 4 bits
