@@ -28,7 +28,7 @@ from pl_grouprl.tasks.entries import decode_entry, encode_entry
 from pl_grouprl.tasks.generator import GeneratorError, library_levels
 from pl_grouprl.tasks.harmless import FORMULA_TASKS, LITERAL_TASKS
 
-SIZES = {"size": 24, "val_size": 8, "test_size": 8}
+SIZES = {"size": 8, "val_size": 2, "test_size": 2}
 TAGS = "<answer>{answer}</answer>"
 PROMPT = f"Write your answer as {TAGS.replace('{answer}', 'answer')}."
 

@@ -56,10 +56,10 @@ def generate(request: dict[str, Any]) -> list[dict[str, Any]]:
         raise RuntimeError(
             f"The process that generates the tasks ended with code {process.returncode}:\n{process.stderr[-4000:]}"
         )
-    answer = json.loads(process.stdout)
-    if "refused" in answer:
-        raise GeneratorError(f"ReasoningGym: {answer['refused']}")
-    tasks: list[dict[str, Any]] = answer["tasks"]
+    received = json.loads(process.stdout)
+    if "refused" in received:
+        raise GeneratorError(f"ReasoningGym: {received['refused']}")
+    tasks: list[dict[str, Any]] = received["tasks"]
     return tasks
 
 
@@ -68,12 +68,16 @@ def main() -> None:
     request = json.load(sys.stdin)
     output = os.dup(1)
     os.dup2(2, 1)  # generators print
-    try:
-        answer: dict[str, Any] = {"tasks": [_Task(task, request).generate() for task in request["tasks"]]}
-    except GeneratorError as error:
-        answer = {"refused": str(error)}
     with os.fdopen(output, "w") as file:
-        json.dump(answer, file)
+        json.dump(answer(request), file)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request, generated in this process."""
+    try:
+        return {"tasks": [_Task(task, request).generate() for task in request["tasks"]]}
+    except GeneratorError as error:
+        return {"refused": str(error)}
 
 
 class _Task:
@@ -117,7 +121,7 @@ class _Task:
     def _entries(self, split: str, level: int, count: int) -> Iterator[dict[str, Any]]:
         text = json.dumps([self.seed, self.name, level, split])
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2  # the library adds the index
-        dataset = _create(self.name, self.configs[level] | {"seed": seed, "size": count})
+        dataset = _create(self.name, self.configs[level], seed=seed, size=count)
         for index in range(count):
             _seed_global_numbers(seed + index)
             yield dataset[index]
@@ -130,11 +134,11 @@ def _seed_global_numbers(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _create(name: str, config: dict[str, Any]) -> Any:
+def _create(name: str, config: dict[str, Any], *, seed: int, size: int) -> Any:
     from reasoning_gym.factory import create_dataset
 
     try:
-        return create_dataset(name, **config)
+        return create_dataset(name, **config, seed=seed, size=size)
     except (TypeError, ValueError, AssertionError) as error:
         raise GeneratorError(f"task {name!r} refuses {config}: {error}; its options are {_options(name)}.") from error
 

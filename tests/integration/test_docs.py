@@ -80,6 +80,7 @@ OPTIONS = {
         "tools_and_environments.md",
         "graders.md",
         "evaluation.md",
+        "tasks.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -102,8 +103,8 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
             "graders.md",
             "ppo_and_group_ppo.md",
             "scaling.md",
+            "tasks.md",
             "tools_and_environments.md",
-            "graders.md",
             "../README.md",
         )
         for block in blocks(page, "yaml")

@@ -2,16 +2,29 @@ import pytest
 
 from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore
 
-SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+
+@pytest.fixture(scope="session")
+def options():
+    """Two tasks, one of them with few questions, the other with a generator that iterates over sets."""
+    return {
+        "tasks": {
+            "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "weight": 3},
+            "isomorphic_strings": {"max_string_length": 6},
+        },
+        "size": 40,
+        "val_size": 12,
+        "test_size": 12,
+        "num_examples": 2,
+        "system_prompt": "Be brief.",
+        "answer_format": "Answer: {answer}",
+    }
 
 
 @pytest.fixture(scope="session")
-def sums():
-    """A small task with worked examples, and its rows by split."""
-    source = ReasoningGym(
-        SUMS, size=40, val_size=10, test_size=12, num_examples=3, system_prompt="Add.", answer_format="Answer: {answer}"
-    )
-    return source, {split: source.rows(split) for split in ("train", "val", "test")}
+def rows(options):
+    """The rows by split."""
+    source = ReasoningGym(**options)
+    return {split: source.rows(split) for split in ("train", "val", "test")}
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,9 @@
+import re
+from pathlib import Path
+
 import pytest
 
-from pl_grouprl.tasks.harmless import is_harmless
+from pl_grouprl.tasks.harmless import FORMULA_TASKS, LITERAL_TASKS, is_harmless
 
 LIST, FORMULA = "n_queens", "countdown"
 
@@ -56,3 +59,39 @@ def test_code_in_an_answer_does_not_run(score, monkeypatch):
     assert ran == []
     assert create_dataset("countdown", seed=1, size=1).score_answer("__import__('os').mkdir('here')", entry) == 0.01
     assert ran == ["here"]  # it would have run
+
+
+EVALUATING = {
+    # Scorers, which get harmless answers alone.
+    "algebra/intermediate_integration.py",
+    "algebra/polynomial_multiplication.py",
+    "algebra/simple_integration.py",
+    "algorithmic/binary_matrix.py",
+    "algorithmic/spiral_matrix.py",
+    "algorithmic/string_insertion.py",
+    "games/countdown.py",
+    "games/n_queens.py",
+    "games/puzzle24.py",
+    # These evaluate only what they generated.
+    "algorithmic/number_sorting.py",
+    "arithmetic/basic_arithmetic.py",
+    "arithmetic/bitwise_arithmetic.py",
+    "arithmetic/gsm_symbolic/generators_00_49.py",
+    "arithmetic/gsm_symbolic/generators_50_99.py",
+    "code/codeio.py",
+    "logic/propositional_logic.py",  # a parser of its own, named parse_expr
+}
+
+
+def test_no_other_part_of_the_library_evaluates_anything():
+    import reasoning_gym
+
+    folder = Path(reasoning_gym.__file__).parent
+    evaluating = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        if re.search(r"\b(eval|exec|parse_expr|sympify|lambdify|literal_eval)\(", path.read_text(encoding="utf-8"))
+    }
+    assert evaluating == EVALUATING
+    scorers = {path.rpartition("/")[2].removesuffix(".py") for path in sorted(EVALUATING)}
+    assert scorers >= LITERAL_TASKS | FORMULA_TASKS

@@ -1,66 +1,94 @@
+import json
 import pickle
+from collections import Counter
+
+import pytest
 
 from pl_grouprl.data.digest import digest_rows
 from pl_grouprl.data.sources import read_source
 from pl_grouprl.rewards import apply_rewards
-from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore
+from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore, generator
+from pl_grouprl.tasks.entries import decode_entry, encode_entry
 from pl_grouprl.types import Rollout, RolloutGroup
-
-SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 
 
 def question(row):
     return row["prompt"][-1]["content"]
 
 
-def test_splits_share_no_question(sums):
-    _, rows = sums
-    assert {split: len(own) for split, own in rows.items()} == {"train": 40, "val": 10, "test": 12}
+def test_splits_share_no_question_and_have_rows_by_weight(rows):
+    assert {split: len(own) for split, own in rows.items()} == {"train": 40, "val": 12, "test": 12}
+    # A row of each, and the other 38 as 3 to 1: 28.5 and 9.5.
+    assert Counter(row["data_source"] for row in rows["train"]) in (
+        {"chain_sum": 30, "isomorphic_strings": 10},
+        {"chain_sum": 29, "isomorphic_strings": 11},
+    )
     questions = [question(row) for own in rows.values() for row in own]
-    examples = [message["content"] for message in rows["train"][0]["prompt"][1:-1:2]]
-    assert len(examples) == 3
-    assert len({*questions, *examples}) == 40 + 10 + 12 + 3
+    examples = {message["content"] for row in rows["train"] for message in row["prompt"][1:-1:2]}
+    assert len(examples) == 4
+    assert len({*questions, *examples}) == 40 + 12 + 12 + 4
 
 
-def test_prompts_share_the_system_prompt_and_the_examples(sums):
-    _, rows = sums
-    prompts = [row["prompt"] for own in rows.values() for row in own]
-    assert [message["role"] for message in prompts[0]] == ["system", *["user", "assistant"] * 3, "user"]
+def test_prompts_of_a_task_share_the_system_prompt_and_the_examples(rows):
+    prompts = [row["prompt"] for own in rows.values() for row in own if row["data_source"] == "chain_sum"]
+    assert [message["role"] for message in prompts[0]] == ["system", *["user", "assistant"] * 2, "user"]
     assert all(prompt[:-1] == prompts[0][:-1] for prompt in prompts)
     for asked, answered in zip(prompts[0][1:-1:2], prompts[0][2:-1:2], strict=True):
-        expression = asked["content"].split(":")[1].removesuffix("=").split()
-        first, sign, second = int(expression[0]), expression[1], int(expression[2])
-        assert answered["content"] == f"Answer: {first + second if sign == '+' else first - second}"
+        first, sign, second = asked["content"].split(":")[1].removesuffix("=").split()
+        assert answered["content"] == f"Answer: {int(first) + int(second) * (1 if sign == '+' else -1)}"
 
 
-def test_rows_depend_on_the_seed_alone_and_the_larger_split_leaves_the_others_unchanged(sums):
-    _, rows = sums
-    again = ReasoningGym(
-        SUMS, size=50, val_size=10, test_size=12, num_examples=3, system_prompt="Add.", answer_format="Answer: {answer}"
-    )
-    assert again.rows("val") == rows["val"]
-    other = ReasoningGym(SUMS, size=4, val_size=10, test_size=0, seed=1).rows("val")
-    assert [question(row) for row in other] != [question(row) for row in rows["val"]]
+def test_a_split_depends_neither_on_the_process_nor_on_the_size_of_training(options, rows, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert ReasoningGym(**{**options, "size": 60}).rows("val") == rows["val"]
 
 
-def test_answers_score_after_a_round_trip_through_a_file(sums, score, tmp_path):
+def test_prompts_as_strings_and_another_seed(options, rows):
+    texts = {"chat": False, "question_format": "Q: {question}", "answer_format": "A: {answer}"}
+    own = ReasoningGym(**{**options, **texts, "tasks": "gcd", "num_examples": 1, "seed": 1}).rows("val")
+    head, example, asked = own[0]["prompt"].split("\n\n")
+    assert head == "Be brief."
+    assert [line[:3] for line in example.split("\n")] == ["Q: ", "A: "]
+    assert asked.startswith("Q: ")
+    assert asked.endswith("\n")
+
+
+def test_levels_that_are_listed():
+    levels = [{"min_terms": terms, "max_terms": terms} for terms in (2, 5)]
+    rows = ReasoningGym({"chain_sum": levels}, size=6, val_size=0, test_size=0).rows("train")
+    assert Counter(row["data_source"] for row in rows) == {"chain_sum_level_0": 3, "chain_sum_level_1": 3}
+    assert all(question(row).count(" + ") + question(row).count(" - ") == (1, 4)[row["level"]] for row in rows)
+
+
+def test_levels_of_the_library():
+    # gcd: from 2 to 5 numbers, up to 100, 1000, ...; each level has the highest range alone.
+    levels = generator.library_levels("gcd", {}, 2)
+    assert levels == [json.loads(json.dumps(level)) for level in levels]
+    assert [level["max_value"] for level in levels] == sorted({level["max_value"] for level in levels})
+    with pytest.raises(generator.GeneratorError, match="curriculum of task 'gcd' has fewer than 99 different levels"):
+        generator.library_levels("gcd", {}, 99)
+    with pytest.raises(
+        generator.GeneratorError, match="'max_value' of task 'gcd' is set by its curriculum; leave it out"
+    ):
+        generator.library_levels("gcd", {"max_value": 3}, 2)
+
+
+def test_answers_score_after_a_round_trip_through_a_file(rows, score, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    _, rows = sums
     pq.write_table(pa.Table.from_pylist(rows["val"]), tmp_path / "val.parquet")
     read = read_source(str(tmp_path / "val.parquet"), "val")
     assert digest_rows(read) == digest_rows(read_source(rows["val"], "val"))
     for row in (values for _, values in read):
         score.check_row(row)
         assert score("", f"Answer: {row['answer']}", row["extra_info"]) == 1.0
-        assert score("", f"Answer: {int(row['answer']) + 100}", row["extra_info"]) < 1.0
+        assert score("", "Answer: neither", row["extra_info"]) < 1.0
         assert score("", row["answer"], row["extra_info"]) == 0.0  # not in the form that was asked for
 
 
-def test_the_scorer_is_a_reward_function_of_verls_signature(sums):
-    _, rows = sums
-    row = next(row for row in rows["val"] if len(row["answer"]) == 1)
+def test_the_scorer_is_a_reward_function_of_verls_signature(rows):
+    row = next(row for row in rows["train"] if row["data_source"] == "chain_sum" and len(row["answer"]) == 1)
     texts = [f"Answer: {row['answer']}", f"Answer: {row['answer']}x", "no"]
     columns = {name: value for name, value in row.items() if name != "prompt"}
     rewards = {}
@@ -72,18 +100,119 @@ def test_the_scorer_is_a_reward_function_of_verls_signature(sums):
     assert rewards == {False: [1.0, 0.5, 0.0], True: [1.0, 0.0, 0.0]}  # the library: 1 of 2 characters are the answer
 
 
-def test_prompts_as_strings():
-    options = {"size": 4, "val_size": 2, "test_size": 0, "num_examples": 1, "chat": False, "system_prompt": "Add."}
-    source = ReasoningGym(SUMS, question_format="Q: {question}", answer_format="A: {answer}", **options)
-    (head, example, asked) = source.rows("val")[0]["prompt"].split("\n\n")
-    assert head == "Add."
-    assert example.split("\n")[0].startswith("Q: ")
-    assert example.split("\n")[1].startswith("A: ")
-    assert asked.startswith("Q: ")
-    assert asked.endswith(" =\n")
-
-
 def test_answers_vote_in_the_form_of_their_row(sums, score):
     row = sums[1]["test"][0]
     texts = ["1 + 2 is 3.\nAnswer: 3\nand more", "Answer:  3 ", "3"]
     assert [score.extract_answer(text, row) for text in texts] == ["3", "3", None]
+
+
+@pytest.mark.parametrize("name", ["knights_knaves", "n_queens", "complex_arithmetic", "boxnet", "tower_of_hanoi"])
+def test_entries_with_tuples_and_other_keys_score_as_the_original(name, score):
+    from reasoning_gym.factory import create_dataset
+
+    dataset = create_dataset(name, seed=3, size=2)
+    for entry, other in ((dataset[0], dataset[1]), (dataset[1], dataset[0])):
+        text = encode_entry(entry)
+        assert decode_entry(text) == entry
+        info = {"task": name, "config": "{}", "entry": text, "answer_format": "<answer>{answer}</answer>"}
+        for answer in (entry["answer"], other["answer"], "seventeen", "[]"):
+            expected = 0.0 if answer is None else dataset.score_answer(answer, entry)
+            assert score("", "" if answer is None else f"<answer>{answer}</answer>", info) == expected
+
+
+def test_an_entry_is_written_as_it_is():
+    import numpy as np
+
+    entry = {"a": (1, [2, (3,)]), "b": {1: "x", (0, 1): None}, "c": {"__kind__": "tuple"}, "d": np.float64(0.5)}
+    assert decode_entry(encode_entry(entry)) == entry
+    assert type(decode_entry(encode_entry(entry))["d"]) is float
+    with pytest.raises(TypeError, match=r"an entry contains a value of type builtins\.set"):
+        encode_entry({"a": {1}})
+
+
+def test_an_answer_that_the_scorer_cannot_read_scores_zero(score):
+    from reasoning_gym.factory import create_dataset
+
+    dataset = create_dataset("boxnet", seed=1, size=1)
+    info = {"task": "boxnet", "config": "{}", "entry": encode_entry(dataset[0]), "answer_format": "{answer}"}
+    with pytest.raises(TypeError):
+        dataset.score_answer("5", dataset[0])
+    assert score("", "5", info) == 0.0
+
+
+def test_rows_of_another_source_are_refused(score):
+    message = (
+        r"`extra_info` of the row lacks \['task', 'config', 'entry', 'answer_format'\]; use rows made by Reasoning"
+    )
+    for columns in ({}, {"extra_info": None}, {"extra_info": {"split": "train"}}):
+        with pytest.raises(ValueError, match=message):
+            score.check_row(columns)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": []}, "ReasoningGym.tasks is empty"),
+        ({"tasks": ["gcd", "gcd"]}, "name each task once"),
+        ({"tasks": {"gcd": 3}}, "the options of 'gcd' are 3; write a mapping, or a list of them"),
+        ({"tasks": {"gcd": {"seed": 3}}}, "'seed' of 'gcd' is ReasoningGym's"),
+        ({"tasks": {"gcd": {"weight": 0}}}, "the weight of 'gcd' must be one number larger than 0"),
+        ({"tasks": {"gcd": [{}, {}], "lcm": {}}}, r"these numbers of levels: \{'gcd': 2, 'lcm': 1\}"),
+        (
+            {"tasks": {"gcd": [{}, {}]}, "levels": 2},
+            "with levels=2; list as many options for every task, or set `levels`",
+        ),
+        ({"levels": 0}, "ReasoningGym.levels is 0; it must be at least 1"),
+        (
+            {"val_size": 1, "tasks": ["gcd", "lcm"]},
+            "val_size is 1; it must be .*0, or at least 2: a row for each of 2 ta",
+        ),
+        ({"seed": -1}, "ReasoningGym.seed is -1"),
+        ({"question_format": "Question:"}, "ReasoningGym.question_format is 'Question:'; it must contain {question}"),
+        ({"answer_format": "{answer}{answer}"}, "must contain {answer} exactly once"),
+        (
+            {"answer_format": "A: {answer}"},
+            "and nothing tells the model so: say it in system_prompt or question_format",
+        ),
+        ({"answer_format": "A: {answer}!", "system_prompt": "A: "}, "and nothing tells the model so"),
+    ],
+)
+def test_arguments_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ReasoningGym(**{"tasks": "gcd", **options})
+
+
+def answer_to(tasks):
+    """What the generating process answers, without a process."""
+    source = ReasoningGym(tasks, size=20, val_size=0, test_size=0)
+    return generator.answer({**source._request(), "split": "train"})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("gdc", "there is no task 'gdc'; did you mean 'gcd'"),
+        ("composite", "there is no task 'composite'"),
+        (
+            {"gcd": {"max_numbres": 3}},
+            "task 'gcd' refuses {'max_numbres': 3}: .*; its options are ['min_numbers', 'max_numb",
+        ),
+        ({"gcd": {"min_numbers": 1}}, "task 'gcd' refuses {'min_numbers': 1}: "),
+        (
+            {"gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 2}},
+            "has too few different questions: 4 of 20 for 'train' in 1400 attempts",
+        ),
+    ],
+)
+def test_tasks_that_are_refused(tasks, message, monkeypatch):
+    monkeypatch.setattr(generator, "_seed_global_numbers", lambda seed: None)
+    refused = answer_to(tasks)["refused"]
+    assert all(part in refused for part in message.split(".*"))
+
+
+def test_examples_of_a_task_without_reference_answers():
+    source = ReasoningGym("boxnet", num_examples=1)
+    with pytest.raises(ValueError, match="num_examples is 1, and task 'boxnet' has no reference answers; set it to 0"):
+        source._examples("boxnet", [{"question": "?", "answer": None}])
+    with pytest.raises(ValueError, match="ReasoningGym has no split 'dev'"):
+        source.rows("dev")

@@ -1,0 +1,37 @@
+"""Every task that the library lists builds, splits and scores, in every process alike, and the page says so."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+import reasoning_gym_table as table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_has_every_task_of_the_library():
+    page = (ROOT / "docs" / "reasoning_gym_tasks.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted([*table.task_names(), *table.NOT_TASKS])
+    good, names = re.search(r"\*\*(\d+) of (\d+) tasks build, split and score", page).groups()
+    assert int(good) == int(names) == len(table.task_names())
+    assert table.conditions().split(", ")[0] in page
+
+
+@pytest.mark.slow
+def test_every_task_builds_splits_and_scores(capfd):
+    found = table.examine(table.task_names())
+    assert {name: findings.problems for name, findings in found.items() if findings.problems} == {}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "reasoning_gym_table.py"), "--scores"],
+        check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONHASHSEED": "11"},
+    )  # fmt: skip
+    scores = json.loads(done.stdout.splitlines()[-1])
+    assert scores == {name: findings.scores for name, findings in found.items()}
