@@ -29,7 +29,11 @@ def test_train_resume_and_export(make_module, make_trainer, tmp_path, adapter):
         return module
 
     whole = fit(
-        2, [ExportPolicy(), SafeCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+        2,
+        [
+            ExportPolicy(folder=str(tmp_path / "policy")),
+            SafeCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+        ],
     )
     resumed = fit(2, [], tmp_path / "step=1.ckpt")
     for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):

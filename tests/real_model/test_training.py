@@ -42,7 +42,7 @@ def train(kind, sharing, folder):
         verify=False,
         **options,
     )
-    steps, exports = Steps(), [ExportPolicy()] if sharing == "shared" else []
+    steps, exports = Steps(), [ExportPolicy(folder=str(folder / "policy"))] if sharing == "shared" else []
     trainer = Trainer(
         **{"accelerator": "cpu", "devices": 1, "max_steps": 2, "max_epochs": -1, "default_root_dir": folder},
         **{"logger": False, "enable_checkpointing": False, "callbacks": [steps, *exports]},
