@@ -13,7 +13,7 @@ def lengths(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-@pytest.mark.parametrize("adapter", [None, {"r": 2}])
+@pytest.mark.parametrize("adapter", [None, pytest.param({"r": 2}, marks=pytest.mark.slow)])
 def test_train_resume_and_export(make_module, make_trainer, tmp_path, adapter):
     from transformers import AutoModelForCausalLM
 
