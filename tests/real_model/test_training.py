@@ -60,10 +60,11 @@ def test_sharing_changes_nothing_and_the_export_is_an_ordinary_model(kind, conve
     assert len(shared) == len(repeated) == 2
     assert shared[0]["prefix/token_ratio"] > 2
     assert repeated[0]["prefix/token_ratio"] <= 1
-    assert abs(shared[0]["loss"]) > 1e-4
-    for name in ("loss", "reward", "completions/mean_length", "entropy", "loss/value"):
-        for one, other in zip(shared, repeated, strict=True):
-            assert one.get(name) == pytest.approx(other.get(name), abs=1e-3), name
+    assert shared[0]["grad_norm"] > 0.1  # the loss itself is about 0 at the first update
+    for one, other in zip(shared, repeated, strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+        for name in ("loss", "reward", "completions/mean_length", "entropy"):
+            assert one[name] == pytest.approx(other[name], abs=1e-3), name
 
 
 @torch.no_grad()
