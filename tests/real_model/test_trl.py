@@ -6,6 +6,7 @@ import pytest
 from helpers.smollm2 import rewards_right, rows
 
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.models import PretrainedPolicy
 
 pytest.importorskip("trl")
 
@@ -44,10 +45,10 @@ def train(model, tokenizer, folder):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_the_trainer_of_trl(model, tokenizer, tmp_path):
-    logs = {}
+def test_the_trainer_of_trl(converted, tokenizer, tmp_path):
+    logs = {}  # the reference is loaded by TRL, from the policy's folder
     for sharing in (False, True):
-        policy = copy.deepcopy(model).train()
+        policy = PretrainedPolicy(str(converted)).load().train()
         if not sharing:
             logs[sharing] = train(policy, tokenizer, tmp_path)
             continue
