@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -67,6 +65,8 @@ def test_the_gradient_is_the_policy_gradient_of_the_reverse_kl(
         torch.testing.assert_close(gradient.double(), parameter.grad, rtol=1e-4, atol=1e-6)
     metrics = module.last_rollouts.metrics
     assert metrics["distillation/reverse_kl"] == pytest.approx(sum(kls) / len(kls), abs=1e-5)
+    before = teacher.float().state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in module.teacher.state_dict().items())
     assert all(parameter.grad is None for parameter in module.teacher.parameters())
 
 
@@ -91,16 +91,6 @@ def test_shared_and_repeated_prefixes_and_slices_train_alike(
         assert kls[name] == pytest.approx(kls["repeated"], abs=1e-5)
         assert largest(ends[name], ends["repeated"]) < 1e-4
     assert max(map(abs, losses["repeated"])) > 1e-3
-
-
-def test_it_lowers_the_reverse_kl(make_student, make_data, make_trainer, history):
-    record = history()
-    module = make_student(optimizer=OptimizerConfig(1e-2))
-    teacher = copy.deepcopy(module.teacher_source.load().state_dict())
-    make_trainer(max_steps=20, callbacks=[record]).fit(module, make_data(train_size=64, batch_size=8))
-    kls = [step["distillation/reverse_kl"] for step in record.steps]
-    assert sum(kls[-3:]) < 0.5 * sum(kls[:3])
-    assert all(torch.equal(value, teacher[name]) for name, value in module.teacher.state_dict().items())
 
 
 def test_task_and_teacher_are_added(make_student, make_data, make_trainer, scripted_engine):
