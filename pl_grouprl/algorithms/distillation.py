@@ -24,6 +24,7 @@ from pl_grouprl.training.resume import compare_reference
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run_options import FREE_OPTIONS
 from pl_grouprl.training.run_state import ConsistencyCheck, Stateful
+from pl_grouprl.training.setup_checks import check_lengths_of_teacher
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.options import check_options
@@ -102,6 +103,12 @@ class Distillation(GRPO):
         super().load_models()
         self.teacher = self.teacher_source.load().requires_grad_(False).train()  # in evaluation mode while it scores
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
+
+    def configure_model(self) -> None:
+        """Load student and teacher, and refuse prompts too long for the teacher."""
+        super().configure_model()
+        if self._trainer is not None and self._trainer.state.fn is not None:
+            check_lengths_of_teacher(self)
 
     def scored_models(self) -> list[Any]:
         """Add the teacher."""

@@ -183,7 +183,14 @@ def test_teachers_that_cannot_teach_are_refused(make_student, make_data, make_tr
             model.resize_token_embeddings(20)
             return model
 
+    class Narrow(tiny_policy):
+        def load(self):
+            model = super().load()
+            model.config.max_position_embeddings = 24
+            return model
+
     cases = {
+        r"teacher has max_position_embeddings=24, but sequences may have 25 tokens": Narrow(seed=7),
         "teacher is the model that policy starts from.*set beta": tiny_policy(),
         r"teacher has another tokenizer than policy: \d+ tokens differ.*has the id": OtherTokenizer(seed=7),
         r"teacher has logits of 20 tokens and policy of \d+": Short(seed=7),
