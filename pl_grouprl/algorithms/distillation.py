@@ -173,5 +173,6 @@ def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:
 
 def _with_constant(rewards: Any) -> list[Weighted | RewardFunction]:
     """Add a reward of 0 if no function counts, as rollouts without a reward would not be trained."""
-    given = [] if rewards is None else list(as_weighted(rewards))
-    return given if any(own.weight != 0 for own in given) else [*given, Weighted(no_task_reward)]
+    given = [] if rewards is None else as_weighted(rewards)
+    constant = [] if any(own.weight for own in given) else [Weighted(no_task_reward)]
+    return [*given, *constant]
