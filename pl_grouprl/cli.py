@@ -121,8 +121,8 @@ class RLTrainer(Trainer):
         """Compare results and gradients of the configured models with shared and with repeated prefixes.
 
         Args:
-            model: A module with a policy, or the path or name of a Hugging Face model. The backend is the module's
-                `attention_backend`, if it has one.
+            model: A module with a policy, the path or name of a Hugging Face model, or a GGUF file. The backend is the
+                module's `attention_backend`, if it has one.
             datamodule: Ignored; accepted so the configuration of a training run works unchanged.
             ckpt_path: Checkpoint whose weights are compared; without it, the weights that training starts from.
             weights_only: As in the other sub-commands; must not be False.
@@ -145,14 +145,14 @@ class RLTrainer(Trainer):
 def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
     """The transformers model inside a module, or loaded from a path, in evaluation mode."""
     if isinstance(model, str):
-        from pl_grouprl.models import PretrainedPolicy
+        from pl_grouprl.models.policy import policy_of_path
 
         if ckpt_path is not None:
             raise ValueError(
                 f"ckpt_path is {ckpt_path!r} while model names a Hugging Face model ({model!r}); a checkpoint belongs "
                 "to a LightningModule: pass the run's --config instead of --model."
             )
-        return PretrainedPolicy(model).load().eval()
+        return policy_of_path(model).load().eval()
     checkpoint = None if ckpt_path is None else load_verified(ckpt_path)
     model.configure_model()
     if checkpoint is not None:

@@ -1,6 +1,7 @@
 """Lightning callbacks, usable in any LightningModule."""
 
 from pl_grouprl.callbacks.completions_table import CompletionsTable
+from pl_grouprl.callbacks.curriculum import Curriculum
 from pl_grouprl.callbacks.export_policy import ExportPolicy
 from pl_grouprl.callbacks.progress_bar import RunProgressBar
 from pl_grouprl.callbacks.run_summary import RunSummary
@@ -13,6 +14,7 @@ from pl_grouprl.utilities.rank_watchdog import RankWatchdog
 __all__ = [
     "CompletionsTable",
     "CompressionRatio",
+    "Curriculum",
     "ExportPolicy",
     "RankWatchdog",
     "RunProgressBar",

@@ -28,12 +28,15 @@ class EpochOrder:
         self._prompt_of = np.full(num_rows, -1)
         self._prompt_of[np.asarray(rows, dtype=np.int64)] = np.arange(len(rows))
         self._begun: tuple[int, np.ndarray] | None = None
+        self._drawn: tuple[int, np.ndarray] | None = None
 
     def all_rows(self, epoch: int) -> np.ndarray:
         """The order of an epoch including dropped rows, shape [num_rows]."""
         if not self.shuffle:
             return np.arange(self.num_rows)
-        return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
+        return self._drawn[1]
 
     def rows(self, epoch: int) -> np.ndarray:
         """The order of an epoch: rows in use, and those of batches that began before the length limit changed."""

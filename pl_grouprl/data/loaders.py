@@ -88,13 +88,14 @@ class TrainPromptLoader:
         self.prompts = prompts
         self.num_replicas = num_replicas
         self.rank = rank
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "batch_size": batch_size,
             "updates_per_rollout": updates_per_rollout,
             "shuffle": shuffle,
             "seed": seed,
             "drop_last": drop_last,
             "num_prompts": len(prompts) if num_rows is None else num_rows,
+            "level_column": None,
         }
         self._check()
         rows = range(len(prompts)) if rows is None else rows
@@ -139,13 +140,14 @@ class TrainPromptLoader:
         if not self._resumed or self._position >= len(self):
             self._begin_next_epoch()
         self._resumed = False
-        order, updates = self._order.rows(self._epoch), self._settings["updates_per_rollout"]
+        updates = self._settings["updates_per_rollout"]
         while self._position < len(self):
             batch_index, update_index = divmod(self._position, updates)
             self._position += 1
+            rollout_number = self._first_rollout + batch_index
             yield PromptBatch(
-                self._share(self._batch(order, batch_index)),
-                rollout_number=self._first_rollout + batch_index,
+                self._share(self._rows_of(rollout_number)),
+                rollout_number=rollout_number,
                 update_index=update_index,
                 num_updates=updates,
             )
@@ -180,7 +182,7 @@ class TrainPromptLoader:
                 raise ValueError(f"draw_extra: {name} is {value}; it must be 0 or larger.")
         # The last number separates this stream from those of the epochs' orders, since seeds are padded with zeros.
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
-        order = self._order.kept(rng.permutation(self._order.num_rows))
+        order = self._eligible(rng.permutation(self._order.num_rows), rollout_number)
         regular = np.isin(order, self._rows_of(rollout_number))
         dealt = np.concatenate([self._deal(order[~regular], attempt), self._deal(order[regular], attempt)])
         return [self.prompts[index] for index in self._order.prompts(dealt[:count])]
@@ -249,6 +251,10 @@ class TrainPromptLoader:
         """The rows in the batch of a rollout."""
         epochs, batch_index = divmod(rollout_number - self._first_rollout, self.rollouts_per_epoch)
         return self._batch(self._order.rows(self._epoch + epochs), batch_index)
+
+    def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
+        """Those of the given rows that a rollout may use."""
+        return self._order.kept(rows)
 
     def _batch(self, order: np.ndarray, batch_index: int) -> np.ndarray:
         size = self._settings["batch_size"]

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pl_grouprl.data.digest import digest_rows, plain
 from pl_grouprl.data.encoding import ChatOptions, EncodingOptions, encode_rows
 from pl_grouprl.data.length_policy import KeptPrompts, LengthPolicy, OverlongPrompts
+from pl_grouprl.data.levels import LevelPromptLoader, LevelSchedule
 from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
 from pl_grouprl.data.sources import PromptSource, read_source
 from pl_grouprl.media.processor import load_processor, reads_media
@@ -120,6 +121,7 @@ class PromptDataModule(LightningDataModule):
         self.kept: dict[str, KeptPrompts] = {}
         self._digest = ""
         self._train_loader: TrainPromptLoader | None = None
+        self._levels: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
         """Read and tokenize a stage's data (once), and print how many of its prompts are used.
@@ -159,7 +161,8 @@ class PromptDataModule(LightningDataModule):
     def train_dataloader(self) -> TrainPromptLoader:
         """Return the loader of the training prompts, which saves its epoch and position."""
         kept = self.kept["train"]
-        self._train_loader = TrainPromptLoader(
+        loader: Any = LevelPromptLoader if self._levels else TrainPromptLoader
+        self._train_loader = loader(
             self.prompts["train"],
             batch_size=self.batch_size,
             updates_per_rollout=getattr(self._module(), "updates_per_rollout", 1),
@@ -169,8 +172,28 @@ class PromptDataModule(LightningDataModule):
             rows=kept.rows,
             num_rows=kept.num_rows,
             **self._ranks(),
+            **self._levels,
         )
         return self._train_loader
+
+    def train_by_level(self, schedule: LevelSchedule, column: str) -> int:
+        """Train on prompts of one level at a time from now on; see `pl_grouprl.callbacks.Curriculum`.
+
+        Args:
+            schedule: The level of each rollout.
+            column: Column of the level.
+
+        Returns:
+            The number of levels.
+
+        Raises:
+            ValueError: If a row has no level, or a level has too few rows.
+        """
+        self._require_train("train_by_level")
+        self._levels = {"schedule": schedule, "column": column}
+        loader = self.train_dataloader()
+        assert isinstance(loader, LevelPromptLoader)
+        return loader.num_levels
 
     def resume_facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share, as plain values: the training rows, their batches and encoding.

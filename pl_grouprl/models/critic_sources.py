@@ -108,6 +108,7 @@ class PretrainedCritic:
         head_std: As in `PolicyCopyCritic`, if the checkpoint has no head.
         seed: Seed of the new value head.
         allow_mismatched_weights: As in `PretrainedPolicy`; the replaced and the new head need not be named.
+        gguf_file: As in `PretrainedPolicy`.
     """
 
     path: str
@@ -120,6 +121,7 @@ class PretrainedCritic:
     head_std: float = DEFAULT_HEAD_STD
     seed: int = 0
     allow_mismatched_weights: tuple[str, ...] = ()
+    gguf_file: str | None = None
 
     def __post_init__(self) -> None:
         check_head_std(self, self.head_std)
@@ -167,6 +169,7 @@ class PretrainedCritic:
             self.revision,
             self.trust_remote_code,
             allow_mismatched_weights=self.allow_mismatched_weights,
+            gguf_file=self.gguf_file,
         )
 
 

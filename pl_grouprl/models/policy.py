@@ -12,12 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.media.processor import language_model_class
+from pl_grouprl.models import gguf
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import check_patterns, load_model
+from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.options import drop_none
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,7 +52,7 @@ def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
         ArgumentError: If it is a model, or anything else that cannot be reloaded.
     """
     if isinstance(policy, str):
-        return PretrainedPolicy(policy)
+        return policy_of_path(policy)
     if isinstance(policy, PolicySource):
         return policy
     raise ArgumentError(
@@ -59,10 +62,16 @@ def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
     )
 
 
+def policy_of_path(path: str) -> PretrainedPolicy:
+    """The policy in a folder, under a name on the hub, or in a GGUF file."""
+    location, gguf_file = gguf.split_location(path)
+    return PretrainedPolicy(location, gguf_file=gguf_file)
+
+
 @checked_arguments
 @dataclass(frozen=True)
 class PretrainedPolicy:
-    """A policy in Hugging Face format.
+    """A policy in Hugging Face format, or in a GGUF file.
 
     Attributes:
         path: Name on the model hub or a local folder.
@@ -83,9 +92,15 @@ class PretrainedPolicy:
         allow_mismatched_weights: Names or glob patterns of weights that may be missing from the folder, unexpected in
             it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
             every run.
+        gguf_file: Name of a GGUF file in `path`, which has config, weights and tokenizer in one. Quantized weights are
+            dequantized to `dtype`: everything else works as with any policy, and takes as much memory. Needs the
+            packages gguf and accelerate.
+        quantization: Store the frozen linear layers under an `adapter` in 4 bits, quantized as they are loaded
+            (QLoRA); see `FourBit`. None keeps `dtype`.
 
     Raises:
-        FileNotFoundError: If `path` looks like a folder but is not one.
+        FileNotFoundError: If `path` looks like a folder but is not one, or has no `gguf_file`.
+        ModuleNotFoundError: If a package for `gguf_file` is missing.
         ValueError: If `path` is an adapter, or options contradict each other.
     """
 
@@ -100,13 +115,36 @@ class PretrainedPolicy:
     compile_layers: bool = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     allow_mismatched_weights: tuple[str, ...] = ()
+    gguf_file: str | None = None
+    quantization: FourBit | None = None
 
     def __post_init__(self) -> None:
+        gguf.check_gguf_file(self.path, self.gguf_file)
         check_folder(self.path, "model path")
+        self._check_remote_code()
         self._check_checkpointing()
         check_patterns(self.allow_mismatched_weights, type(self).__name__)
         if Path(self.path).expanduser().joinpath("adapter_config.json").is_file():
             self._refuse_adapter()
+        if self.quantization is not None:
+            self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        if self.adapter is None:
+            raise ValueError(
+                f"quantization is {self.quantization}, but there is no adapter, and weights of 4 bits cannot be "
+                "trained; add one (adapter: {r: 16}), or leave quantization out."
+            )
+        if self.gguf_file is not None:
+            raise ValueError(
+                f"gguf_file is {self.gguf_file!r}, and quantization is {self.quantization}; transformers takes one of "
+                "them. Leave quantization out, or load the policy without it, save_pretrained, and pass that folder."
+            )
+        if self.compile_layers:
+            raise ValueError(
+                f"compile_layers is true, and quantization is {self.quantization}, whose layers are not known to "
+                "compile; leave out one of them."
+            )
 
     def load(self) -> nn.Module:
         """Load the weights, including any vision tower, add the adapter, and compile.
@@ -117,6 +155,11 @@ class PretrainedPolicy:
                 model.
         """
         model = self.load_as(language_model_class(self.load_config()))
+        if self.adapter is None and is_quantized(model):
+            raise ValueError(
+                f"model path {self.path!r} has weights of 4 bits, which cannot be trained; add an adapter "
+                "(adapter: {r: 16}), or pass the path of the unquantized model."
+            )
         if self.adapter is not None:
             self.adapter.add_to(model)
             self._refuse_lost_gradients(model)
@@ -128,7 +171,10 @@ class PretrainedPolicy:
         """Load the model's config, with dropout disabled if requested."""
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self._location, **self._hub_options)
+        if self.gguf_file is None:
+            config = AutoConfig.from_pretrained(self._location, **self._hub_options)
+        else:
+            config = gguf.load_config(self._location, self.gguf_file, self.revision)
         if self.disable_dropout:
             zero_dropout(config)
         return config
@@ -143,11 +189,16 @@ class PretrainedPolicy:
             ValueError: If `path` is an adapter, or weights are missing, unexpected, misshaped, infinite or unreadable.
         """
         config = self.load_config()
-        options = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
+        options: dict[str, Any] = drop_none(attn_implementation=self.attn_implementation)
+        if self.gguf_file is not None:
+            options |= gguf.dense_options(self.gguf_file)
+        if self.quantization is not None:
+            self._refuse_quantized(config)
+            options["quantization_config"] = self.quantization.config()
         model = load_model(
             auto_class,
             self._location,
-            owner=f"model path {self.path!r}",
+            owner=f"model path {self.path!r}" + (f", gguf_file {self.gguf_file!r}" if self.gguf_file else ""),
             allowed=self.allow_mismatched_weights,
             config=config,
             dtype=self.dtype,
@@ -156,6 +207,7 @@ class PretrainedPolicy:
         )
         if has_adapters(model):  # transformers loaded its base too, and froze both
             self._refuse_adapter()
+        prepare_for_training(model)
         if self.gradient_checkpointing:
             arguments = self._checkpointing_options
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
@@ -165,10 +217,18 @@ class PretrainedPolicy:
         return model
 
     def load_tokenizer(self) -> Any:
-        """Load the tokenizer of the same folder or name."""
+        """Load the tokenizer of the same folder, name or GGUF file."""
         from transformers import AutoTokenizer
 
+        if self.gguf_file is not None:
+            return gguf.load_tokenizer(self._location, self.gguf_file, self.revision)
         return AutoTokenizer.from_pretrained(self._location, **self._hub_options)
+
+    def _check_remote_code(self) -> None:
+        if self.gguf_file is not None and self.trust_remote_code:
+            raise ValueError(
+                f"trust_remote_code is true, but gguf_file {self.gguf_file!r} comes without code; leave it out."
+            )
 
     def _check_checkpointing(self) -> None:
         if self.gradient_checkpointing_kwargs is None:
@@ -209,6 +269,13 @@ class PretrainedPolicy:
             f"model path {self.path!r} is an adapter; pass the path of its base, and this one as the adapter's "
             "(adapter: {path: ...}) to continue training it."
         )
+
+    def _refuse_quantized(self, config: PretrainedConfig) -> None:
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"quantization is {self.quantization}, but model path {self.path!r} is quantized already "
+                "(quantization_config in its config.json); leave quantization out."
+            )
 
     @property
     def _checkpointing_options(self) -> dict[str, Any]:

@@ -23,8 +23,10 @@ FREE_OPTIONS = frozenset(
         "allow_changed",
         "val_num_generations",
         "val_sampling",
+        "pass_threshold",
         "reward_workers",
         "reward_timeout",
+        "reward_memory_limit_mb",
         "reward_retries",
         "max_failed_share",
         "tool_timeout",
@@ -34,7 +36,16 @@ FREE_OPTIONS = frozenset(
         # How a critic was initialised and how it runs: its weights come from the checkpoint.
         *(
             f"critic.{name}"
-            for name in ("path", "revision", "trust_remote_code", "dtype", "attn_implementation", "head_std", "seed")
+            for name in (
+                "path",
+                "gguf_file",
+                "revision",
+                "trust_remote_code",
+                "dtype",
+                "attn_implementation",
+                "head_std",
+                "seed",
+            )
         ),
         "critic.gradient_checkpointing",
         # Which prompts remain of the same rows; the loader refuses where that cannot change.
@@ -64,7 +75,7 @@ PASSED_ON = frozenset(
 )
 """Constructor options that the parts of a run have received: setting the attribute later would change nothing."""
 
-_OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps)")
+_OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps|state_bits)")
 """Options that the optimizer's state brings along: `compare_optimizers` refuses any change of them."""
 
 

@@ -65,6 +65,7 @@ TRAINER: dict[str, Any] = {
 LARGEST = {"num_generations": 8, "val_num_generations": 4, "steps": 4, "train_size": 64}
 FIXED = {
     "reward_workers",
+    "reward_memory_limit_mb",
     "policy",
     "rewards",
     "train",

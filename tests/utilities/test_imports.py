@@ -5,7 +5,7 @@ import sys
 
 OPTIONAL = {"triton", "vllm", "peft", "deepspeed", "fastapi", "starlette", "uvicorn", "bitsandbytes"}
 
-INSIDE = {  # parts of a process of vLLM's or of the server's, which begins only where the package is
+INSIDE = {  # imported only where the package is needed: in the processes of vLLM and of the server, and by an option
     "pl_grouprl.rollout.server.app": "fastapi",
     "pl_grouprl.rollout.server.connections": "uvicorn",
     "pl_grouprl.rollout.server.serve": "uvicorn",
@@ -13,6 +13,7 @@ INSIDE = {  # parts of a process of vLLM's or of the server's, which begins only
     "pl_grouprl.rollout.vllm.lora_layers": "vllm",
     "pl_grouprl.rollout.vllm.preprocessed": "vllm",
     "pl_grouprl.rollout.vllm.worker": "vllm",
+    "pl_grouprl.training.adamw_8bit": "bitsandbytes",
 }
 
 BLOCK = f"""

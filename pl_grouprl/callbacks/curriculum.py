@@ -1,0 +1,143 @@
+"""Difficulty that follows the reward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from pl_grouprl.data.levels import LevelSchedule
+from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.step_log import log_numbers
+
+
+@checked_arguments
+class Curriculum(Callback):
+    """Trains on prompts of one level of difficulty, and goes to the next when the reward is high enough.
+
+    Rows have their level, from 0, in a column (`ReasoningGym` writes it). Training begins with level 0. Where the mean
+    reward of the last `window` batches of rollouts of the current level is above `threshold`, the next batch is of the
+    next level; below `fall_below`, of the level before. Either way the mean starts over. Under `rollout_ahead`, the
+    batch that is already being sampled keeps its level. Logs `curriculum/level`.
+
+    Validation is not concerned. The level, and the rewards that decide about it, are part of checkpoints, so a resumed
+    run continues exactly; `threshold`, `fall_below` and `window` may change then, the rows in use may not.
+
+    Args:
+        threshold: Mean reward above which the level rises.
+        window: Number of batches of rollouts whose rewards count.
+        fall_below: Mean reward below which the level falls; None: it never does.
+        metric: The logged metric that is the reward, for example `rewards/exact/mean` in place of `reward`.
+        column: Column of the level.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 0.75,
+        window: int = 10,
+        fall_below: float | None = None,
+        metric: str = "reward",
+        column: str = "level",
+    ) -> None:
+        check_options(
+            {
+                "Curriculum.threshold": (threshold, True, "a finite number"),
+                "Curriculum.window": (window, window >= 1, "at least 1"),
+                "Curriculum.fall_below": (
+                    fall_below,
+                    fall_below is None or fall_below < threshold,
+                    f"below threshold={threshold}, or None",
+                ),
+            }
+        )
+        self.threshold = threshold
+        self.window = window
+        self.fall_below = fall_below
+        self.metric = metric
+        self.column = column
+        self._num_levels = 1
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._schedule = LevelSchedule()
+        self._rewards: list[float] = []
+        self._last_rollout = -1
+
+    @property
+    def level(self) -> int:
+        """The level of the next rollouts to be sampled."""
+        return self._schedule.level
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the data module yield one level at a time.
+
+        Raises:
+            ValueError: If it is none that can, or its rows have no levels.
+        """
+        if stage != "fit":
+            return
+        data: Any = getattr(trainer, "datamodule", None)
+        if not hasattr(data, "train_by_level"):
+            raise ValueError(
+                f"Curriculum chooses the training prompts, and the data module is {type(data).__name__}; pass a "
+                "PromptDataModule as datamodule."
+            )
+        if trainer.global_step == 0:  # a checkpoint is loaded later
+            self._start_over()
+        self._num_levels = data.train_by_level(self._schedule, self.column)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Count the reward of a new batch of rollouts, before any callback can save a checkpoint of the step."""
+        rollouts: Any = pl_module.last_rollouts
+        level, _ = self._schedule.at(rollouts.rollout_number)
+        log_numbers(pl_module, {"curriculum/level": float(level)})
+        if rollouts.rollout_number <= self._last_rollout:
+            return
+        self._last_rollout = rollouts.rollout_number
+        reward = self._reward(rollouts.metrics)
+        if level == self.level and math.isfinite(reward):
+            self._rewards = [*self._rewards, reward][-self.window :]
+            self._decide()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the levels so far and the rewards that count."""
+        return {
+            "schedule": self._schedule.state_dict(),
+            "rewards": list(self._rewards),
+            "last_rollout": self._last_rollout,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._schedule.load_state_dict(state_dict["schedule"])
+        self._rewards = list(state_dict["rewards"])
+        self._last_rollout = state_dict["last_rollout"]
+
+    def _reward(self, metrics: dict[str, float]) -> float:
+        if self.metric not in metrics:
+            raise ValueError(f"Curriculum.metric is {self.metric!r}; rollouts have {sorted(metrics)}.")
+        return float(metrics[self.metric])
+
+    def _decide(self) -> None:
+        if len(self._rewards) < self.window:
+            return
+        mean = math.fsum(self._rewards) / self.window
+        if mean > self.threshold and self.level + 1 < self._num_levels:
+            self._change_to(self.level + 1, mean)
+        elif self.fall_below is not None and mean < self.fall_below and self.level > 0:
+            self._change_to(self.level - 1, mean)
+
+    def _change_to(self, level: int, mean: float) -> None:
+        first = self._schedule.change_to(level)
+        self._rewards = []
+        rank_zero_info(
+            f"Curriculum: level {level} from rollout {first} on (mean {self.metric} {mean:.3f} over {self.window} "
+            "batches of rollouts)"
+        )

@@ -1,0 +1,111 @@
+"""Training prompts of one level of difficulty at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pl_grouprl.data.loaders import TrainPromptLoader
+from pl_grouprl.types import Prompt
+
+
+class LevelSchedule:
+    """The level of each rollout: begins at 0, and changes where it is told to.
+
+    A change applies from the first rollout whose level nobody has asked for, so rollouts that were sampled ahead keep
+    theirs. The state contains everything, so that a resumed run has the same levels.
+    """
+
+    def __init__(self) -> None:
+        self._changes = [(0, 0)]  # first rollout, level
+        self._known = -1
+
+    @property
+    def level(self) -> int:
+        """The level after the last change."""
+        return self._changes[-1][1]
+
+    def at(self, rollout_number: int) -> tuple[int, int]:
+        """The level of a rollout, and how many rollouts before it had the same level."""
+        self._known = max(self._known, rollout_number)
+        begun = [(first, level) for first, level in self._changes if first <= rollout_number]
+        ends = [first for first, _ in begun[1:]] + [rollout_number]
+        current = begun[-1][1]
+        return current, sum(end - first for (first, level), end in zip(begun, ends, strict=True) if level == current)
+
+    def change_to(self, level: int) -> int:
+        """Change the level; returns the first rollout of the new one."""
+        self._changes.append((self._known + 1, level))
+        return self._known + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain containers."""
+        return {"changes": [list(change) for change in self._changes], "known": self._known}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._changes = [(int(first), int(level)) for first, level in state["changes"]]
+        self._known = state["known"]
+
+
+class LevelPromptLoader(TrainPromptLoader):
+    """Yields batches of prompts that all have the level which a schedule gives to their rollout.
+
+    A level's prompts come in a new order in each pass over them; what does not fill a batch is left out of that pass.
+    The length of an epoch is that of all prompts together. The rows in use must not change when a run is resumed.
+
+    Args:
+        prompts: All prompts in use, of every level, the same on every rank.
+        schedule: The level of each rollout.
+        column: Column of the level: integers from 0.
+        **options: Options of `TrainPromptLoader`.
+
+    Raises:
+        ValueError: If a prompt has no level, a level is missing or has too few prompts for a batch, or `drop_last` is
+            False.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, schedule: LevelSchedule, column: str, **options: Any) -> None:
+        super().__init__(prompts, **options)
+        self._schedule = schedule
+        self._settings |= {"level_column": column, "num_prompts_in_use": len(prompts)}
+        levels = [_level(prompt, column) for prompt in prompts]
+        self._counts = np.bincount(levels)
+        self._levels = np.full(self._order.num_rows, -1)
+        self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
+        self._check_levels()
+
+    @property
+    def num_levels(self) -> int:
+        """Number of levels in the data."""
+        return len(self._counts)
+
+    def _rows_of(self, rollout_number: int) -> np.ndarray:
+        level, number = self._schedule.at(rollout_number)
+        passes, batch_index = divmod(number, self._num_batches(int(self._counts[level])))
+        return self._batch(self._eligible(self._order.all_rows(passes), rollout_number), batch_index)
+
+    def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
+        return rows[self._levels[rows] == self._schedule.at(rollout_number)[0]]
+
+    def _check_levels(self) -> None:
+        size = self._settings["batch_size"]
+        if not self._settings["drop_last"]:
+            raise ValueError("drop_last is False; a curriculum trains on full batches of one level, so set it to True.")
+        if small := {level: int(count) for level, count in enumerate(self._counts) if count < size}:
+            raise ValueError(
+                f"The training data has {small} prompts of these levels, fewer than batch_size={size}; add rows, or "
+                "lower batch_size."
+            )
+
+
+def _level(prompt: Prompt, column: str) -> int:
+    level = prompt.columns.get(column)
+    if isinstance(level, bool) or not isinstance(level, int) or level < 0:
+        raise ValueError(
+            f"{prompt.where}: column {column!r} is {level!r}; a curriculum needs the level of each row there, an "
+            "integer from 0."
+        )
+    return level

@@ -1,0 +1,44 @@
+"""How an answer is written in a completion, and how it is found there again."""
+
+from __future__ import annotations
+
+import re
+
+ANSWER, QUESTION = "{answer}", "{question}"
+
+
+def check_template(name: str, template: str, placeholder: str) -> None:
+    """Refuse a template that does not contain its placeholder exactly once.
+
+    Raises:
+        ValueError: Names the template.
+    """
+    if template.count(placeholder) != 1:
+        raise ValueError(f"{name} is {template!r}; it must contain {placeholder} exactly once.")
+
+
+def write_answer(template: str, answer: str) -> str:
+    """Put an answer into its template."""
+    return template.replace(ANSWER, answer)
+
+
+def extract_answer(template: str, completion: str, num_lines: int | None = None) -> str | None:
+    """Find the last answer in a completion.
+
+    Args:
+        template: Text with `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`. White space at its
+            ends and around the answer is ignored.
+        completion: What the model wrote.
+        num_lines: If nothing follows `{answer}` in the template, the answer ends after so many lines; None for all.
+
+    Returns:
+        The answer without white space at its ends, or None if the completion does not have the template's form.
+    """
+    before, after = (part.strip() for part in template.split(ANSWER))
+    if after:
+        found = re.findall(f"{re.escape(before)}(.*?){re.escape(after)}", completion, re.DOTALL)
+        return found[-1].strip() if found else None
+    _, marker, rest = completion.rpartition(before) if before else ("", "-", completion)
+    if not marker:
+        return None
+    return "\n".join(rest.strip().split("\n")[:num_lines]).strip()

@@ -1,0 +1,182 @@
+"""Generates entries with reasoning-gym, in a process of its own.
+
+Some generators iterate over sets of strings, whose order differs between Python processes, or use the global random
+numbers of Python and NumPy. In a process with a fixed hash seed, all give the same entries everywhere and always, and
+the process that trains is left unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pl_grouprl.tasks.entries import encode_entry
+
+_PROGRAM = "from pl_grouprl.tasks.generator import main; main()"
+_ORDER = ("examples", "val", "test", "train")
+"""Splits in the order in which they are drawn: a larger training split leaves the others unchanged."""
+
+
+class GeneratorError(ValueError):
+    """A task that cannot be generated as it is configured."""
+
+
+def generate(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Generate the entries of one split in a new process.
+
+    Args:
+        request: `tasks`: for each, `name`, `configs` (one per level) and `counts` (by split, a number per level);
+            `levels`: how many levels of the library's curriculum, or None to take `configs`; `seed`; `split`.
+
+    Returns:
+        For each task, its `examples`, and for each level the `config` and `entries` of the split. Examples and entries
+        are dictionaries with `question`, `answer` and the encoded `entry`.
+
+    Raises:
+        GeneratorError: If a task is unknown, refuses its configuration, or has too few different questions.
+        RuntimeError: If the process dies.
+    """
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    process = subprocess.run(  # noqa: S603 (our own)
+        [sys.executable, "-c", _PROGRAM],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": path},
+    )
+    if process.returncode != 0:
+        raise RuntimeError(
+            f"The process that generates the tasks ended with code {process.returncode}:\n{process.stderr[-4000:]}"
+        )
+    answer = json.loads(process.stdout)
+    if "refused" in answer:
+        raise GeneratorError(f"ReasoningGym: {answer['refused']}")
+    tasks: list[dict[str, Any]] = answer["tasks"]
+    return tasks
+
+
+def main() -> None:
+    """Read a request from standard input, and write the entries to standard output, both as JSON."""
+    request = json.load(sys.stdin)
+    output = os.dup(1)
+    os.dup2(2, 1)  # generators print
+    try:
+        answer: dict[str, Any] = {"tasks": [_Task(task, request).generate() for task in request["tasks"]]}
+    except GeneratorError as error:
+        answer = {"refused": str(error)}
+    with os.fdopen(output, "w") as file:
+        json.dump(answer, file)
+
+
+class _Task:
+    """One task: draws entries whose questions are all different."""
+
+    def __init__(self, task: dict[str, Any], request: dict[str, Any]) -> None:
+        self.name = task["name"]
+        self.counts = task["counts"]
+        self.split = request["split"]
+        self.seed = request["seed"]
+        self.configs = task["configs"]
+        _check_name(self.name)
+        if request["levels"] is not None:
+            self.configs = library_levels(self.name, self.configs[0], request["levels"])
+        self._seen: set[str] = set()
+
+    def generate(self) -> dict[str, Any]:
+        drawn: dict[str, list[list[dict[str, Any]]]] = {}
+        for split in _ORDER[: _ORDER.index(self.split) + 1]:
+            drawn[split] = [self._draw(split, level, count) for level, count in enumerate(self.counts[split])]
+        levels = [{"config": c, "entries": e} for c, e in zip(self.configs, drawn[self.split], strict=True)]
+        return {"examples": [entry for level in drawn["examples"] for entry in level], "levels": levels}
+
+    def _draw(self, split: str, level: int, count: int) -> list[dict[str, Any]]:
+        drawn: list[dict[str, Any]] = []
+        if count == 0:
+            return drawn
+        attempts = 20 * count + 1000
+        for entry in self._entries(split, level, attempts):
+            if entry["question"] not in self._seen:
+                self._seen.add(entry["question"])
+                drawn.append({name: entry[name] for name in ("question", "answer")} | {"entry": encode_entry(entry)})
+            if len(drawn) == count:
+                return drawn
+        raise GeneratorError(
+            f"task {self.name!r} with {self.configs[level]} has too few different questions: {len(drawn)} of {count} "
+            f"for {split!r} in {attempts} attempts, besides {len(self._seen) - len(drawn)} drawn before. Ask for fewer "
+            "(size, val_size, test_size), or widen the task's options."
+        )
+
+    def _entries(self, split: str, level: int, count: int) -> Iterator[dict[str, Any]]:
+        text = json.dumps([self.seed, self.name, level, split])
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2  # the library adds the index
+        dataset = _create(self.name, self.configs[level] | {"seed": seed, "size": count})
+        for index in range(count):
+            _seed_global_numbers(seed + index)
+            yield dataset[index]
+
+
+def _seed_global_numbers(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _create(name: str, config: dict[str, Any]) -> Any:
+    from reasoning_gym.factory import create_dataset
+
+    try:
+        return create_dataset(name, **config)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise GeneratorError(f"task {name!r} refuses {config}: {error}; its options are {_options(name)}.") from error
+
+
+def _check_name(name: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    known = sorted(DATASETS.keys() - {"composite"})
+    if name not in known:
+        nearest = " or ".join(map(repr, difflib.get_close_matches(name, known)))
+        raise GeneratorError(
+            f"there is no task {name!r}; " + (f"did you mean {nearest}?" if nearest else f"use {known}.")
+        )
+
+
+def _options(name: str) -> list[str]:
+    from reasoning_gym.factory import DATASETS
+
+    return [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+
+
+def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:
+    """The options of the first levels of the library's curriculum, each with the highest range of its level alone."""
+    from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(name):
+        raise GeneratorError(f"the library has no curriculum for task {name!r}; list the options of each level.")
+    context = DefaultCurriculumContext(RangeAttributeMode.UPPER_BOUND)
+    curriculum = create_curriculum(name)
+    found: list[dict[str, Any]] = []
+    for level in range(levels):
+        curriculum.set_global_level(level)
+        chosen = dataclasses.asdict(curriculum.generate_configuration(context=context))
+        names = set(curriculum.get_global_level() or {}) | {
+            attribute.lower_field_name
+            for attribute in curriculum.attributes.values()
+            if hasattr(attribute, "lower_field_name")
+        }
+        if both := sorted(names & config.keys()):
+            raise GeneratorError(f"{both[0]!r} of task {name!r} is set by its curriculum; leave it out, or `levels`.")
+        found.append(config | {option: chosen[option] for option in sorted(names)})
+    if len({json.dumps(options) for options in found}) < levels:
+        raise GeneratorError(f"the library's curriculum of task {name!r} has fewer than {levels} different levels.")
+    return found

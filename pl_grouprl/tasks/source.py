@@ -1,0 +1,236 @@
+"""Prompts of tasks that reasoning-gym generates, in splits without common questions."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pl_grouprl.tasks.answer_format import ANSWER, QUESTION, check_template, write_answer
+from pl_grouprl.tasks.generator import generate
+from pl_grouprl.types import Messages
+from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.optional import REASONING_GYM_AVAILABLE, require
+from pl_grouprl.utilities.options import check_options
+
+
+@checked_arguments
+class ReasoningGym:
+    """Rows of tasks from the library reasoning-gym, to be rewarded by `ReasoningGymScore`.
+
+    No question occurs twice, within a split or in two, or among the worked examples. The same arguments give the same
+    rows on every machine, and `val` and `test` do not depend on `size`.
+
+    Rows have the columns `prompt`, `answer` (the library's; None for tasks without a single right answer),
+    `data_source` (the task's name, with `_level_1` and so on if there are levels), `level` (from 0) and `extra_info`,
+    which the reward reads.
+
+    Args:
+        tasks: A task's name, a list of names, or a mapping of names to options of their generators. An option `weight`
+            (1 by default) is the task's share of the rows. A list of options in place of one makes levels of rising
+            difficulty, for the callback `Curriculum`; every task must then have as many.
+        size: Rows of split `train`, over all tasks and levels.
+        val_size: Rows of split `val`.
+        test_size: Rows of split `test`.
+        seed: Determines all rows.
+        levels: Take this many levels of difficulty from the library's own curriculum of each task; options of a task
+            then set what the curriculum leaves open.
+        system_prompt: The first message; None for none.
+        question_format: What surrounds a question: text with `{question}`.
+        answer_format: What surrounds an answer, in the examples and where the reward looks for it: text with
+            `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`. By default the answer is the whole
+            completion.
+        num_examples: Number of questions with their answers in front of each question, the same for all prompts of a
+            task, as earlier turns of the conversation.
+        chat: If False, prompts are strings (for a model without chat template): system prompt, examples and question,
+            separated by blank lines, each answer on a line after its question.
+
+    Raises:
+        ModuleNotFoundError: If reasoning-gym is not installed.
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        tasks: str | list[str] | dict[str, Any],
+        size: int = 4096,
+        seed: int = 0,
+        *,
+        val_size: int = 256,
+        test_size: int = 256,
+        levels: int | None = None,
+        system_prompt: str | None = None,
+        question_format: str = QUESTION,
+        answer_format: str = ANSWER,
+        num_examples: int = 0,
+        chat: bool = True,
+    ) -> None:
+        require(REASONING_GYM_AVAILABLE, "ReasoningGym", "tasks")
+        self.tasks = _read_tasks(tasks, levels)
+        num_levels = levels or len(next(iter(self.tasks.values()))["configs"])
+        smallest = len(self.tasks) * num_levels
+        sizes = {"size": size, "val_size": val_size, "test_size": test_size}
+        at_least = f"0, or at least {smallest}: a row for each of {len(self.tasks)} tasks and {num_levels} levels"
+        check_options(
+            {f"ReasoningGym.{name}": (n, n == 0 or n >= smallest, at_least) for name, n in sizes.items()}
+            | {
+                "ReasoningGym.seed": (seed, seed >= 0, "0 or larger"),
+                "ReasoningGym.num_examples": (num_examples, num_examples >= 0, "0 or larger"),
+            }
+        )
+        check_template("ReasoningGym.question_format", question_format, QUESTION)
+        check_template("ReasoningGym.answer_format", answer_format, ANSWER)
+        _check_mentioned(answer_format, (system_prompt, question_format), num_examples)
+        self.sizes = {"train": size, "val": val_size, "test": test_size}
+        self.seed = seed
+        self.levels = levels
+        self.num_levels = num_levels
+        self.system_prompt = system_prompt
+        self.question_format = question_format
+        self.answer_format = answer_format
+        self.num_examples = num_examples
+        self.chat = chat
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """Generate the rows of a split, in random order.
+
+        Args:
+            split: `train`, `val` or `test`.
+
+        Raises:
+            ValueError: If there is no such split, a task is unknown or refuses its options, there are too few different
+                questions, or an example has no answer.
+        """
+        if split not in self.sizes:
+            raise ValueError(f"ReasoningGym has no split {split!r}; it has {sorted(self.sizes)}.")
+        generated = generate({**self._request(), "split": split})
+        rows = [
+            self._row(name, level, part["config"], entry, examples)
+            for name, task in zip(self.tasks, generated, strict=True)
+            for examples in [self._examples(name, task["examples"])]
+            for level, part in enumerate(task["levels"])
+            for entry in part["entries"]
+        ]
+        random.Random(f"{self.seed} {split}").shuffle(rows)
+        return rows
+
+    def _request(self) -> dict[str, Any]:
+        weights = [task["weight"] for task in self.tasks.values() for _ in range(self.num_levels)]
+        counts = {split: _shares(size, weights) for split, size in self.sizes.items()}
+        tasks = [
+            {
+                "name": name,
+                "configs": task["configs"],
+                "counts": {"examples": [self.num_examples] + [0] * (self.num_levels - 1)}
+                | {split: own[i * self.num_levels : (i + 1) * self.num_levels] for split, own in counts.items()},
+            }
+            for i, (name, task) in enumerate(self.tasks.items())
+        ]
+        return {"tasks": tasks, "seed": self.seed, "levels": self.levels}
+
+    def _examples(self, name: str, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Questions and answers as the model sees them."""
+        if any(entry["answer"] is None for entry in entries):
+            raise ValueError(
+                f"ReasoningGym.num_examples is {self.num_examples}, and task {name!r} has no reference answers; set it "
+                "to 0, or leave the task out."
+            )
+        return [(self._ask(entry), write_answer(self.answer_format, entry["answer"])) for entry in entries]
+
+    def _ask(self, entry: Mapping[str, Any]) -> str:
+        return self.question_format.replace(QUESTION, entry["question"])
+
+    def _row(
+        self,
+        name: str,
+        level: int,
+        config: Mapping[str, Any],
+        entry: Mapping[str, Any],
+        examples: Sequence[tuple[str, str]],
+    ) -> dict[str, Any]:
+        write = self._messages if self.chat else self._text
+        return {
+            "prompt": write(examples, self._ask(entry)),
+            "answer": entry["answer"],
+            "data_source": f"{name}_level_{level}" if self.num_levels > 1 else name,
+            "level": level,
+            "extra_info": {
+                "task": name,
+                "config": json.dumps(config),
+                "entry": entry["entry"],
+                "answer_format": self.answer_format,
+            },
+        }
+
+    def _messages(self, examples: Sequence[tuple[str, str]], question: str) -> Messages:
+        turns = [] if self.system_prompt is None else [("system", self.system_prompt)]
+        turns += [turn for q, a in examples for turn in (("user", q), ("assistant", a))]
+        return [{"role": role, "content": content} for role, content in [*turns, ("user", question)]]
+
+    def _text(self, examples: Sequence[tuple[str, str]], question: str) -> str:
+        before = [] if self.system_prompt is None else [self.system_prompt]
+        return "\n\n".join([*before, *(f"{q}\n{a}" for q, a in examples), f"{question}\n"])
+
+
+def _read_tasks(tasks: str | list[str] | dict[str, Any], levels: int | None) -> dict[str, dict[str, Any]]:
+    """Bring the tasks into one form: for each name, its weight and the options of each level."""
+    if isinstance(tasks, str):
+        tasks = [tasks]
+    if isinstance(tasks, list):
+        if len(set(tasks)) < len(tasks):
+            raise ValueError(f"ReasoningGym.tasks is {tasks}; name each task once.")
+        tasks = {name: {} for name in tasks}
+    if not tasks:
+        raise ValueError("ReasoningGym.tasks is empty; name at least one task.")
+    read = {name: _read_task(name, options) for name, options in tasks.items()}
+    if levels is not None and levels < 1:
+        raise ValueError(f"ReasoningGym.levels is {levels}; it must be at least 1.")
+    numbers = {name: len(task["configs"]) for name, task in read.items()}
+    if len(set(numbers.values())) > 1 or (levels is not None and set(numbers.values()) != {1}):
+        raise ValueError(
+            f"ReasoningGym.tasks has these numbers of levels: {numbers}, with levels={levels}; list as many options "
+            "for every task, or set `levels` and list none."
+        )
+    return read
+
+
+def _read_task(name: str, options: Any) -> dict[str, Any]:
+    configs = options if isinstance(options, list) else [options or {}]
+    if not configs or not all(isinstance(config, Mapping) for config in configs):
+        raise ValueError(
+            f"ReasoningGym.tasks: the options of {name!r} are {options!r}; write a mapping, or a list of them."
+        )
+    weights = {config.get("weight", 1) for config in configs}
+    if len(weights) > 1 or not isinstance(weight := weights.pop(), int | float) or not weight > 0:
+        raise ValueError(f"ReasoningGym.tasks: the weight of {name!r} must be one number larger than 0: {options!r}.")
+    if reserved := [key for key in ("seed", "size") for config in configs if key in config]:
+        raise ValueError(
+            f"ReasoningGym.tasks: {reserved[0]!r} of {name!r} is ReasoningGym's; set it there, once for all tasks."
+        )
+    return {
+        "weight": weight,
+        "configs": [{key: value for key, value in config.items() if key != "weight"} for config in configs],
+    }
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide rows by weights; at least one each, unless there are none."""
+    if total == 0:
+        return [0] * len(weights)
+    exact = [(total - len(weights)) * weight / sum(weights) for weight in weights]
+    shares = [1 + int(share) for share in exact]
+    by_rest = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
+    for i in by_rest[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def _check_mentioned(answer_format: str, texts: Sequence[str | None], num_examples: int) -> None:
+    """Refuse an answer format that the model is not shown."""
+    parts = [part.strip() for part in answer_format.split(ANSWER)]
+    if num_examples == 0 and not all(any(part in (text or "") for text in texts) for part in parts):
+        raise ValueError(
+            f"ReasoningGym.answer_format is {answer_format!r}, and nothing tells the model so: say it in system_prompt "
+            "or question_format, or set num_examples."
+        )

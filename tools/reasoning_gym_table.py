@@ -1,0 +1,252 @@
+"""Writes docs/reasoning_gym_tasks.md: which tasks of reasoning-gym build, split and score here.
+
+Usage::
+
+    python tools/reasoning_gym_table.py --write docs/reasoning_gym_tasks.md
+    python tools/reasoning_gym_table.py --tasks chain_sum gcd        # prints the rows of these
+
+For each task, with the library's default options: the three splits are generated twice and compared; their rows go
+through a parquet file; reference answers, written in tags, must score 1 and a wrong answer less; and scores of an entry
+from its column must be those of the original.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore
+from pl_grouprl.tasks.entries import decode_entry, encode_entry
+from pl_grouprl.tasks.generator import GeneratorError, library_levels
+from pl_grouprl.tasks.harmless import FORMULA_TASKS, LITERAL_TASKS
+
+SIZES = {"size": 24, "val_size": 8, "test_size": 8}
+TAGS = "<answer>{answer}</answer>"
+PROMPT = f"Write your answer as {TAGS.replace('{answer}', 'answer')}."
+
+NOT_TASKS = {"composite": "mixes other tasks; name several in `ReasoningGym.tasks` instead"}
+"""Names that the library lists, but that are no tasks, with the reason."""
+
+
+@dataclass
+class Findings:
+    """What was found out about a task.
+
+    Attributes:
+        rows: Rows of each split.
+        seconds: Time to generate a row.
+        reference: Where reference answers come from: `answer`, a key of the metadata, or empty.
+        levels: Different levels of the library's curriculum.
+        problems: What does not work.
+        scores: Scores of reference answers and wrong ones, to be compared between processes.
+    """
+
+    rows: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    reference: str = ""
+    levels: int = 0
+    problems: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+
+def task_names() -> list[str]:
+    """All tasks of the library."""
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS.keys() - NOT_TASKS.keys())
+
+
+def examine(names: Sequence[str]) -> dict[str, Findings]:
+    """Try everything with some tasks."""
+    found = {name: Findings() for name in names}
+    splits = {split: _generate(names, split, found) for split in ("train", "val", "test")}
+    again = _generate(names, "train", found)
+    for name, findings in found.items():
+        own = {split: rows.get(name, []) for split, rows in splits.items()}
+        findings.rows = {split: len(rows) for split, rows in own.items()}
+        questions = {row["prompt"][-1]["content"] for rows in own.values() for row in rows}
+        if len(questions) < sum(findings.rows.values()):
+            findings.problems.append("splits share questions")
+        if again.get(name) != splits["train"].get(name):
+            findings.problems.append("differs when generated again")
+        if not findings.problems:
+            _examine_scores(name, through_parquet([row for rows in own.values() for row in rows]), findings)
+            findings.levels = count_levels(name)
+    return found
+
+
+def _generate(names: Sequence[str], split: str, found: Mapping[str, Findings]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a split by task; where the tasks cannot be generated together, find out which one is why."""
+    sizes = {name: number * len(names) for name, number in SIZES.items()}
+    try:
+        rows = ReasoningGym(list(names), system_prompt=PROMPT, answer_format=TAGS, **sizes).rows(split)  # type: ignore[arg-type]
+    except (GeneratorError, RuntimeError) as error:
+        if len(names) > 1:
+            half = len(names) // 2
+            return _generate(names[:half], split, found) | _generate(names[half:], split, found)
+        if str(error) not in found[names[0]].problems:
+            found[names[0]].problems.append(str(error))
+        return {}
+    return {name: [row for row in rows if row["data_source"] == name] for name in names}
+
+
+def through_parquet(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write rows to a file and read them back."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return pq.read_table(path).to_pylist()
+
+
+def _examine_scores(name: str, rows: Sequence[Mapping[str, Any]], findings: Findings) -> None:
+    score, scores = ReasoningGymScore(), []
+    entries = [decode_entry(row["extra_info"]["entry"]) for row in rows]
+    references = [reference_answer(entry) for entry in entries]
+    findings.reference = references[0][0]
+    for row, (_, reference), (_, other) in zip(rows, references, references[1:] + references[:1], strict=True):
+        score.check_row(row)
+        info = row["extra_info"]
+        wrong = score(name, "<answer>no such answer</answer>", info)
+        scores += [wrong, score(name, "no answer", info)]
+        if reference is None:
+            continue
+        right, swapped = (score(name, TAGS.replace("{answer}", answer), info) for answer in (reference, other))
+        scores += [right, swapped]
+        if right != 1.0:
+            findings.problems.append(f"reference {reference!r} scores {right}")
+        if not wrong < 1.0:
+            findings.problems.append(f"a wrong answer scores {wrong}")
+    if not all(0.0 <= value <= 1.0 for value in scores):
+        findings.problems.append(f"scores from {min(scores)} to {max(scores)}")
+    findings.problems += list(dict.fromkeys(_compare_with_library(name, findings)))
+    findings.scores = scores
+
+
+def reference_answer(entry: Mapping[str, Any]) -> tuple[str, str | None]:
+    """A right answer to an entry, and where it is from."""
+    if entry["answer"] is not None:
+        return "`answer`", entry["answer"]
+    for key in ("possible_answer", "example_answer", "example_correct_answer"):
+        if (found := entry["metadata"].get(key)) is not None:
+            text = found if isinstance(found, str) else json.dumps({str(k): v for k, v in found.items()})
+            return f"`metadata.{key}`", text
+    return "none", None
+
+
+def _compare_with_library(name: str, findings: Findings) -> Iterator[str]:
+    """Entries made here score the same before and after they are encoded."""
+    from reasoning_gym.factory import create_dataset
+
+    dataset = create_dataset(name, seed=5, size=4)
+    start = time.perf_counter()
+    entries = [dataset[index] for index in range(4)]
+    findings.seconds = (time.perf_counter() - start) / 4
+    for entry, other in zip(entries, entries[1:] + entries[:1], strict=True):
+        for answer in (reference_answer(entry)[1], reference_answer(other)[1], "17", "", None):
+            same = _try(dataset, answer, decode_entry(encode_entry(entry))) == _try(dataset, answer, entry)
+            if not same:
+                yield f"{answer!r} scores otherwise after the entry was encoded"
+
+
+def _try(dataset: Any, answer: str | None, entry: dict[str, Any]) -> Any:
+    try:
+        return dataset.score_answer(answer, entry)
+    except Exception as error:
+        return type(error)
+
+
+def count_levels(name: str) -> int:
+    """How many levels of the library's curriculum differ and build."""
+    from reasoning_gym.factory import create_dataset
+
+    levels = 0
+    while True:
+        try:
+            config = library_levels(name, {}, levels + 1)[-1]
+            create_dataset(name, seed=1, size=1, **config)[0]
+        except (GeneratorError, ValueError, AssertionError, IndexError):
+            return levels
+        levels += 1
+
+
+def page(found: Mapping[str, Findings]) -> str:
+    """The whole page."""
+    good = [name for name, findings in found.items() if not findings.problems]
+    lines = [_HEADER.format(conditions=conditions(), good=len(good), all=len(found), **SIZES)]
+    lines += [_row(name, found[name]) for name in good]
+    bad = {name: "; ".join(found[name].problems) for name in found if name not in good} | NOT_TASKS
+    lines += [_REFUSED, *(f"| `{name}` | {reason} |" for name, reason in bad.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, findings: Findings) -> str:
+    evaluated = "literal" if name in LITERAL_TASKS else "formula" if name in FORMULA_TASKS else ""
+    return f"| `{name}` | {findings.reference} | {findings.levels} | {evaluated} | {_power_of_ten(findings.seconds)} |"
+
+
+def _power_of_ten(seconds: float) -> str:
+    return next(
+        (f"< {bound} s" for bound in (0.001, 0.01, 0.1) if seconds < bound), "< 1 s" if seconds < 1 else "> 1 s"
+    )
+
+
+def conditions() -> str:
+    """Versions on which the table depends."""
+    return f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, Python {platform.python_version()}"
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", type=Path, help="file to write the page to; by default it is printed")
+    parser.add_argument("--tasks", nargs="*", help="only these tasks")
+    parser.add_argument("--scores", action="store_true", help="print only the scores of each task, as JSON")
+    options = parser.parse_args()
+    found = examine(options.tasks or task_names())
+    if options.scores:
+        print(json.dumps({name: findings.scores for name, findings in found.items()}))
+    elif options.write:
+        options.write.write_text(page(found))
+    else:
+        print(page(found))
+
+
+_HEADER = """# Tasks of reasoning-gym
+
+This page is written by a command; do not edit it: `python tools/reasoning_gym_table.py --write
+docs/reasoning_gym_tasks.md`. How the tasks are used is in [tasks.md](tasks.md).
+
+Conditions: {conditions}.
+
+**{good} of {all} tasks build, split and score.** With the library's default options, {size} training, {val_size}
+validation and {test_size} test rows of each were generated twice, in two processes, with the same result and no common
+question; went through a parquet file; their reference answers scored 1, in `<answer>` tags, and a wrong answer less.
+Entries score the same before and after they are encoded.
+
+- *reference*: where a right answer comes from. Tasks without `answer` cannot have worked examples (`num_examples`).
+- *levels*: different levels of the library's curriculum (`ReasoningGym.levels`).
+- *evaluates*: the library's scorer evaluates the answer as Python; only literals or formulas get that far.
+- *per row*: time to generate one row, rounded up to a power of ten.
+
+| task | reference | levels | evaluates | per row |
+|---|---|---|---|---|"""
+
+_REFUSED = """
+## Not available
+
+| name | reason |
+|---|---|"""
+
+if __name__ == "__main__":
+    main()
