@@ -24,6 +24,7 @@ from pl_grouprl.training.resume import compare_reference
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run_options import FREE_OPTIONS
 from pl_grouprl.training.run_state import ConsistencyCheck, Stateful
+from pl_grouprl.training.setup_checks import check_lengths_of_teacher
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.options import check_options
@@ -103,6 +104,12 @@ class Distillation(GRPO):
         self.teacher = self.teacher_source.load().requires_grad_(False).train()  # in evaluation mode while it scores
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
 
+    def configure_model(self) -> None:
+        """Load student and teacher, and refuse prompts too long for the teacher."""
+        super().configure_model()
+        if self._trainer is not None and self._trainer.state.fn is not None:
+            check_lengths_of_teacher(self)
+
     def scored_models(self) -> list[Any]:
         """Add the teacher."""
         return [*super().scored_models(), self.teacher]
@@ -166,5 +173,6 @@ def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:
 
 def _with_constant(rewards: Any) -> list[Weighted | RewardFunction]:
     """Add a reward of 0 if no function counts, as rollouts without a reward would not be trained."""
-    given = [] if rewards is None else list(as_weighted(rewards))
-    return given if any(own.weight != 0 for own in given) else [*given, Weighted(no_task_reward)]
+    given = [] if rewards is None else as_weighted(rewards)
+    constant = [] if any(own.weight for own in given) else [Weighted(no_task_reward)]
+    return [*given, *constant]

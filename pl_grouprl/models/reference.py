@@ -22,7 +22,7 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 @contextmanager
 def unfrozen(model: nn.Module) -> Iterator[None]:
     """Let all parameters of a frozen model require gradients, for checks that compare gradients."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]  # not quantized ones
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)

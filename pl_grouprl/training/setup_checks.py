@@ -100,3 +100,27 @@ def _check_fit(module: Any) -> None:
             f"policy_loss {loss.name!r} chooses tokens by comparing those of one micro-batch, so that "
             f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
         )
+
+
+def check_lengths_of_teacher(module: Any) -> None:
+    """Refuse training prompts whose rollouts may become longer than the teacher reads.
+
+    Args:
+        module: An `RLModule` with a loaded `policy` and `teacher`, attached to its Trainer.
+
+    Raises:
+        ValueError: Names the limit, the longest sequence and the remedy.
+    """
+    prompts = prompts_of_stage(module.trainer, module.trainer.state.fn.value).get("train", ())
+    if not prompts:
+        return
+    completion = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
+    prompt = max(prompt.num_tokens for prompt in prompts)
+    longest = min([prompt + completion, *length_limits(module.policy).values()])
+    for name, limit in length_limits(module.teacher).items():
+        if longest > limit:
+            raise ValueError(
+                f"teacher has {name}={limit}, but sequences may have {longest} tokens (a prompt of {prompt} and a "
+                f"completion of {completion}); lower data.max_prompt_length or sampling.max_new_tokens, or use another "
+                "teacher."
+            )

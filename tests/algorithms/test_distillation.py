@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -67,6 +65,8 @@ def test_the_gradient_is_the_policy_gradient_of_the_reverse_kl(
         torch.testing.assert_close(gradient.double(), parameter.grad, rtol=1e-4, atol=1e-6)
     metrics = module.last_rollouts.metrics
     assert metrics["distillation/reverse_kl"] == pytest.approx(sum(kls) / len(kls), abs=1e-5)
+    before = teacher.float().state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in module.teacher.state_dict().items())
     assert all(parameter.grad is None for parameter in module.teacher.parameters())
 
 
@@ -91,16 +91,6 @@ def test_shared_and_repeated_prefixes_and_slices_train_alike(
         assert kls[name] == pytest.approx(kls["repeated"], abs=1e-5)
         assert largest(ends[name], ends["repeated"]) < 1e-4
     assert max(map(abs, losses["repeated"])) > 1e-3
-
-
-def test_it_lowers_the_reverse_kl(make_student, make_data, make_trainer, history):
-    record = history()
-    module = make_student(optimizer=OptimizerConfig(1e-2))
-    teacher = copy.deepcopy(module.teacher_source.load().state_dict())
-    make_trainer(max_steps=20, callbacks=[record]).fit(module, make_data(train_size=64, batch_size=8))
-    kls = [step["distillation/reverse_kl"] for step in record.steps]
-    assert sum(kls[-3:]) < 0.5 * sum(kls[:3])
-    assert all(torch.equal(value, teacher[name]) for name, value in module.teacher.state_dict().items())
 
 
 def test_task_and_teacher_are_added(make_student, make_data, make_trainer, scripted_engine):
@@ -193,7 +183,14 @@ def test_teachers_that_cannot_teach_are_refused(make_student, make_data, make_tr
             model.resize_token_embeddings(20)
             return model
 
+    class Narrow(tiny_policy):
+        def load(self):
+            model = super().load()
+            model.config.max_position_embeddings = 24
+            return model
+
     cases = {
+        r"teacher has max_position_embeddings=24, but sequences may have 25 tokens": Narrow(seed=7),
         "teacher is the model that policy starts from.*set beta": tiny_policy(),
         r"teacher has another tokenizer than policy: \d+ tokens differ.*has the id": OtherTokenizer(seed=7),
         r"teacher has logits of 20 tokens and policy of \d+": Short(seed=7),

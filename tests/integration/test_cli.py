@@ -285,7 +285,7 @@ def test_saved_config_is_a_config(run, capsys):
 def test_every_config_parses_without_network(name, fragment, capsys):
     fragments = [] if fragment is None else ["--config", fragment]
     config = yaml.safe_load(printed(capsys, "fit", "--config", name, *fragments, "--print_config"))
-    algorithm = {"grpo": "GRPO", "ppo": "PPO", "group": "GroupPPO"}[name.split("_")[0]]
+    algorithm = {"grpo": "GRPO", "ppo": "PPO", "group": "GroupPPO", "distillation": "Distillation"}[name.split("_")[0]]
     assert config["model"]["class_path"] == f"pl_grouprl.{algorithm}"
     assert config["trainer"]["strategy"] == ("auto" if fragment is None else "ddp")
 

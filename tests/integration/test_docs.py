@@ -75,6 +75,7 @@ OPTIONS = {
         "rewards_and_data.md",
         "algorithms.md",
         "ppo_and_group_ppo.md",
+        "distillation.md",
         "vision_language.md",
         "rollouts.md",
         "tools_and_environments.md",
@@ -102,6 +103,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
             "rewards_and_data.md",
             "graders.md",
             "ppo_and_group_ppo.md",
+            "distillation.md",
             "scaling.md",
             "tasks.md",
             "tools_and_environments.md",
@@ -153,7 +155,15 @@ def test_every_option_is_on_the_page():
 
 @pytest.mark.parametrize(
     "page",
-    ["options.md", "shared_prefix.md", "rewards_and_data.md", "ppo_and_group_ppo.md", "scaling.md", "graders.md"],
+    [
+        "options.md",
+        "shared_prefix.md",
+        "rewards_and_data.md",
+        "ppo_and_group_ppo.md",
+        "distillation.md",
+        "scaling.md",
+        "graders.md",
+    ],
 )
 def test_import_paths_exist(page):
     paths = set(re.findall(r"`(pl_grouprl\.[\w.]+)", (DOCS / page).read_text(encoding="utf-8")))
