@@ -5,7 +5,7 @@ VLLM := .venv-vllm/bin
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-vllm test-all strategies audit lint types clean
+.PHONY: demo test test-vllm test-real-model test-all strategies audit lint types clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -16,6 +16,10 @@ test: .venv/installed lint types
 # Samples with vLLM's CPU build, in an environment of its own: the package never depends on that build.
 test-vllm: .venv-vllm/installed
 	$(VLLM)/python -m pytest -m 'vllm and not slow and not gpu'
+
+# Parity, rollouts and training with SmolLM2-135M-Instruct, which it fetches: about ten minutes.
+test-real-model: .venv/installed
+	$(BIN)/python -m pytest -m 'slow and not gpu and not vllm' tests/real_model
 
 # All that this machine can check, one line for each part: one to two hours.
 test-all: .venv/installed

@@ -23,6 +23,7 @@ COMMANDS = {
     "growth": "time and memory as groups grow, against a straight line",
     "sweep": "time, operations and memory against P/R for several P and G, as a figure",
     "critic-update": "PPO and GROUP PPO: the critic's update and the whole step, by part",
+    "real-model": "scoring, updates and GRPO steps of a pretrained model, against repeated rows and TRL's trainer",
     "packing": "how full the rows of a token budget are, by counting",
     "balance": "time of two ranks against the estimated cost of their groups",
     "all": "all of them unattended, within some minutes",

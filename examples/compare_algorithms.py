@@ -35,7 +35,7 @@ if str(ROOT) not in sys.path:  # run as a script
 
 from benchmarks.measure import Conditions  # noqa: E402
 from examples.compare_report import PARTS, Run, write_report  # noqa: E402
-from pl_grouprl import GRPO, PPO, GroupPPO  # noqa: E402
+from pl_grouprl import GRPO, PPO, Distillation, GroupPPO  # noqa: E402
 from pl_grouprl.callbacks import RunSummary  # noqa: E402
 from pl_grouprl.cli import RLCLI, find_config  # noqa: E402
 from pl_grouprl.data import PromptBatch  # noqa: E402
@@ -221,7 +221,7 @@ class Recorder(pl.Callback):
 def count_positions(module: GRPO | PPO) -> tuple[int, int]:
     """Trained tokens of the latest rollouts, and how many advantages were computed for them.
 
-    GRPO computes one for each rollout, PPO one for each token, GROUP PPO one for each token group.
+    GRPO computes one for each rollout, PPO and distillation one for each token, GROUP PPO one for each token group.
     """
     buffer = module.last_rollouts
     assert buffer is not None
@@ -229,7 +229,7 @@ def count_positions(module: GRPO | PPO) -> tuple[int, int]:
     if isinstance(module, GroupPPO):
         assert module.token_groups is not None
         return tokens, int(token_group_counts(module.token_groups)["positions"])
-    return tokens, tokens if isinstance(module, PPO) else int(buffer.trained_rollouts().sum())
+    return tokens, tokens if isinstance(module, PPO | Distillation) else int(buffer.trained_rollouts().sum())
 
 
 def time_critic(module: PPO, rounds: int = 5) -> list[float]:

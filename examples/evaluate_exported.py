@@ -30,7 +30,8 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "grpo_smollm2.yaml"
 def read_task(config: Path) -> tuple[dict[str, Any], int]:
     """The arguments of a configuration's ReasoningGym, and its number of new tokens."""
     written = yaml.safe_load(config.read_text())
-    return written["data"]["init_args"]["test"]["init_args"], written["model"]["init_args"]["sampling"]["max_new_tokens"]
+    sampling = written["model"]["init_args"]["sampling"]
+    return written["data"]["init_args"]["test"]["init_args"], sampling["max_new_tokens"]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
+    from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO
     from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor
     from pl_grouprl.data import PromptDataModule
     from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Distillation": "algorithms",
     "GRPO": "algorithms",
     "GroupPPO": "algorithms",
     "PPO": "algorithms",
@@ -29,6 +30,7 @@ _HOMES = {
 __all__ = [
     "GRPO",
     "PPO",
+    "Distillation",
     "GroupPPO",
     "Prompt",
     "PromptDataModule",

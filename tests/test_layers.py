@@ -73,5 +73,6 @@ def test_importing_the_package_loads_nothing_heavy():
     import subprocess
     import sys
 
-    code = "import sys, pl_grouprl; print([m for m in ('torch', 'lightning', 'transformers') if m in sys.modules])"
+    heavy = ("torch", "lightning", "transformers", "datasets")
+    code = f"import sys, pl_grouprl; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

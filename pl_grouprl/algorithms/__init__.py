@@ -1,5 +1,6 @@
 """LightningModules: what to roll out, and what to learn from it."""
 
+from pl_grouprl.algorithms.distillation import Distillation
 from pl_grouprl.algorithms.group_ppo import GroupPPO
 from pl_grouprl.algorithms.grpo import GRPO
 from pl_grouprl.algorithms.module import RLModule
@@ -14,6 +15,7 @@ __all__ = [
     "GRPO",
     "PPO",
     "CriticRows",
+    "Distillation",
     "Estimate",
     "GroupPPO",
     "LossSums",

@@ -136,13 +136,17 @@ class RLModule(pl.LightningModule, ABC):
         tool_workers: Processes per rank that run tools and environments, killed where a call takes too long; 0 runs
             them in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
-        val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k.
+        val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
+            pass@k.
         val_sampling: How those are sampled; None is `sampling`.
+        pass_threshold: A rollout of validation or test passes, for pass@k, if its reward is at least this.
         reward_workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn.
             Async functions and reward models stay in this one; see `RewardWorkers`.
         reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or
             for one rollout with verl's signature. It is then killed with what it started, and has failed. None: any
             time.
+        reward_memory_limit_mb: MiB of address space of each reward worker, its imports included; a call that needs
+            more has failed. None: no limit.
         reward_retries: How often a call that raised is repeated.
         max_failed_share: Share of the rollouts of a rank on which a function may fail before that ends the run.
         seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
@@ -238,8 +242,10 @@ class RLModule(pl.LightningModule, ABC):
         chat_template: str | None = None,
         val_num_generations: int = 1,
         val_sampling: SamplingConfig | None = None,
+        pass_threshold: float = 1.0,
         reward_workers: int = 0,
         reward_timeout: float | None = None,
+        reward_memory_limit_mb: int | None = None,
         reward_retries: int = 1,
         max_failed_share: float = 0.5,
         seed: int = 0,
@@ -296,7 +302,7 @@ class RLModule(pl.LightningModule, ABC):
         self.last_rollouts: RolloutBuffer | None = None
         self.num_tokens = 0
 
-        self.timer, self.throughput, self.evaluator = StepTimer(), Throughput(), Evaluator()
+        self.timer, self.throughput = StepTimer(), Throughput()
         self.random_numbers = RandomNumbers(self)
         self.prefix_sharing = PrefixSharing(self, sharing, attention_backend, verify)
         self.episodes = Episodes(
@@ -316,11 +322,13 @@ class RLModule(pl.LightningModule, ABC):
             self,
             workers=reward_workers,
             timeout=reward_timeout,
+            memory_limit_mb=reward_memory_limit_mb,
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,
             environments=self.episodes.exposes_environments and not rollout_ahead,  # which resets them too early
         )
+        self.evaluator = Evaluator(self.rewarder.functions, pass_threshold)
         self.collector = Collector(
             self,
             self.sampler,
@@ -642,7 +650,8 @@ class RLModule(pl.LightningModule, ABC):
 
         with naming_memory(
             "the optimizer step, whose moments take two more numbers for each trained weight",
-            "shard them over more devices (trainer.strategy: fsdp2, deepspeed), or train an adapter (policy.adapter)",
+            "store them in 8 bits (optimizer.state_bits), shard them over more devices (trainer.strategy: fsdp2, "
+            "deepspeed), or train an adapter (policy.adapter)",
         ):
             super().optimizer_step(epoch, batch_idx, optimizer, update)
             check_weights(self)
@@ -682,9 +691,9 @@ class RLModule(pl.LightningModule, ABC):
         self.rewarder.start(self.evaluator.groups).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Return copies of the batch's rollouts with their rewards as `groups`, for callbacks."""
-        self.evaluator.record()
-        return {"groups": private_copy(self.evaluator.groups)}
+        """Return copies of the batch's rollouts with their rewards as `groups`, and their `answers`, for callbacks."""
+        answers = self.evaluator.record()
+        return {"groups": private_copy(self.evaluator.groups), "answers": answers}
 
     def on_validation_epoch_end(self) -> None:
         """Log `val/...` or `test/...` metrics over all ranks."""

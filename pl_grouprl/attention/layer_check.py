@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pl_grouprl.attention.support import find_decoder, positions_are_relative, refusal
 from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
 from pl_grouprl.utilities.modes import examining, is_whole
-from pl_grouprl.utilities.tolerances import compare, tolerance_of
+from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
     ]
     found, expected = (torch.cat(states) for states in zip(*pairs, strict=True))
     difference = compare(found, expected).relative_mean
-    if not difference <= tolerance_of(found.dtype).hidden:  # also refuses NaN
+    if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
         raise refusal(model, *_what_differs(found, expected, difference))
     return relative
 
@@ -97,7 +97,7 @@ def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], Non
             except Exception:  # if it is the model's own error, an unshared call raises it again
                 differing = kind
                 continue
-            if compare(found, expected).relative_mean <= tolerance_of(found.dtype).hidden:
+            if compare(found, expected).relative_mean <= tolerance_of(computing_dtype(decoder)).hidden:
                 break
             differing = kind
     return differing
@@ -143,7 +143,7 @@ def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     moved = positions + max(min(longest - tokens.shape[1], 4096), 64)
     here, there = (_run(decoder, {"input_ids": tokens, "position_ids": p}) for p in (positions, moved))
-    return compare(there, here).relative_mean <= tolerance_of(decoder.dtype).moved
+    return compare(there, here).relative_mean <= tolerance_of(computing_dtype(decoder)).moved
 
 
 def _without_remedy(reason: str) -> str:

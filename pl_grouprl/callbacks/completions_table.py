@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from pl_grouprl.callbacks.evaluation_report import EvaluationRows, Row
 from pl_grouprl.callbacks.run_folder import claim, is_trial, run_folder
 from pl_grouprl.callbacks.turns import turns_line
 from pl_grouprl.types import Messages, Prompt, Rollout, RolloutGroup
@@ -18,9 +19,10 @@ from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 
-Row = dict[str, Any]
-
 CONSOLE_WIDTH = 120
+
+_PREFIXES = {"validate": "val_", "test": "test_"}
+"""What the name of the file begins with in a stage other than fit."""
 
 _LAYOUT: dict[str, dict[str, Any]] = {
     "prompt": {"ratio": 2},
@@ -37,6 +39,10 @@ class CompletionsTable(Callback):
     `groups` is one. Shows rank 0's rows, of episodes all turns: `call(...) -> result | answer`. Every completion of the
     chosen groups is appended as a line to `completions.jsonl` in the run folder, episodes with their `messages`. A
     failure to write is a warning.
+
+    `validate` and `test` write the completions of all prompts of all ranks, with the `answer` that votes in maj@k, to
+    `val_completions.jsonl` or `test_completions.jsonl`, and show those of the first prompts. `group` is then the number
+    of the prompt. This needs a module whose validation and test steps return `groups` and `answers`, as in `GRPO`.
 
     Args:
         every_n_steps: Optimizer steps between tables.
@@ -76,12 +82,14 @@ class CompletionsTable(Callback):
         self._file: Path | None = None
         self._writes = OptionalWrites("CompletionsTable")
         self._next_step = 0
+        self._evaluation: EvaluationRows | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reserve the file in the run folder, and refuse a module without rollouts."""
-        if stage != "fit":
+        self._evaluation = EvaluationRows() if stage in _PREFIXES else None
+        if stage not in ("fit", *_PREFIXES):
             return
-        if not hasattr(pl_module, "last_rollouts"):
+        if stage == "fit" and not hasattr(pl_module, "last_rollouts"):
             raise TypeError(
                 f"CompletionsTable needs a module with an attribute `last_rollouts` and {type(pl_module).__name__} has "
                 "none; set it to the list of RolloutGroup of the step, or leave the callback out."
@@ -89,7 +97,8 @@ class CompletionsTable(Callback):
         self._next_step = 0
         self._writes = OptionalWrites("CompletionsTable")
         folder = run_folder(trainer)
-        self._file = None if folder is None or self.filename is None else folder / self.filename
+        named = None if self.filename is None else f"{_PREFIXES.get(stage, '')}{self.filename}"
+        self._file = None if folder is None or named is None else folder / named
         if self._file is not None:
             claim(trainer, self._file, self)
 
@@ -109,14 +118,43 @@ class CompletionsTable(Callback):
         rows = [completion_rows(group, index, trainer.global_step, tokenizer) for index, group in enumerate(groups)]
         self._write([row for group_rows in rows for row in group_rows])
         shown = [row for group_rows in rows for row in _spread(group_rows, self.num_completions)]
-        if self.console:
-            with self._writes.to("the console"):
-                trainer.print(render_table(shown, self.max_characters))
+        self._show(trainer, shown, f"Completions at step {trainer.global_step}")
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and not is_trial(trainer):
                 text = markdown_table(shown, self.max_characters)
                 with self._writes.to(logger.log_dir):
                     logger.experiment.add_text("completions", text, trainer.global_step)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Append the completions of the batch; show those of the first prompts."""
+        if self._evaluation is None or not (isinstance(outputs, Mapping) and "groups" in outputs):
+            return
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        rows = self._evaluation.of_batch(
+            outputs, lambda group, index: completion_rows(group, index, 0, tokenizer), trainer.strategy.root_device
+        )
+        if not trainer.is_global_zero:
+            return
+        self._write([{name: value for name, value in row.items() if name != "step"} for row in rows])
+        if batch_idx == 0:
+            groups = [[row for row in rows if row["group"] == number] for number in range(self.num_groups)]
+            shown = [row for group_rows in groups for row in _spread(group_rows, self.num_completions)]
+            self._show(trainer, shown, "Completions")
+
+    on_test_batch_end = on_validation_batch_end
+
+    def _show(self, trainer: Trainer, rows: Sequence[Row], title: str) -> None:
+        if self.console:
+            with self._writes.to("the console"):
+                trainer.print(render_table(rows, self.max_characters, title))
 
     def _write(self, rows: Sequence[Row]) -> None:
         if self._file is None:
@@ -174,13 +212,13 @@ def _join_messages(messages: Messages) -> str:
     return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages)
 
 
-def render_table(rows: Sequence[Row], max_characters: int) -> str:
+def render_table(rows: Sequence[Row], max_characters: int, title: str = "Completions") -> str:
     """Draw the rows as a table of plain characters."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"Completions at step {rows[0]['step']}" if rows else "Completions", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for name in _columns(rows):
         table.add_column(name, **_LAYOUT.get(name, {}))
     previous: Row | None = None

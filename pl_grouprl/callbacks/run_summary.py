@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from pl_grouprl.callbacks.curves import draw_curves
+from pl_grouprl.callbacks.evaluation_report import source_table
 from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_folder import claim, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -28,6 +29,8 @@ class RunSummary(Callback):
     """Record every logged metric and summarize them when training ends.
 
     A value counts for the step that logged it, although Lightning repeats it in later steps.
+
+    After `validate` and `test`, only the metrics of each data source are printed, as a table.
 
     Works with any module that logs. Checkpoints include the history, so a resumed run is summarized from its start. A
     file that cannot be written is a warning. Under `fast_dev_run` only the console lines are written.
@@ -89,12 +92,19 @@ class RunSummary(Callback):
             self._record_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the validation metrics."""
-        if trainer.sanity_checking or trainer.state.fn != "fit":
+        """Record the validation metrics; outside a fit, print those of the data sources."""
+        if trainer.sanity_checking:
+            return
+        if trainer.state.fn != "fit":
+            self._print_sources(trainer, "val")
             return
         metrics = trainer.callback_metrics
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIXES)}
         self.history.record(trainer.global_step, validation)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the metrics of the data sources."""
+        self._print_sources(trainer, "test")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary."""
@@ -126,6 +136,12 @@ class RunSummary(Callback):
         """Continue the history of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self.training_seconds = float(state_dict["training_seconds"])
+
+    def _print_sources(self, trainer: Trainer, prefix: str) -> None:
+        table = source_table(trainer.callback_metrics, prefix)
+        if table and trainer.is_global_zero:
+            with OptionalWrites("RunSummary").to("the console"):
+                trainer.print(table)
 
     def _record_training(self, trainer: Trainer) -> None:
         """Record the last step's values that are new since the previous call.

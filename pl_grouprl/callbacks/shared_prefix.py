@@ -41,7 +41,8 @@ class SharedPrefixCallback(Callback):
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
         verify: Compare shared and repeated prefixes on small random groups before the first step, and stop the run if
             log-probabilities or gradients differ by more than the dtype explains.
-        measure_every_n_steps: Optimizer steps between measurements, which time one call both ways; 0 is never.
+        measure_every_n_steps: Optimizer steps between measurements, which time one call both ways; 0 is never. With
+            repeated prefixes the call takes `prefix/token_ratio` times the memory for activations.
         min_saved_tokens: Rows share a prefix only if that saves at least this many tokens.
 
     Raises:

@@ -48,7 +48,7 @@ def check_decoding(
 ) -> None:
     """Compare log-probabilities of a few sampled tokens with those of forwards without a cache, once per model.
 
-    Skips models whose weights are sharded, on meta or quantized.
+    Skips models whose weights are sharded, on meta, or quantized otherwise than to 4 bits.
 
     Args:
         model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.

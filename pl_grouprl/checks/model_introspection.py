@@ -55,15 +55,16 @@ def check_causal(decoder: Any, owner: str) -> None:
         )
 
 
-def check_score_head(model: Any, head: nn.Linear, owner: str) -> None:
-    """Refuse a classifier whose scores are not its head applied to the state at the last token.
+def check_score_head(model: Any, head: nn.Linear, owner: str, kind: str = "SequenceClassification") -> None:
+    """Refuse a classifier whose scores are not its head applied to the state at the (last) token.
 
     Encoders score differently: they read the first token, or have a pooler before the head.
 
     Args:
-        model: A `...ForSequenceClassification`.
+        model: A `...ForSequenceClassification` or `...ForTokenClassification`.
         head: Its linear layer; see `models.sequence_classifier.score_head`.
         owner: Whose option the model is, for the error.
+        kind: Which of the two.
 
     Raises:
         ValueError: If the scores differ by more than rounding.
@@ -71,7 +72,8 @@ def check_score_head(model: Any, head: nn.Linear, owner: str) -> None:
     decoder = find_decoder(model)
     for row in _probe_rows(model):
         with _undisturbed(model):
-            expected_C = model(input_ids=row).logits[0].float()
+            logits = model(input_ids=row).logits.float()
+            expected_C = logits.reshape(-1, logits.shape[-1])[-1]  # of the last token, where each has some
             states_LD = _states(decoder, row)
             read_C = head(states_LD[-1].to(head.weight.dtype)).float()
         # Relative to the largest possible product, since a score may be near zero.
@@ -81,8 +83,8 @@ def check_score_head(model: Any, head: nn.Linear, owner: str) -> None:
             raise ValueError(
                 f"{owner}: {type(model).__name__} scores the tokens {row[0].tolist()} with {_rounded(expected_C)}, and "
                 f"its head gives {_rounded(read_C)} at the last of them: it reads its score elsewhere, or through "
-                "further layers, as encoders do. Use a decoder's ForSequenceClassification, such as "
-                "Qwen2ForSequenceClassification; a custom reward function can call any other model."
+                f"further layers, as encoders do. Use a decoder's For{kind}, such as "
+                f"Qwen2For{kind}; a custom reward function can call any other model."
             )
 
 

@@ -1,5 +1,6 @@
 """Prompts: files, the data module, and its batches."""
 
+from pl_grouprl.data.hub_dataset import HubDataset
 from pl_grouprl.data.loaders import EvalPromptLoader, PromptBatch, TrainPromptLoader
 from pl_grouprl.data.prompt_data_module import PromptDataModule
 from pl_grouprl.data.sources import PromptSource
@@ -9,6 +10,7 @@ __getattr__ = moved(__name__, {"MostFrequentDigit": "pl_grouprl.demo.MostFrequen
 
 __all__ = [
     "EvalPromptLoader",
+    "HubDataset",
     "PromptBatch",
     "PromptDataModule",
     "PromptSource",

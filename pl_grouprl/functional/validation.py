@@ -1,4 +1,4 @@
-"""Scores of k answers per prompt: their mean, the best, and the majority's.
+"""Scores of k answers per prompt: their mean, the best, and the majority's; and whether any of them passes.
 
 From n answers per prompt, `best` and `majority` of k < n are expectations over a random choice of k of them, in
 closed form, drawn in one of two ways:
@@ -48,6 +48,31 @@ def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replac
     """
     _check_scores(scores)
     return _mean([_expected_best(row, _draws(row, k), replacement) for row in scores])
+
+
+def pass_at_k(passes: Sequence[Sequence[bool]], k: int) -> float:
+    """Probability that at least one of k answers of a prompt passes, averaged over prompts.
+
+    The unbiased estimate 1 - C(n - c, k) / C(n, k) from n answers of which c pass (arXiv:2107.03374, eq. 1).
+
+    Args:
+        passes: For each prompt, whether each of its answers passes.
+        k: How many answers are drawn, without replacement.
+
+    Returns:
+        The mean over prompts.
+
+    Raises:
+        ValueError: If there is no prompt, or a prompt has fewer than k answers.
+    """
+    _check_scores(passes)
+    failed = [len(row) - sum(map(bool, row)) for row in passes]
+    return _mean(
+        [
+            1 - math.comb(num_failed, _draws(row, k)) / math.comb(len(row), k)
+            for row, num_failed in zip(passes, failed, strict=True)
+        ]
+    )
 
 
 def majority_at_k(

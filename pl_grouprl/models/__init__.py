@@ -7,6 +7,7 @@ from pl_grouprl.models.critic_sources import CriticSource, PolicyCopyCritic, Pre
 from pl_grouprl.models.lora_critic import LoRACritic
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.models.quantization import FourBit
 from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
 from pl_grouprl.utilities.moved import moved
 
@@ -15,6 +16,7 @@ __getattr__ = moved(__name__, {"WarmStartedPolicy": "pl_grouprl.demo.WarmStarted
 __all__ = [
     "Critic",
     "CriticSource",
+    "FourBit",
     "LoRAAdapter",
     "LoRACritic",
     "ModelCost",

@@ -10,10 +10,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+
+from pl_grouprl.models.quantization import dequantize
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
@@ -76,18 +79,27 @@ def aliased_copy(model: nn.Module) -> tuple[Any, dict[nn.Parameter, str]]:
     Returns:
         The copy, whose parameters are frozen aliases of the model's storage, and the model's name of each.
     """
-    aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    # The memo replaces each parameter by its alias.
-    duplicate = copy.deepcopy(model, dict(aliases))
+    aliases = {id(p): _alias(p) for p in model.parameters()}
+    scales = {id(p.quant_state): p.quant_state for p in model.parameters() if hasattr(p, "quant_state")}
+    # The memo replaces each parameter by its alias, and keeps the scales of 4-bit weights.
+    duplicate = copy.deepcopy(model, {**aliases, **scales})
     return duplicate, {aliases[id(parameter)]: name for name, parameter in model.named_parameters()}
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    if hasattr(parameter, "quant_state"):
+        return copy.copy(parameter)
+    return nn.Parameter(parameter.detach(), requires_grad=False)
 
 
 def merged_copy(model: Any) -> Any:
     """Copy a model with its active adapters merged into its weights, as a plain transformers model.
 
-    The copy is frozen. Weights without an adapter alias the model's.
+    The copy is frozen. Weights without an adapter alias the model's, except those of 4-bit layers, which are
+    dequantized first.
     """
     duplicate, _ = aliased_copy(base_of(model))
+    dequantize(duplicate)
     for layer in adapter_layers(duplicate):
         if hasattr(layer, "merge"):
             base = layer.get_base_layer()
@@ -152,8 +164,10 @@ def leave_frozen_parameters_out_of_checkpoints(module: nn.Module, child: str) ->
 
 
 def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    for name in names:
-        state.pop(prefix + name, None)
+    left_out = {prefix + name for name in names}
+    for key in list(state):
+        if not left_out.isdisjoint(accumulate(key.split("."), "{}.{}".format)):  # also the scales of 4-bit weights
+            del state[key]
 
 
 def _fill_in(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pl_grouprl.models.quantization import whole_shape
 from pl_grouprl.packing import SharedPrefixLayout, Sharing
 from pl_grouprl.utilities.arguments import checked_arguments
 
@@ -96,7 +97,7 @@ def _weights(module: nn.Module, visited: int | None) -> float:
     """Weights of a module's matrices (not its children's) that multiply one token."""
     weights = 0.0
     for parameter in module.parameters(recurse=False):
-        shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned parameter
+        shape: Sequence[int] = getattr(parameter, "ds_shape", whole_shape(parameter))  # a partitioned parameter
         shape = getattr(parameter, "whole_shape", shape)  # flattened by FSDP1
         if len(shape) == 2:
             weights += math.prod(shape)

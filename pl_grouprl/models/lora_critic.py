@@ -94,7 +94,7 @@ class TiedCritic(Critic):
         theirs = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]
         for name, source in self.tied.items():
             parameter = theirs.get(source)
-            if parameter is None or type(parameter) is not nn.Parameter or parameter.shape != own[name].shape:
+            if parameter is None or type(parameter) is not type(own[name]) or parameter.shape != own[name].shape:
                 found = "missing" if parameter is None else f"a {type(parameter).__name__} of {list(parameter.shape)}"
                 raise ValueError(
                     f"LoRACritic shares storage with the policy's {source!r} of shape {list(own[name].shape)}, which "

@@ -17,8 +17,10 @@ from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import check_patterns, load_model
+from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.options import drop_none
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,8 +41,12 @@ class PolicySource(Protocol):
         ...
 
 
-def as_policy_source(policy: Any) -> PolicySource:
+def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
     """Return a policy source as it is, or make one from a path.
+
+    Args:
+        policy: A source, or the path or hub name of a model.
+        argument: Name of the option, for the error.
 
     Raises:
         ArgumentError: If it is a model, or anything else that cannot be reloaded.
@@ -50,7 +56,7 @@ def as_policy_source(policy: Any) -> PolicySource:
     if isinstance(policy, PolicySource):
         return policy
     raise ArgumentError(
-        f"policy is {describe_value(policy)}; every rank and every resumed run reloads the initial policy, which an "
+        f"{argument} is {describe_value(policy)}; every rank and every resumed run reloads the initial model, which an "
         "object in memory does not allow. Save model and tokenizer with save_pretrained and pass the folder, or pass a "
         "PolicySource: an object whose load() and load_tokenizer() return the same each time."
     )
@@ -89,6 +95,8 @@ class PretrainedPolicy:
         gguf_file: Name of a GGUF file in `path`, which has config, weights and tokenizer in one. Quantized weights are
             dequantized to `dtype`: everything else works as with any policy, and takes as much memory. Needs the
             packages gguf and accelerate.
+        quantization: Store the frozen linear layers under an `adapter` in 4 bits, quantized as they are loaded
+            (QLoRA); see `FourBit`. None keeps `dtype`.
 
     Raises:
         FileNotFoundError: If `path` looks like a folder but is not one, or has no `gguf_file`.
@@ -108,6 +116,7 @@ class PretrainedPolicy:
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     allow_mismatched_weights: tuple[str, ...] = ()
     gguf_file: str | None = None
+    quantization: FourBit | None = None
 
     def __post_init__(self) -> None:
         gguf.check_gguf_file(self.path, self.gguf_file)
@@ -117,6 +126,25 @@ class PretrainedPolicy:
         check_patterns(self.allow_mismatched_weights, type(self).__name__)
         if Path(self.path).expanduser().joinpath("adapter_config.json").is_file():
             self._refuse_adapter()
+        if self.quantization is not None:
+            self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        if self.adapter is None:
+            raise ValueError(
+                f"quantization is {self.quantization}, but there is no adapter, and weights of 4 bits cannot be "
+                "trained; add one (adapter: {r: 16}), or leave quantization out."
+            )
+        if self.gguf_file is not None:
+            raise ValueError(
+                f"gguf_file is {self.gguf_file!r}, and quantization is {self.quantization}; transformers takes one of "
+                "them. Leave quantization out, or load the policy without it, save_pretrained, and pass that folder."
+            )
+        if self.compile_layers:
+            raise ValueError(
+                f"compile_layers is true, and quantization is {self.quantization}, whose layers are not known to "
+                "compile; leave out one of them."
+            )
 
     def load(self) -> nn.Module:
         """Load the weights, including any vision tower, add the adapter, and compile.
@@ -127,6 +155,11 @@ class PretrainedPolicy:
                 model.
         """
         model = self.load_as(language_model_class(self.load_config()))
+        if self.adapter is None and is_quantized(model):
+            raise ValueError(
+                f"model path {self.path!r} has weights of 4 bits, which cannot be trained; add an adapter "
+                "(adapter: {r: 16}), or pass the path of the unquantized model."
+            )
         if self.adapter is not None:
             self.adapter.add_to(model)
             self._refuse_lost_gradients(model)
@@ -156,9 +189,12 @@ class PretrainedPolicy:
             ValueError: If `path` is an adapter, or weights are missing, unexpected, misshaped, infinite or unreadable.
         """
         config = self.load_config()
-        options = {} if self.gguf_file is None else gguf.dense_options(self.gguf_file)
-        if self.attn_implementation is not None:
-            options["attn_implementation"] = self.attn_implementation
+        options: dict[str, Any] = drop_none(attn_implementation=self.attn_implementation)
+        if self.gguf_file is not None:
+            options |= gguf.dense_options(self.gguf_file)
+        if self.quantization is not None:
+            self._refuse_quantized(config)
+            options["quantization_config"] = self.quantization.config()
         model = load_model(
             auto_class,
             self._location,
@@ -171,6 +207,7 @@ class PretrainedPolicy:
         )
         if has_adapters(model):  # transformers loaded its base too, and froze both
             self._refuse_adapter()
+        prepare_for_training(model)
         if self.gradient_checkpointing:
             arguments = self._checkpointing_options
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
@@ -232,6 +269,13 @@ class PretrainedPolicy:
             f"model path {self.path!r} is an adapter; pass the path of its base, and this one as the adapter's "
             "(adapter: {path: ...}) to continue training it."
         )
+
+    def _refuse_quantized(self, config: PretrainedConfig) -> None:
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"quantization is {self.quantization}, but model path {self.path!r} is quantized already "
+                "(quantization_config in its config.json); leave quantization out."
+            )
 
     @property
     def _checkpointing_options(self) -> dict[str, Any]:

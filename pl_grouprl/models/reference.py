@@ -1,4 +1,4 @@
-"""The reference policy of KL penalties: a frozen copy of the initial policy.
+"""Frozen models: the reference policy of KL penalties, a copy of the initial policy, and teachers.
 
 A policy with an adapter needs no copy: its frozen base, with the adapter off, is the reference.
 """
@@ -6,6 +6,8 @@ A policy with an adapter needs no copy: its frozen base, with the adapter off, i
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,19 @@ from torch import nn
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Copy a model and freeze the copy. Keeps its mode; put it in evaluation mode before scoring."""
     return copy.deepcopy(model).requires_grad_(False)
+
+
+@contextmanager
+def unfrozen(model: nn.Module) -> Iterator[None]:
+    """Let all parameters of a frozen model require gradients, for checks that compare gradients."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]  # not quantized ones
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:

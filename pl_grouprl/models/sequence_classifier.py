@@ -1,4 +1,4 @@
-"""Recognizes transformers' sequence classifiers, used as reward models, and finds their head."""
+"""Recognizes transformers' classifiers of sequences and tokens, used as reward models, and finds their head."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 
 def is_sequence_classifier(config: PretrainedConfig) -> bool:
     """Whether a checkpoint was saved from a `...ForSequenceClassification`."""
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    return is_classifier(config, "SequenceClassification")
 
 
-def score_head(model: PreTrainedModel) -> nn.Linear:
-    """The linear layer that maps a hidden state to a sequence's scores.
+def is_classifier(config: PretrainedConfig, kind: str) -> bool:
+    """Whether a checkpoint was saved from a `...For{kind}`, such as `SequenceClassification`."""
+    return any(name.endswith(f"For{kind}") for name in config.architectures or ())
+
+
+def score_head(model: PreTrainedModel, kind: str = "SequenceClassification") -> nn.Linear:
+    """The linear layer that maps a hidden state to the scores of a sequence or a token.
 
     Families differ in which state it reads: `checks.model_introspection.check_score_head` distinguishes decoders, which
     read the last token, from encoders.
@@ -28,6 +33,6 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
     if len(heads) != 1 or heads[0].out_features != model.config.num_labels:
         raise ValueError(
             f"{type(model).__name__} has no single linear layer from hidden states to its {model.config.num_labels} "
-            "labels; use a decoder's ForSequenceClassification, such as Qwen2ForSequenceClassification."
+            f"labels; use a decoder's For{kind}, such as Qwen2For{kind}."
         )
     return heads[0]

@@ -8,6 +8,7 @@ from pl_grouprl.rewards.apply import (
     apply_rewards,
     check_columns,
     check_stoppable,
+    check_time_limits,
     prepare_rewards,
     start_rewards,
 )
@@ -17,7 +18,9 @@ from pl_grouprl.rewards.conventions import check_environments
 from pl_grouprl.rewards.cosine_length import CosineLengthReward
 from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.rewards.exact_match import ExactMatch
+from pl_grouprl.rewards.judge import Judge
 from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
+from pl_grouprl.rewards.math_verify import MathVerify
 from pl_grouprl.rewards.numeric_answer import NumericAnswer
 from pl_grouprl.rewards.overlong import OverlongPenalty
 from pl_grouprl.rewards.repetition import RepetitionPenalty
@@ -26,6 +29,7 @@ from pl_grouprl.rewards.workers import RewardWorkers
 
 if TYPE_CHECKING:
     from pl_grouprl.rewards.model_reward import ModelReward
+    from pl_grouprl.rewards.process_reward_model import ProcessRewardModel
 
 __all__ = [
     "CodeTests",
@@ -33,11 +37,14 @@ __all__ = [
     "EnvironmentReward",
     "ExactMatch",
     "FunctionFromFile",
+    "Judge",
     "LeadingCorrectCharacters",
+    "MathVerify",
     "ModelReward",
     "NumericAnswer",
     "OverlongPenalty",
     "PendingRewards",
+    "ProcessRewardModel",
     "RepetitionPenalty",
     "RewardConfigurationError",
     "RewardFunction",
@@ -50,15 +57,20 @@ __all__ = [
     "check_columns",
     "check_environments",
     "check_stoppable",
+    "check_time_limits",
     "prepare_rewards",
     "start_rewards",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `ModelReward` when it is asked for: a reward worker starts without PyTorch unless it needs it."""
+    """Import reward models when they are asked for: a reward worker starts without PyTorch unless it needs it."""
     if name == "ModelReward":
         from pl_grouprl.rewards.model_reward import ModelReward
 
         return ModelReward
+    if name == "ProcessRewardModel":
+        from pl_grouprl.rewards.process_reward_model import ProcessRewardModel
+
+        return ProcessRewardModel
     raise AttributeError(f"module 'pl_grouprl.rewards' has no attribute {name!r}")

@@ -85,6 +85,20 @@ def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
         )
 
 
+def check_time_limits(prepared: Sequence[PreparedReward], workers: int, timeout: float | None) -> None:
+    """Refuse functions that can run forever without workers that stop them.
+
+    Raises:
+        ValueError: Names the functions and the options.
+    """
+    endless = [reward.name for reward in prepared if reward.needs_time_limit]
+    if endless and (workers == 0 or timeout is None):
+        raise ValueError(
+            f"the reward functions {endless} can take forever on what a model writes, and reward_workers is {workers} "
+            f"with reward_timeout {timeout}; set reward_workers to 1 or more and reward_timeout to seconds per call."
+        )
+
+
 class PendingRewards:
     """Rewards that are being computed; made by `start_rewards`."""
 
@@ -185,7 +199,7 @@ def apply_rewards(
     Returns:
         For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
         are none), `/none` (rollouts to which it did not apply), `/invalid` (on which it failed), and the mean of every
-        other number that a verl function returned, as `rewards/{name}/{key}`. The keys of the last kind depend on the
+        other number in returned dictionaries, as `rewards/{name}/{key}`. The keys of the last kind depend on the
         data, so ranks may differ in them.
 
     Raises:

@@ -33,7 +33,7 @@ is called once, with the `RolloutGroup`s, and returns for each group one number 
     f(groups) -> list[list[float | None]]
 
 In place of a number, each of them may return a list (an array, a tensor) with one number per token of the completion,
-None or NaN for a token without a reward.
+None or NaN for a token without a reward; or a dictionary whose `score` is either, and whose other numbers are logged.
 
 Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
 
@@ -44,7 +44,11 @@ processes, nor is an `async` function; every other one must then give a group's 
 since workers call it once per group.
 
 Of an episode, functions see more: see `pl_grouprl.rewards.apply_rewards`. A function of verl's signature with a true
-attribute `reads_final_answer` gets the content of the last assistant message as `solution_str`.
+attribute `reads_final_answer` gets the content of the last assistant message as `solution_str`; one with an attribute
+`ground_truth_column` gets its reference from that column. A run refuses a function with a true attribute
+`needs_time_limit` unless workers run it with a `reward_timeout`. A method `extract_answer(text)`, or
+`extract_answer(text, columns)`, returns the answer in a completion as a string, or None, for majority votes over
+completions; it is called in the training process, without a time limit.
 
 This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
 a YAML file would be refused for not naming them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +50,17 @@ class Failure:
     Attributes:
         what: What the function did, to follow its name in a message.
         error: What it raised, if anything.
+        out_of_memory: True where it ran out of memory, some of which it may still hold.
     """
 
     what: str
     error: BaseException | None = None
+    out_of_memory: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """The failure of a call that raised."""
-        return cls(f"raised {type(error).__name__}: {error}", error)
+        return cls(f"raised {type(error).__name__}: {error}", error, isinstance(error, MemoryError))
 
 
 Outcome = list[Score] | Failure
@@ -74,9 +77,9 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
     for _ in range(retries + 1):
         try:
             result = call.make(reward.function)
-        except RewardConfigurationError:
+        except (RewardConfigurationError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
+        except BaseException as error:  # math-verify's time limit, for one, is no Exception
             failure = Failure.of(error)
         else:
             return read_result(reward, result, call.group_of, call.lengths)
@@ -87,9 +90,9 @@ async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:
     """Call a coroutine function once; raises what `attempt` does."""
     try:
         result = await call.make(reward.function)
-    except RewardConfigurationError:
+    except (RewardConfigurationError, KeyboardInterrupt, asyncio.CancelledError):
         raise
-    except (Exception, SystemExit) as error:  # a SystemExit that leaves a task would end the event loop
+    except BaseException as error:  # a SystemExit that leaves a task would end the event loop
         return Failure.of(error)
     return read_result(reward, result, call.group_of, call.lengths)
 

@@ -2,69 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from pl_grouprl.rewards.code_test_formats import read_tests
 from pl_grouprl.rewards.completion_text import completion_text
-from pl_grouprl.rewards.sandbox import ProgramResult, Sandbox, SandboxLimits
+from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 _BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_FORMS = '{"input": ..., "output": ...} or {"function": ..., "args": [...], "expected": ...}'
-
-
-class CodeTest(Protocol):
-    """One test of a program: what is run, and the expected answer, which the program never sees."""
-
-    def passes(self, sandbox: Sandbox, code: str) -> bool:
-        """Run the code and judge its answer."""
-        ...
-
-
-class StdinTest:
-    """Expects a program that reads `input` to write `output`, ignoring whitespace at the ends of lines.
-
-    Args:
-        input: Standard input.
-        output: The expected standard output.
-    """
-
-    def __init__(self, input: str, output: str) -> None:
-        self.input = input
-        self.output = output
-
-    def passes(self, sandbox: Sandbox, code: str) -> bool:
-        """Run the code as a script."""
-        result = sandbox.run(code, self.input)
-        return result.ending == "exit" and _lines(result.stdout) == _lines(self.output)
-
-
-class FunctionTest:
-    """Expects a function called with `args` to return `expected`; both are JSON, so tuples count as lists.
-
-    Args:
-        function: Name of the function.
-        args: Its positional arguments.
-        expected: The expected return value.
-    """
-
-    _driver = Path(__file__).with_name("sandbox") / "function_call.py"
-
-    def __init__(self, function: str, args: list[Any], expected: Any) -> None:
-        self.call = json.dumps({"function": function, "args": args})
-        self.expected = json.loads(json.dumps(expected))
-
-    def passes(self, sandbox: Sandbox, code: str) -> bool:
-        """Run the code and call the function."""
-        result = sandbox.run(self._driver.read_text(), self.call, {"/solution.py": code})
-        found, value = _returned(result)
-        return found and bool(value == self.expected)
 
 
 @checked_arguments
@@ -78,8 +28,10 @@ class CodeTests:
 
     Args:
         column: Data column with the tests of each prompt: a list (or its JSON) of
-            `{"input": ..., "output": ...}`, standard input and output, or of
-            `{"function": ..., "args": [...], "expected": ...}`. The reward does not apply to rows where it is None.
+            `{"input": ..., "output": ...}`, standard input and output, of
+            `{"function": ..., "args": [...], "expected": ...}`, or of `"assert f(1) == 2"` as in MBPP's `test_list`;
+            or verl's `{"inputs": [...], "outputs": [...], "fn_name": ...}`, also as the `ground_truth` of
+            `reward_model`. The reward does not apply to rows where it is None.
         all_or_nothing: Give 1 if all tests pass, otherwise 0, and stop at the first that fails.
         max_concurrent: Programs that run at a time in each process.
         limits: Limits of each program, or a mapping of them.
@@ -163,52 +115,3 @@ def extract_code(text: str) -> str | None:
     """Return the last fenced block of a text, or None."""
     blocks: list[str] = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
-
-
-def read_tests(given: Any, column: str) -> list[CodeTest]:
-    """Read the tests of a row.
-
-    Raises:
-        ValueError: If they are malformed.
-    """
-    what = f"column {column!r}"
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{what} is a string that is not JSON ({error}); write a list of {_FORMS}.") from error
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"{what} is {given!r:.80}; write a list of at least one {_FORMS}.")
-    return [_read_test(test, f"{what}, test {number}") for number, test in enumerate(given)]
-
-
-def _read_test(test: Any, where: str) -> CodeTest:
-    if not isinstance(test, Mapping):
-        raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
-    # Parquet gives every test the keys of all of them, with null where a test lacks one.
-    fields = {name: value for name, value in test.items() if value is not None or name == "expected"}
-    if {"input", "output"} <= fields.keys() and "function" not in fields:
-        if all(isinstance(fields[name], str) for name in ("input", "output")):
-            return StdinTest(fields["input"], fields["output"])
-        raise ValueError(f"{where}: input and output are {test!r:.80}; write strings.")
-    if {"function", "args", "expected"} <= fields.keys():
-        try:
-            return FunctionTest(str(fields["function"]), list(fields["args"]), fields["expected"])
-        except TypeError as error:
-            raise ValueError(f"{where}: {test!r:.80} is not JSON ({error}).") from error
-    raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _returned(result: ProgramResult) -> tuple[bool, Any]:
-    """Whether a program returned an answer, and the answer."""
-    if result.ending != "exit":
-        return False, None
-    try:
-        answer = json.loads(result.stdout)
-    except (ValueError, RecursionError):
-        return False, None
-    return (True, answer["value"]) if isinstance(answer, dict) and "value" in answer else (False, None)

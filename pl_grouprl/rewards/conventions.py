@@ -65,6 +65,8 @@ class PreparedReward:
         in_process: True where the function is never sent to a worker process: it is async, or says so itself.
         final_answer: True where a function of verl's signature reads only the answer of an episode, as it says itself.
         names_environments: True where the function names the parameter `environments`.
+        needs_time_limit: True where it must run in workers with a time limit, as it says itself.
+        ground_truth_column: Column with the reference of a function of verl's signature, as it says itself.
     """
 
     function: RewardFunction
@@ -77,6 +79,8 @@ class PreparedReward:
     in_process: bool
     final_answer: bool = False
     names_environments: bool = False
+    needs_time_limit: bool = False
+    ground_truth_column: str | None = None
 
 
 def prepare_reward(weighted: Weighted) -> PreparedReward:
@@ -123,6 +127,8 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
         in_process=is_async or getattr(function, "stays_in_process", False),
         final_answer=getattr(function, "reads_final_answer", False),
         names_environments="environments" in by_name,
+        needs_time_limit=getattr(function, "needs_time_limit", False),
+        ground_truth_column=getattr(function, "ground_truth_column", None),
     )
 
 
@@ -288,19 +294,29 @@ def _verl_arguments(reward: PreparedReward, inputs: RewardInputs, index: int) ->
 
 
 def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
-    """Find the reference: `reward_model["ground_truth"]` as verl has it, or a column `ground_truth` or `answer`."""
+    found = ground_truth_of(columns, reward.ground_truth_column)
+    if found is not None or "ground_truth" not in reward.required:
+        return found
+    wanted = "reward_model.ground_truth (verl), or a column `ground_truth` or `answer`"
+    raise ValueError(
+        f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
+        f"{sorted(columns)}; add {wanted if reward.ground_truth_column is None else repr(reward.ground_truth_column)}."
+    )
+
+
+def ground_truth_of(columns: Mapping[str, Any], column: str | None = None) -> Any:
+    """Find the reference: `reward_model["ground_truth"]` as verl has it, or a column `ground_truth` or `answer`.
+
+    Args:
+        columns: Of one row.
+        column: Look only in this one.
+    """
+    if column is not None:
+        return columns.get(column)
     reward_model = columns.get("reward_model")
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
-    for name in ("ground_truth", "answer"):
-        if columns.get(name) is not None:
-            return columns[name]
-    if "ground_truth" not in reward.required:
-        return None
-    raise ValueError(
-        f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
-        f"{sorted(columns)}; add reward_model.ground_truth (verl), or a column `ground_truth` or `answer`."
-    )
+    return next((columns[name] for name in ("ground_truth", "answer") if columns.get(name) is not None), None)
 
 
 def _is_async(function: RewardFunction) -> bool:

@@ -90,6 +90,11 @@ class CosineLengthReward:
         """As `correct` does, unless it is only async."""
         return self.correct.in_process and not self.correct.is_async
 
+    @property
+    def needs_time_limit(self) -> bool:
+        """As `correct` does."""
+        return self.correct.needs_time_limit
+
     def set_up(self) -> None:
         """Call the `set_up` of `correct`, if it has one."""
         if set_up := hook_of(self.correct.function, "set_up"):

@@ -27,8 +27,9 @@ class ExactMatch:
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> float:
         """Score one completion against its reference (compared as a string)."""
-        return float(self._normal_form(solution_str) == self._normal_form(str(ground_truth)))
+        return float(self.extract_answer(solution_str) == self.extract_answer(str(ground_truth)))
 
-    def _normal_form(self, text: str) -> str:
+    def extract_answer(self, text: str) -> str:
+        """The text as it is compared; equal ones vote together."""
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import nn
 
-from pl_grouprl.attention import find_decoder, shared_prefix
-from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.checks.model_introspection import check_causal, check_score_head
-from pl_grouprl.models.loading import check_patterns
-from pl_grouprl.models.policy import Dtype, PretrainedPolicy
-from pl_grouprl.models.score import hidden_states
-from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
-from pl_grouprl.packing import Sharing, pack
+from pl_grouprl.models.policy import Dtype
+from pl_grouprl.models.sequence_classifier import score_head
+from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.rewards.frozen_model import FrozenModel, check_label, check_tokenizer, load_tokenizer
 from pl_grouprl.types import Messages, Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.describe import identity, is_plain
-from pl_grouprl.utilities.memory import naming_memory
-
-log = logging.getLogger(__name__)
 
 _NEEDS_TOOLS = (
     "pass a tokenizer whose chat template renders tool calls and messages of the role `tool`, or a reward model that "
@@ -87,36 +77,29 @@ class ModelReward:
         trust_remote_code: bool = False,
         allow_mismatched_weights: Sequence[str] = (),
     ) -> None:
-        if sharing not in ("shared", "repeated"):
-            raise ValueError(f"ModelReward.sharing is {sharing!r}; pass 'shared' or 'repeated'.")
-        if max_tokens_per_pass < 1:
-            raise ValueError(f"ModelReward.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
-        if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
-            raise ValueError(f"ModelReward.label is {label!r}; pass the number of a label, counted from 0.")
-        check_patterns(allow_mismatched_weights, "ModelReward")
-        _check_types(model, tokenizer)
-        get_backend(attention_backend, "attention_backend")  # an unknown name is an error here, not at the first reward
+        check_label(label, "ModelReward")
+        check_tokenizer(tokenizer, "ModelReward", "the policy's token ids")
         self.model = model
         self.label = label
         self.tokenizer = tokenizer
-        self.max_tokens_per_pass = max_tokens_per_pass
-        self.sharing: Sharing = sharing
-        self.attention_backend = attention_backend
-        self.device = device
-        self._checkpoint: PretrainedPolicy | None = None
-        if isinstance(model, str):
-            self._checkpoint = PretrainedPolicy(
-                model,
-                dtype,
-                attn_implementation,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                allow_mismatched_weights=tuple(allow_mismatched_weights),
-            )
+        self._network = FrozenModel(
+            "ModelReward",
+            "SequenceClassification",
+            model,
+            max_tokens_per_pass=max_tokens_per_pass,
+            sharing=sharing,
+            attention_backend=attention_backend,
+            device=device,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            allow_mismatched_weights=allow_mismatched_weights,
+        )
         self._loaded: tuple[Any, Any, int] | None = None
 
     def __repr__(self) -> str:
-        return f"ModelReward({self.model!r})" if self._checkpoint else f"ModelReward({type(self.model).__name__})"
+        return repr(self._network)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is loaded again at the first call."""
@@ -158,8 +141,8 @@ class ModelReward:
         ]
         forest = _regroup(sequences, [len(group.rollouts) for group in groups])
         scores: list[float | None] = []
-        for part in _passes(forest, self.sharing, self.max_tokens_per_pass):
-            scores += self._score_pass(model, label, part)
+        for batch, states_TD in self._network.states(model, forest):
+            scores += score_head(model)(states_TD.index_select(0, batch.final_index_B))[:, label].float().tolist()
         remaining = iter(scores)
         return [[next(remaining) for _ in group.rollouts] for group in groups]
 
@@ -168,85 +151,15 @@ class ModelReward:
         parts = {"model": self.model, "label": self.label, "tokenizer": self.tokenizer}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 
-    def _score_pass(self, model: Any, label: int, groups: list[RolloutGroup]) -> list[float]:
-        batch = pack(groups, self.sharing, device=model.device)
-        largest, known = int(batch.model_inputs["input_ids"].max()), model.get_input_embeddings().num_embeddings
-        if largest >= known:
-            raise RewardConfigurationError(
-                f"{self!r} has embeddings for {known} tokens and was given token {largest}; its tokens are not the "
-                "policy's, so pass its own tokenizer: ModelReward(..., tokenizer=...)."
-            )
-        context = nullcontext() if self.sharing == "repeated" else shared_prefix(model, self.attention_backend)
-        memory = naming_memory(
-            f"a pass of ModelReward with max_tokens_per_pass={self.max_tokens_per_pass}",
-            "lower it, or put the reward model on another device (device)",
-        )
-        with memory, torch.autocast(model.device.type, enabled=False), context:
-            states_BD = hidden_states(model, batch).index_select(0, batch.final_index_B)
-            return score_head(model)(states_BD)[:, label].float().tolist()
-
     def _load(self) -> tuple[Any, Any, int]:
         """Load model and tokenizer at the first call; return them and the label."""
         if self._loaded is None:
             try:
-                model = self._load_model().eval()
-                head = score_head(model)
-                label = self._settle_label(model)
-                self._check_model(model, head)
-                self._loaded = model, self._load_tokenizer(), label
+                model = self._network.load()
+                self._loaded = model, load_tokenizer(self.tokenizer), self._network.label(model, self.label)
             except (OSError, ValueError) as error:
-                text = str(error)
-                raise RewardConfigurationError(text if repr(self) in text else f"{self!r}: {text}") from error
-            log.info("%r: %s on %s, sharing=%r.", self, type(model).__name__, model.device, self.sharing)
+                raise self._network.configuration_error(error) from error
         return self._loaded
-
-    def _check_model(self, model: Any, head: nn.Linear) -> None:
-        if self.sharing == "shared":
-            with shared_prefix(model, self.attention_backend):  # looks at the model, once
-                pass
-        check_score_head(model, head, repr(self))
-        if self.sharing == "shared":
-            check_causal(find_decoder(model), repr(self))
-
-    def _load_model(self) -> Any:
-        if self._checkpoint is None:
-            return self.model if self.device == "auto" else self.model.to(self.device)
-        if not is_sequence_classifier(self._checkpoint.load_config()):
-            raise ValueError(
-                f"{self!r} is not a sequence classifier, so it has no head that scores; pass a checkpoint of a "
-                "...ForSequenceClassification model."
-            )
-        cuda = torch.cuda.is_available()
-        device = ("cuda" if cuda else "cpu") if self.device == "auto" else self.device  # "cuda": this rank's
-        return self._checkpoint.load_as("AutoModelForSequenceClassification").to(device)
-
-    def _settle_label(self, model: Any) -> int:
-        labels = model.config.num_labels
-        label = 0 if self.label is None and labels == 1 else self.label
-        if label is None or not 0 <= label < labels:
-            raise ValueError(
-                f"ModelReward.label is {self.label}, and {type(model).__name__} has {labels} labels; pass a label from "
-                f"0 to {labels - 1}."
-            )
-        return label
-
-    def _load_tokenizer(self) -> Any:
-        if not isinstance(self.tokenizer, str):
-            return self.tokenizer
-        return PretrainedPolicy(self.tokenizer).load_tokenizer()
-
-
-def _check_types(model: Any, tokenizer: Any) -> None:
-    if not isinstance(model, str) and not (isinstance(model, nn.Module) and hasattr(model, "config")):
-        raise TypeError(
-            f"ModelReward.model is {model!r:.80} of type {type(model).__name__}; pass a name on the hub, a folder as a "
-            "string, or a transformers model."
-        )
-    if tokenizer is not None and not isinstance(tokenizer, str) and not callable(tokenizer):
-        raise TypeError(
-            f"ModelReward.tokenizer is {tokenizer!r:.80} of type {type(tokenizer).__name__}; pass a name, a folder as "
-            "a string, a tokenizer, or None for the policy's token ids."
-        )
 
 
 def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> Iterator[list[int]]:
@@ -327,22 +240,3 @@ def _common_length(sequences: list[list[int]]) -> int:
     """Tokens from the start that all sequences have in common: those of the first and last in dictionary order."""
     first, last = min(sequences), max(sequences)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-
-
-def _passes(groups: list[RolloutGroup], sharing: Sharing, budget: int) -> Iterator[list[RolloutGroup]]:
-    """Divide groups, in order, into passes of at most `budget` tokens run, or of one group."""
-    part: list[RolloutGroup] = []
-    for group in groups:
-        if part and _tokens_run([*part, group], sharing) > budget:
-            yield part
-            part = []
-        part.append(group)
-    if part:
-        yield part
-
-
-def _tokens_run(groups: list[RolloutGroup], sharing: Sharing) -> int:
-    if sharing == "shared":
-        return sum(len(group.prompt_ids) + sum(len(r.token_ids) for r in group.rollouts) for group in groups)
-    lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts]
-    return len(lengths) * max(lengths)

@@ -70,3 +70,12 @@ class NumericAnswer:
         if answer is None:
             return 0.0
         return 1.0 if answer == reference else self.format_score
+
+    def extract_answer(self, text: str) -> str | None:
+        """The number in a completion, the same text for equal numbers, for majority votes; None if there is none."""
+        number = extract_number(text, self.method)  # type: ignore[arg-type]
+        if number is None:
+            return None
+        written = f"{number:f}"
+        written = written.rstrip("0").rstrip(".") if "." in written else written
+        return "0" if written == "-0" else written

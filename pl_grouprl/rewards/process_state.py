@@ -1,6 +1,7 @@
-"""Detects what a reward function changes in the training process, restores it where possible, and warns.
+"""Detects what a reward function changes in the process that calls it, restores it where possible, and warns.
 
-A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint.
+A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint. In a
+worker, an alarm that a function leaves would end a later call.
 """
 
 from __future__ import annotations
@@ -29,24 +30,34 @@ _warned: set[tuple[str, str]] = set()
 
 @contextlib.contextmanager
 def left_as_found(name: str, *, children: bool) -> Iterator[None]:
-    """Compare the process before and after a function's calls; restore what changed, and warn once of each thing.
+    """Compare the training process before and after a function's calls, as `put_back` does; refuse `os._exit`.
 
     Args:
         name: Name of the function.
         children: Whether to look for processes that it leaves running.
     """
+    advice = "make it leave the process as it was, or run it in a worker process (reward_workers)"
+    with put_back(name, advice, children=children), exits_refused():
+        yield
+
+
+@contextlib.contextmanager
+def put_back(name: str, advice: str, *, children: bool = False) -> Iterator[None]:
+    """Compare the process before and after a function's calls; restore what changed, and warn once of each thing.
+
+    Args:
+        name: Name of the function.
+        advice: The end of the warning.
+        children: Whether to look for processes that it leaves running.
+    """
     before = _State.now(children)
     try:
-        with exits_refused():
-            yield
+        yield
     finally:
         for what, detail in before.restore(children):
             if (name, what) not in _warned:
                 _warned.add((name, what))
-                log.warning(
-                    "Reward function %r %s%s; make it leave the process as it was, or run it in a worker process "
-                    "(reward_workers).", name, what, detail,
-                )  # fmt: skip
+                log.warning("Reward function %r %s%s; %s.", name, what, detail, advice)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
         result.close()
         raise ValueError(f"Reward function {reward.name!r} returned a coroutine; define it with `async def`.")
     if reward.convention == "verl":
-        return [_read_verl(reward, result, lengths[0])]
+        return [_read_item(reward, result, lengths[0])]
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
@@ -77,7 +77,7 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
             f"Reward function {reward.name!r} returned {len(result)} rewards for {len(group_of)} completions; "
             "return one number or None per completion, in their order."
         )
-    return [_read_value(reward, value, length) for value, length in zip(result, lengths, strict=True)]
+    return [_read_item(reward, value, length) for value, length in zip(result, lengths, strict=True)]
 
 
 def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
@@ -97,7 +97,8 @@ def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequen
     return [value for own in lists for value in own]
 
 
-def _read_verl(reward: PreparedReward, result: Any, length: int) -> Score:
+def _read_item(reward: PreparedReward, result: Any, length: int) -> Score:
+    """The score of one completion, with the other numbers of a dictionary as extras."""
     if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
         return Score(result)
     if not isinstance(result, Mapping):

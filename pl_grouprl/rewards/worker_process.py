@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import traceback
 from collections.abc import Mapping
@@ -17,22 +18,29 @@ from typing import Any
 from pl_grouprl.rewards.base import RewardConfigurationError, hook_of
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt
 from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.process_state import put_back
 from pl_grouprl.rewards.results import Score
-from pl_grouprl.utilities.worker_process import lead_session
+from pl_grouprl.utilities.worker_process import lead_session, limit_memory
+
+_ADVICE = "make it leave the process as it was, for the calls after it"
 
 
 class RemoteError(RuntimeError):
     """An error of a worker, with its traceback as the text."""
 
 
-def run_worker(pipe: Connection, pickled: Mapping[str, bytes]) -> None:
+def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: int | None = None) -> None:
     """Serve calls on the main thread, where graders that use signals work, until the pipe is closed.
 
     Args:
         pipe: Where calls arrive and scores go.
         pickled: The functions by name.
+        memory_limit_mb: MiB of address space of this process, and of each that a function starts; None: no limit.
     """
     lead_session()
+    limit_memory(memory_limit_mb)
+    process = os.getpid()
+    os.register_at_fork(after_in_child=pipe.close)  # open in a child, it would hide that this process is gone
     rewards: dict[str, PreparedReward] = {}
     for name, data in pickled.items():
         try:
@@ -48,7 +56,10 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes]) -> None:
             name, call = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
         except EOFError:
             return
-        _send(pipe, _serve(rewards[name], call))
+        answer = _serve(rewards[name], call)
+        if os.getpid() != process:  # a child that the function forked returned as well
+            os._exit(0)
+        _send(pipe, answer)
 
 
 def read_answer(message: bytes) -> Outcome:
@@ -63,7 +74,7 @@ def read_answer(message: bytes) -> Outcome:
         return [Score(**fields) for fields in answer["scores"]]
     cause = RemoteError(f"in a reward worker:\n{answer['trace']}")
     if "raised" in answer:
-        return Failure(answer["raised"], cause)
+        return Failure(answer["raised"], cause, answer["out_of_memory"])
     if "configuration" in answer:
         raise RewardConfigurationError(answer["configuration"]) from cause
     raise ValueError(answer["result"]) from cause
@@ -71,14 +82,18 @@ def read_answer(message: bytes) -> Outcome:
 
 def _serve(reward: PreparedReward, call: Call) -> dict[str, Any]:
     try:
-        outcome = attempt(reward, call)
+        with put_back(reward.name, _ADVICE):
+            outcome = attempt(reward, call)
     except RewardConfigurationError as error:
         return {"configuration": str(error), "trace": traceback.format_exc()}
     except ValueError as error:  # of the wrong type or length
         return {"result": str(error), "trace": traceback.format_exc()}
     if isinstance(outcome, Failure):
         assert outcome.error is not None
-        return {"raised": outcome.what, "trace": "".join(traceback.format_exception(outcome.error))}
+        if outcome.out_of_memory:
+            traceback.clear_frames(outcome.error.__traceback__)  # which hold what was allocated
+        trace = "".join(traceback.format_exception(outcome.error))
+        return {"raised": outcome.what, "trace": trace, "out_of_memory": outcome.out_of_memory}
     return {"scores": [dataclasses.asdict(score) for score in outcome]}
 
 

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import NamedTuple
 
@@ -38,6 +39,9 @@ class RewardWorkers:
             process (`ModelReward`), are not sent.
         count: How many workers.
         timeout: Seconds that a call may take: of one group, or of one rollout with verl's signature. None: any time.
+        memory_limit_mb: MiB of address space of each worker, its imports included, and of each process that it starts.
+            A call that needs more fails with a MemoryError, and its worker is replaced. None: no limit; if the system
+            runs out of memory, it kills workers first.
 
     Raises:
         ValueError: If an option is out of range, a function cannot be pickled, or all stay in the process.
@@ -45,8 +49,14 @@ class RewardWorkers:
         RuntimeError: If a worker does not start.
     """
 
-    def __init__(self, rewards: Sequence[PreparedReward], count: int, timeout: float | None = None) -> None:
-        _check(count, timeout)
+    def __init__(
+        self,
+        rewards: Sequence[PreparedReward],
+        count: int,
+        timeout: float | None = None,
+        memory_limit_mb: int | None = None,
+    ) -> None:
+        _check(count, timeout, memory_limit_mb)
         self.timeout = timeout
         pickled = {reward.name: _pickle(reward) for reward in rewards if not reward.in_process}
         if not pickled and timeout is None:
@@ -56,7 +66,9 @@ class RewardWorkers:
             )
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         reaper = Reaper()
-        self._workers = [_Worker(pickled, self._tasks, timeout, reaper) for _ in range(count if pickled else 0)]
+        self._workers = [
+            _Worker(pickled, self._tasks, timeout, memory_limit_mb, reaper) for _ in range(count if pickled else 0)
+        ]
         # Before multiprocessing waits for its processes at the end of the program.
         self.close = Finalize(self, _close, (self._workers, self._tasks, reaper), exitpriority=100)
         for worker in self._workers:
@@ -109,13 +121,15 @@ class _Worker(threading.Thread):
         pickled: Mapping[str, bytes],
         tasks: queue.SimpleQueue[_Task | None],
         timeout: float | None,
+        memory_limit_mb: int | None,
         reaper: Reaper,
     ) -> None:
         super().__init__(name="reward-worker", daemon=True)
         self._tasks = tasks
         self._timeout = timeout
+        self._memory_limit_mb = memory_limit_mb
         self.started: Future[None] = Future()
-        self.process = WorkerProcess("reward worker", run_worker, (pickled,), read_answer, reaper)
+        self.process = WorkerProcess("reward worker", run_worker, (pickled, memory_limit_mb), read_answer, reaper)
 
     def run(self) -> None:
         """Serve tasks until there is a None among them."""
@@ -145,14 +159,19 @@ class _Worker(threading.Thread):
                 outcome = Failure(str(error))
             if not isinstance(outcome, Failure):
                 break
+            if outcome.out_of_memory:
+                outcome = replace(outcome, what=f"{outcome.what} (reward_memory_limit_mb={self._memory_limit_mb})")
+                self.process.end()  # the function may still hold what it allocated
         return outcome
 
 
-def _check(count: int, timeout: float | None) -> None:
+def _check(count: int, timeout: float | None, memory_limit_mb: int | None) -> None:
     if count < 1:
         raise ValueError(f"reward_workers is {count}; it must be at least 1, or 0 for rewards in this process.")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"reward_timeout is {timeout}; it must be larger than 0, or None for any time.")
+    if memory_limit_mb is not None and memory_limit_mb < 1:
+        raise ValueError(f"reward_memory_limit_mb is {memory_limit_mb}; it must be at least 1, or None for no limit.")
     check_process_groups("reward_workers", count)
 
 

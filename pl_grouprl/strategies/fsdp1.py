@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class FSDP1Support(ShardedSupport):
     """Wraps decoder layers; everything around them is gathered with the module during its calls.
 
-    Only the layers of a frozen reference are sharded: the rest is not in checkpoints, where FSDP1 would report it
-    missing. A step is one call of the wrapper, so it can have only one micro-batch, and FSDP1 cannot leave frozen
-    weights out of checkpoints. ModelParallelStrategy (FSDP2) has neither limit.
+    Only the layers of a frozen model (reference, teacher) are sharded: the rest is not in checkpoints, where FSDP1
+    would report it missing. A step is one call of the wrapper, so it can have only one micro-batch, and FSDP1 cannot
+    leave frozen weights out of checkpoints. ModelParallelStrategy (FSDP2) has neither limit.
     """
 
     def check(self, module: LightningModule) -> None:
@@ -68,10 +68,9 @@ class FSDP1Support(ShardedSupport):
         layers = [layer for root in roots(module) for layer in decoder_layers_of(root)]
         self._refuse_other_units(module, layers)
         self._options["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)
-        reference = getattr(module, "reference", None)
-        if reference is not None:
-            within = {id(parameter) for layer in layers for parameter in layer.parameters()}
-            around = [parameter for parameter in reference.parameters() if id(parameter) not in within]
+        within = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        around = [p for root in roots(module) if _is_frozen(root) for p in root.parameters() if id(p) not in within]
+        if around:
             for parameter in around:
                 parameter.data = parameter.data.to(self.trainer.strategy.root_device)
             self._options["ignored_states"] = around
@@ -130,6 +129,10 @@ class FSDP1Support(ShardedSupport):
     @property
     def _options(self) -> dict[str, Any]:
         return self.trainer.strategy.kwargs  # type: ignore[attr-defined]
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _summon(unit: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from pl_grouprl.models.adapter_layers import has_adapters
+from pl_grouprl.models.quantization import is_quantized
 from pl_grouprl.strategies import StrategySupport
 from pl_grouprl.strategies.weights import local_weights
 from pl_grouprl.sync.checksum import add, checksum
@@ -173,11 +174,16 @@ def _last_of(streams: list[Iterator[Named]]) -> Iterator[Named]:
 
 
 def check_adapter(engine: object, policy: nn.Module) -> None:
-    """Refuse an engine that takes an adapter separately if the policy has none.
+    """Refuse an engine that takes an adapter separately if the policy has none, and one for weights of 4 bits.
 
     Raises:
         ValueError: Says what to change.
     """
+    if isinstance(engine, SyncedSampler) and is_quantized(policy):
+        raise ValueError(
+            f"engine is {type(engine).__name__}, which receives weights as in a checkpoint, and those of the "
+            f"{type(policy).__name__} are quantized; sample with HFRolloutEngine, or leave out quantization."
+        )
     if isinstance(engine, SyncedSampler) and engine.adapter == "separate" and not has_adapters(policy):
         raise ValueError(
             f"{type(engine).__name__}.adapter is 'separate', but the {type(policy).__name__} has no adapter; pass "

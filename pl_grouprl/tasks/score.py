@@ -78,9 +78,7 @@ class ReasoningGymScore:
             ground_truth: Not used: the entry in `extra_info` has the answer.
         """
         entry = decode_entry(extra_info["entry"])
-        reference = entry["answer"]
-        num_lines = None if reference is None else str(reference).strip().count("\n") + 1
-        answer = extract_answer(extra_info["answer_format"], solution_str, num_lines)
+        answer = _find_answer(solution_str, extra_info["answer_format"], entry)
         if answer is None:
             return 0.0
         readable = answer if is_harmless(extra_info["task"], answer) else None
@@ -91,6 +89,11 @@ class ReasoningGymScore:
             return 0.0
         return float(score >= 1) if self.exact else score
 
+    def extract_answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
+        """The answer in a completion, for majority votes; None if the completion is not in the form of its row."""
+        info = columns["extra_info"]
+        return _find_answer(text, info["answer_format"], decode_entry(info["entry"]))
+
     def _task(self, info: Mapping[str, Any]) -> Any:
         key = (info["task"], info["config"])
         if key not in self._tasks:
@@ -98,3 +101,10 @@ class ReasoningGymScore:
 
             self._tasks[key] = create_dataset(key[0], **json.loads(key[1]))
         return self._tasks[key]
+
+
+def _find_answer(text: str, answer_format: str, entry: Mapping[str, Any]) -> str | None:
+    """The answer in a completion, with as many lines as the reference."""
+    reference = entry["answer"]
+    num_lines = None if reference is None else str(reference).strip().count("\n") + 1
+    return extract_answer(answer_format, text, num_lines)

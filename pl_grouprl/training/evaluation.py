@@ -1,4 +1,4 @@
-"""Metrics of validation and test: mean@k, best@k and maj@k of each data source."""
+"""Metrics of validation and test: mean@k, best@k, maj@k and pass@k of each data source."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ from collections.abc import Sequence
 
 import torch
 
-from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k
+from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
+from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.training.episode_metrics import episode_metrics
 from pl_grouprl.training.metrics import Record, rewards_by_function, summarize
+from pl_grouprl.training.votes import AnswerExtractor, Answers
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.options import check_finite
 
 
-def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, float]:
+def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: float = 1.0) -> dict[str, float]:
     """Evaluate the rollouts of a whole validation or test run.
 
     Args:
-        records: Records of all groups of all ranks. Rollouts without a reward are left out.
+        records: Records of all groups of all ranks, with `answers`. Rollouts without a reward are left out.
         prefix: `val` or `test`.
+        pass_threshold: A rollout passes if its reward is at least this, up to rounding.
 
     Returns:
         `{prefix}/reward` over all prompts, to select checkpoints by; `{prefix}/rewards/{name}/mean` of each reward
         function; for each data source `{prefix}/{data_source}/mean@k`, and for k > 1 `best@k` and `maj@k`, where
-        completions with the same stripped text (episodes with the same last message) vote together; for episodes,
-        `{prefix}/` and the names of `episode_metrics`.
+        completions with the same answer vote together; `pass@1`, `pass@2`, `pass@4` and so on up to k, each over the
+        prompts with that many rewarded rollouts; for episodes, `{prefix}/` and the names of `episode_metrics`.
     """
     scored = [trimmed for record in records if (trimmed := _with_reward(record))["rewards"]]
     metrics = {f"{prefix}/reward": mean_at_k([record["rewards"] for record in scored]) if scored else math.nan}
@@ -33,42 +37,64 @@ def evaluation_metrics(records: Sequence[Record], prefix: str) -> dict[str, floa
         metrics[f"{prefix}/rewards/{name}/mean"] = math.fsum(values) / len(values) if values else math.nan
     for source in sorted({record["data_source"] for record in scored}):
         own = [record for record in scored if record["data_source"] == source]
-        rewards = [record["rewards"] for record in own]
-        k = max(len(row) for row in rewards)
-        metrics[f"{prefix}/{source}/mean@{k}"] = mean_at_k(rewards)
-        if k > 1:
-            metrics[f"{prefix}/{source}/best@{k}"] = best_at_k(rewards)
-            metrics[f"{prefix}/{source}/maj@{k}"] = majority_at_k(rewards, [record["texts"] for record in own])
+        metrics |= {f"{prefix}/{source}/{name}": value for name, value in _source_metrics(own, pass_threshold).items()}
     return metrics | episode_metrics(records, f"{prefix}/")
 
 
 class Evaluator:
     """Collects the rollouts of a validation or test run.
 
+    Args:
+        rewards: The reward functions; one of them may extract answers, see `AnswerExtractor`.
+        pass_threshold: A rollout passes if its reward is at least this, up to rounding.
+
     Attributes:
         groups: Rollouts of the current batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rewards: Sequence[PreparedReward] = (), pass_threshold: float = 1.0) -> None:
+        check_finite(pass_threshold=pass_threshold)
         self.groups: list[RolloutGroup] = []
+        self._extractor = AnswerExtractor(rewards)
+        self._pass_threshold = pass_threshold
         self._records: list[Record] = []
 
-    def record(self) -> None:
-        """Add the current batch, with its rewards."""
-        self._records += summarize(self.groups)
+    def record(self) -> list[Answers]:
+        """Add the current batch, with its rewards; return the answers of each group's rollouts."""
+        answers = [self._extractor.answers(group) for group in self.groups]
+        pairs = zip(summarize(self.groups), answers, strict=True)
+        self._records += [record | {"answers": own} for record, own in pairs]
+        return answers
 
     def metrics(self, prefix: str, device: torch.device) -> dict[str, float]:
         """Compute the metrics of all ranks, and start over. Collective."""
         records = [record for own in gather_plain(self._records, device) for record in own]
         self._records = []
-        return evaluation_metrics(records, prefix)
+        return evaluation_metrics(records, prefix, self._pass_threshold)
+
+
+def _source_metrics(records: Sequence[Record], pass_threshold: float) -> dict[str, float]:
+    rewards = [record["rewards"] for record in records]
+    most = max(map(len, rewards))
+    metrics = {f"mean@{most}": mean_at_k(rewards)}
+    if most > 1:
+        metrics[f"best@{most}"] = best_at_k(rewards)
+        metrics[f"maj@{most}"] = majority_at_k(rewards, [record["answers"] for record in records])
+    passes = [[_passes(reward, pass_threshold) for reward in row] for row in rewards]
+    for k in (2**power for power in range(most.bit_length())):
+        metrics[f"pass@{k}"] = pass_at_k([row for row in passes if len(row) >= k], k)
+    return metrics
+
+
+def _passes(reward: float, threshold: float) -> bool:
+    return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6)
 
 
 def _with_reward(record: Record) -> Record:
-    """Keep only rollouts with a reward, and strip their texts."""
+    """Keep only rollouts with a reward."""
     kept = [i for i, reward in enumerate(record["rewards"]) if math.isfinite(reward)]
     return {
         "data_source": record["data_source"],
         "rewards": [record["rewards"][i] for i in kept],
-        "texts": [(record["texts"][i] or "").strip() for i in kept],
+        "answers": [record["answers"][i] for i in kept],
     }

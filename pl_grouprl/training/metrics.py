@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pl_grouprl.rewards.completion_text import completion_text
 from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import RolloutGroup
 
 Record = dict[str, Any]
 """A group without its tokens: numbers, strings and lists of them."""
@@ -23,7 +22,6 @@ def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
             "lengths": [rollout.num_sampled_tokens for rollout in group.rollouts],
             "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
             "truncated": [rollout.finish_reason == "length" for rollout in group.rollouts],
-            "texts": [_answer(rollout) for rollout in group.rollouts],
             "rewards": [number_or_nan(rollout.reward) for rollout in group.rollouts],
             "by_function": [
                 {name: number_or_nan(r) for name, r in rollout.rewards.items()} for rollout in group.rollouts
@@ -96,11 +94,6 @@ def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
 def number_or_nan(value: float | None) -> float:
     """NaN for what is missing."""
     return math.nan if value is None else float(value)
-
-
-def _answer(rollout: Rollout) -> str | None:
-    """The text that votes: of an episode, the model's last message."""
-    return rollout.text if rollout.messages is None else completion_text(rollout.messages)
 
 
 def _finite(values: Sequence[float]) -> list[float]:

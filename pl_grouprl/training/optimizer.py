@@ -10,13 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 _NO_DECAY = "_no_decay"
-"""Ending of the name of a part's second parameter group."""
+"""Ending of the name of the parameter group of a part's vectors, if its matrices decay."""
+
+_EMBEDDINGS = "_embeddings"
+"""Ending of the name of the parameter group of a part's embeddings, if the other moments are quantized."""
 
 
 @checked_arguments
@@ -34,6 +38,13 @@ class OptimizerConfig:
         final_fraction: Fraction of the peak learning rate at the last step.
         max_grad_norm: Clips this part's gradient norm separately; None leaves it to `trainer.gradient_clip_val`, which
             clips all such parts together.
+        state_bits: Bits of a number in the two moments. With 8, they are quantized in blocks of 256 (bitsandbytes,
+            arXiv:2110.02861) and need 2 bytes per weight instead of 8; those of embeddings and of tensors with fewer
+            than 4096 numbers keep 32. Needs whole weights: a single device or DDP.
+
+    Raises:
+        ModuleNotFoundError: If `state_bits` is 8 and bitsandbytes is not installed.
+        ValueError: If an option is out of range.
     """
 
     learning_rate: float = 1e-6
@@ -44,6 +55,7 @@ class OptimizerConfig:
     schedule: Schedule = "constant"
     final_fraction: float = 0.0
     max_grad_norm: float | None = None
+    state_bits: Literal[8, 32] = 32
 
     def __post_init__(self) -> None:
         checks: dict[str, tuple[bool, str]] = {
@@ -55,6 +67,7 @@ class OptimizerConfig:
             "schedule": (self.schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
             "final_fraction": (0 <= self.final_fraction <= 1, "in [0, 1]"),
             "max_grad_norm": (self.max_grad_norm is None or self.max_grad_norm > 0, "larger than 0, or None"),
+            "state_bits": (self.state_bits in (8, 32), "8 or 32"),
         }
         check_options({f"OptimizerConfig.{name}": (getattr(self, name), *check) for name, check in checks.items()})
         if self.final_fraction and self.schedule == "constant":
@@ -62,6 +75,9 @@ class OptimizerConfig:
                 f"OptimizerConfig.final_fraction is {self.final_fraction} with schedule 'constant', which never falls; "
                 "choose schedule 'linear' or 'cosine', or leave final_fraction out."
             )
+
+        if self.state_bits == 8:
+            optional.require(optional.BITSANDBYTES_AVAILABLE, "OptimizerConfig(state_bits=8)", "bitsandbytes")
 
     def learning_rate_factor(self, step: int, total_steps: float) -> float:
         """Fraction of the peak learning rate at an optimizer step, counted from 0."""
@@ -93,7 +109,7 @@ def build_optimizer(
     groups: list[dict[str, Any]] = []
     factors: list[Callable[[int], float]] = []
     for name, (module, config) in parts.items():
-        for suffix, parameters, decay in _by_decay(module, config):
+        for suffix, parameters in _groups(module, config).items():
             groups.append(
                 {
                     "name": name + suffix,
@@ -101,11 +117,12 @@ def build_optimizer(
                     "lr": config.learning_rate,
                     "betas": config.betas,
                     "eps": config.eps,
-                    "weight_decay": decay,
+                    "weight_decay": 0.0 if suffix == _NO_DECAY else config.weight_decay,
+                    "state_bits": 32 if suffix == _EMBEDDINGS else config.state_bits,
                 }
             )
             factors.append(lambda step, config=config: config.learning_rate_factor(step, steps))  # type: ignore[misc]
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = _adamw(groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -115,14 +132,28 @@ def parameters_by_part(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -
     return {name: [p for p in module.parameters() if p.requires_grad] for name, (module, _) in parts.items()}
 
 
-def _by_decay(module: nn.Module, config: OptimizerConfig) -> list[tuple[str, list[nn.Parameter], float]]:
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if config.weight_decay == 0:
-        return [("", parameters, 0.0)]
-    matrices = [parameter for parameter in parameters if _is_matrix(parameter)]
-    vectors = [parameter for parameter in parameters if not _is_matrix(parameter)]
-    halves = [("", matrices, config.weight_decay), (_NO_DECAY, vectors, 0.0)]
-    return [half for half in halves if half[1]]
+def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if all(group["state_bits"] == 32 for group in groups):
+        return torch.optim.AdamW(
+            [{name: own for name, own in group.items() if name != "state_bits"} for group in groups]
+        )
+    from pl_grouprl.training.adamw_8bit import AdamW8bit
+
+    return AdamW8bit(groups)
+
+
+def _groups(module: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
+    """Trained parameters by the ending of their group's name; groups are never empty, except for a part with none."""
+    embeddings = {p for own in module.modules() if isinstance(own, nn.Embedding) for p in own.parameters()}
+    groups: dict[str, list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        suffix = _NO_DECAY if config.weight_decay and not _is_matrix(parameter) else ""
+        if config.state_bits < 32 and parameter in embeddings:
+            suffix = _EMBEDDINGS
+        groups.setdefault(suffix, []).append(parameter)
+    return {suffix: groups[suffix] for suffix in ("", _EMBEDDINGS, _NO_DECAY) if suffix in groups} or {"": []}
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
@@ -134,5 +165,5 @@ def saved_options(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dic
     return {
         f"{part}.{name}": list(value) if isinstance(value := getattr(config, name), tuple) else value
         for part, (_, config) in parts.items()
-        for name in ("learning_rate", "weight_decay", "betas", "eps")
+        for name in ("learning_rate", "weight_decay", "betas", "eps", "state_bits")
     }

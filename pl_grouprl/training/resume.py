@@ -176,7 +176,8 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
     Raises:
         ValueError: If one differs.
     """
-    differences = refused_changes(changed_options(then, now), ())
+    bits = {name: 32 for name in now if name.endswith(".state_bits")}  # of checkpoints older than the option
+    differences = refused_changes(changed_options(bits | then, now), ())
     if differences:
         raise ValueError(
             f"the optimizer's options differ from those in the checkpoint, whose state would override them: "
@@ -184,21 +185,29 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-def compare_reference(then: float | None, now: float | None, source: Any) -> None:
-    """Refuse a different base model.
+def compare_reference(
+    then: float | None,
+    now: float | None,
+    source: Any,
+    option: str = "policy",
+    role: str = "reference, or the base of its adapter,",
+) -> None:
+    """Refuse a different frozen model.
 
     Args:
         then: Fingerprint in the checkpoint.
         now: Fingerprint in this run.
         source: Where the model comes from, for the error.
+        option: The option that says so.
+        role: What the model is in the run.
 
     Raises:
         ValueError: If they differ.
     """
     if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
         raise ValueError(
-            f"policy={source!r} gives another model (sum of absolute weights {now}) than the checkpoint was trained "
-            f"with ({then}), so the reference, or the base of its adapter, would differ; restore it or start a new run."
+            f"{option}={source!r} gives another model (sum of absolute weights {now}) than the checkpoint was trained "
+            f"with ({then}), so the {role} would differ; restore it or start a new run."
         )
 
 

@@ -15,6 +15,7 @@ from pl_grouprl.rewards import (
     check_columns,
     check_environments,
     check_stoppable,
+    check_time_limits,
     prepare_rewards,
     start_rewards,
 )
@@ -31,6 +32,7 @@ class Rewarder:
         run: Has the tokenizer.
         workers: Processes per rank that run reward functions in parallel; 0 runs them in this one.
         timeout: Seconds that a call may take; None is no limit.
+        memory_limit_mb: MiB of address space of each worker; None is no limit.
         retries: How often a call that raised is repeated.
         max_failed_share: Share of a rank's rollouts on which a function may fail before that is an error.
         max_unrewarded_batches: Abort after this many consecutive batches without any reward.
@@ -40,7 +42,8 @@ class Rewarder:
         unrewarded_batches: Consecutive batches without any reward so far.
 
     Raises:
-        ValueError: If an option is out of range, or a function that takes environments would run in a worker.
+        ValueError: If an option is out of range, a function that takes environments would run in a worker, or one that
+            may take forever would not, or without a time limit.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Rewarder:
         *,
         workers: int = 0,
         timeout: float | None = None,
+        memory_limit_mb: int | None = None,
         retries: int = 1,
         max_failed_share: float = 0.5,
         max_unrewarded_batches: int = 10,
@@ -61,17 +65,23 @@ class Rewarder:
                 "reward_retries": (retries, retries >= 0, "0 or larger"),
                 "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
                 "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for any time"),
+                "reward_memory_limit_mb": (
+                    memory_limit_mb,
+                    memory_limit_mb is None or (memory_limit_mb >= 1 and workers > 0),
+                    "at least 1, with reward_workers of 1 or more, or None for no limit",
+                ),
                 "max_unrewarded_batches": (max_unrewarded_batches, max_unrewarded_batches >= 1, "at least 1"),
             }
         )
         self.functions = prepare_rewards(rewards)
         if timeout is not None and workers == 0:
             check_stoppable(self.functions, timeout)
+        check_time_limits(self.functions, workers, timeout)
         if environments and workers:
             check_environments(self.functions)
         self._rewards = rewards
         self._run = run
-        self._num_workers, self._timeout = workers, timeout
+        self._num_workers, self._timeout, self._memory_limit_mb = workers, timeout, memory_limit_mb
         self._retries, self._max_failed_share = retries, max_failed_share
         self._max_unrewarded_batches = max_unrewarded_batches
         self._environments = environments
@@ -81,7 +91,8 @@ class Rewarder:
     def open(self) -> None:
         """Start the workers."""
         if self._num_workers:
-            self._workers = RewardWorkers(prepare_rewards(self._rewards), self._num_workers, self._timeout)
+            prepared = prepare_rewards(self._rewards)
+            self._workers = RewardWorkers(prepared, self._num_workers, self._timeout, self._memory_limit_mb)
 
     def close(self) -> None:
         """End the workers."""

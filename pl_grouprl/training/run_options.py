@@ -23,8 +23,10 @@ FREE_OPTIONS = frozenset(
         "allow_changed",
         "val_num_generations",
         "val_sampling",
+        "pass_threshold",
         "reward_workers",
         "reward_timeout",
+        "reward_memory_limit_mb",
         "reward_retries",
         "max_failed_share",
         "tool_timeout",
@@ -73,7 +75,7 @@ PASSED_ON = frozenset(
 )
 """Constructor options that the parts of a run have received: setting the attribute later would change nothing."""
 
-_OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps)")
+_OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps|state_bits)")
 """Options that the optimizer's state brings along: `compare_optimizers` refuses any change of them."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.prompt_checks import check_prompts, limits_of_source, prompts_of_stage
 from pl_grouprl.training.rollout_ahead import check_rollout_ahead
 from pl_grouprl.training.trainer_options import check_trainer, check_updates
@@ -29,6 +30,7 @@ def check_before_loading(module: Any, stage: str) -> None:
         check_allowed(module.allow_changed, module.run_options(), module.free_options)
     check_trainer(trainer, stage)
     module.support.check(module)
+    check_quantized(module)
     prompts = prompts_of_stage(trainer, stage)
     for split, own in prompts.items():
         module.rewarder.check_columns(own, split)
@@ -38,6 +40,28 @@ def check_before_loading(module: Any, stage: str) -> None:
     train_prompts = prompts.get("train", ()) if is_fit else None
     longest = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
     module.micro_batcher.check(trainer.world_size, train_prompts, longest)
+
+
+def check_quantized(module: Any) -> None:
+    """Refuse weights and moments in blocks of bitsandbytes under a strategy that shards them.
+
+    Raises:
+        ValueError: Names the option and the strategy.
+    """
+    if module.support.keeps_plain_weights:
+        return
+    strategy = type(module.trainer.strategy).__name__
+    configs = [own for own in vars(module).values() if isinstance(own, OptimizerConfig)]
+    if any(config.state_bits < 32 for config in configs):
+        raise ValueError(
+            f"state_bits=8 of an optimizer does not work under {strategy}, which shards weights and moments; leave it "
+            "out, or use a single device or ddp."
+        )
+    if getattr(module.policy_source, "quantization", None) is not None:
+        raise ValueError(
+            f"policy has a quantization, which does not work under {strategy}, which shards weights; leave it out, or "
+            "use a single device or ddp."
+        )
 
 
 def check_prompts_of_model(module: Any) -> None:
@@ -76,3 +100,27 @@ def _check_fit(module: Any) -> None:
             f"policy_loss {loss.name!r} chooses tokens by comparing those of one micro-batch, so that "
             f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
         )
+
+
+def check_lengths_of_teacher(module: Any) -> None:
+    """Refuse training prompts whose rollouts may become longer than the teacher reads.
+
+    Args:
+        module: An `RLModule` with a loaded `policy` and `teacher`, attached to its Trainer.
+
+    Raises:
+        ValueError: Names the limit, the longest sequence and the remedy.
+    """
+    prompts = prompts_of_stage(module.trainer, module.trainer.state.fn.value).get("train", ())
+    if not prompts:
+        return
+    completion = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
+    prompt = max(prompt.num_tokens for prompt in prompts)
+    longest = min([prompt + completion, *length_limits(module.policy).values()])
+    for name, limit in length_limits(module.teacher).items():
+        if longest > limit:
+            raise ValueError(
+                f"teacher has {name}={limit}, but sequences may have {longest} tokens (a prompt of {prompt} and a "
+                f"completion of {completion}); lower data.max_prompt_length or sampling.max_new_tokens, or use another "
+                "teacher."
+            )

@@ -58,7 +58,8 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Whether every parameter is an ordinary tensor with data: not on meta, sharded or quantized."""
+    """Whether every parameter is an ordinary or 4-bit tensor with data: not on meta, sharded or otherwise quantized."""
     if any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
         return False
-    return all(type(p) is nn.Parameter and not p.is_meta and p.numel() for p in model.parameters())
+    plain = (type(p) is nn.Parameter or hasattr(p, "quant_state") for p in model.parameters())
+    return all(plain) and all(not p.is_meta and p.numel() for p in model.parameters())

@@ -5,6 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
+BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
+DATASETS_AVAILABLE = find_spec("datasets") is not None
+MATH_VERIFY_AVAILABLE = find_spec("math_verify") is not None
+HTTPX_AVAILABLE = find_spec("httpx") is not None
 PEFT_AVAILABLE = find_spec("peft") is not None
 REASONING_GYM_AVAILABLE = find_spec("reasoning_gym") is not None
 RENDERERS_AVAILABLE = find_spec("renderers") is not None

@@ -59,9 +59,15 @@ TOLERANCES = {
 
 
 def computing_dtype(model: Any) -> torch.dtype:
-    """The dtype that a transformers model computes in: autocast's if it is on, otherwise that of its weights."""
+    """The dtype that a transformers model computes in: autocast's if it is on, otherwise that of its weights.
+
+    The narrowest one, if quantized layers compute in another.
+    """
     device_type = model.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else model.dtype
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    quantized = (module.compute_dtype or model.dtype for module in model.modules() if hasattr(module, "quant_state"))
+    return min((model.dtype, *quantized), key=lambda dtype: dtype.itemsize)
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:

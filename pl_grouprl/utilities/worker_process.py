@@ -170,9 +170,24 @@ class WorkerProcess:
 
 
 def lead_session() -> None:
-    """Start a session, so that what the worker starts is killed with it. Workers call this first."""
+    """Start a session, so that what the worker starts is killed with it. Workers call this first.
+
+    If the system runs out of memory, Linux kills workers, and what they started, before the process that trains.
+    """
     os.setsid()
     adopt_orphans()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def limit_memory(limit_mb: int | None) -> None:
+    """Limit the address space of this process, and of each that it starts, to so many MiB."""
+    if limit_mb is not None:
+        import resource  # not on Windows, where there are no workers
+
+        highest = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = limit_mb * 2**20 if highest == resource.RLIM_INFINITY else min(limit_mb * 2**20, highest)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def check_process_groups(option: str, count: int) -> None:

@@ -16,19 +16,29 @@ from pl_grouprl.types import Rollout, SamplingConfig
 
 
 class TinyPolicy:
-    """The same random weights each time."""
+    """The same random weights each time; a larger `initializer_range` gives less uniform distributions."""
 
-    def __init__(self, gradient_checkpointing: bool = False, attention_dropout: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        gradient_checkpointing: bool = False,
+        attention_dropout: float = 0.0,
+        seed: int = 0,
+        hidden_size: int = 32,
+        initializer_range: float = 0.02,
+    ) -> None:
         self.gradient_checkpointing = gradient_checkpointing
         self.attention_dropout = attention_dropout
         self.seed = seed
+        self.hidden_size = hidden_size
+        self.initializer_range = initializer_range
 
     def load(self) -> Any:
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         config = Qwen3Config(
             vocab_size=len(digit_tokenizer()),
-            hidden_size=32,
+            hidden_size=self.hidden_size,
+            initializer_range=self.initializer_range,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,

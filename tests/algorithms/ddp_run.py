@@ -1,4 +1,4 @@
-"""Run by test_ranks.py: one update of GRPO on as many ranks as asked for; rank 0 writes what came of it."""
+"""Run by test_ranks.py: one update of GRPO, or Distillation, on as many ranks as asked; rank 0 writes the results."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import ScriptedEngine, TinyPolicy, share_of_letters
 
-from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.algorithms import GRPO, Distillation, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.types import SamplingConfig
@@ -22,7 +22,12 @@ def main(devices: int, folder: Path, checkpoint: Path | None, options: dict) -> 
     """Train two updates of one batch of rollouts and validate."""
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=10, val_size=5)
     data = PromptDataModule(task, task, batch_size=5, val_batch_size=2, shuffle=False)
-    module = GRPO(
+    teacher = (
+        {}
+        if "distillation_coef" not in options
+        else {"teacher": TinyPolicy(seed=7, hidden_size=48, initializer_range=0.2)}
+    )
+    module = (Distillation if teacher else GRPO)(
         TinyPolicy(),
         share_of_letters,
         num_generations=4,
@@ -32,6 +37,7 @@ def main(devices: int, folder: Path, checkpoint: Path | None, options: dict) -> 
         num_iterations=2,
         verify=False,
         val_num_generations=2,
+        **teacher,
         **options,
     )
     trainer = Trainer(

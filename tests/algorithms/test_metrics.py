@@ -3,10 +3,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from helpers.episodes import make_episode, make_group, turns_of
 
+from pl_grouprl.rewards import ExactMatch, NumericAnswer, prepare_rewards
 from pl_grouprl.training.episode_metrics import FAILURES
-from pl_grouprl.training.evaluation import evaluation_metrics
+from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.metrics import count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -18,6 +20,16 @@ def group(rewards, texts=None, source="default", prompt=(1, 2, 3)):
         for i, (reward, text) in enumerate(zip(rewards, texts, strict=True))
     ]
     return RolloutGroup(list(prompt), rollouts, data_source=source)
+
+
+def evaluate(groups, *rewards, **options):
+    evaluator = Evaluator(prepare_rewards(rewards) if rewards else (), **options)
+    for own in groups:  # a batch each
+        evaluator.groups = [own]
+        evaluator.record()
+    metrics = evaluator.metrics("val", torch.device("cpu"))
+    assert math.isnan(evaluator.metrics("val", torch.device("cpu"))["val/reward"])  # it has started over
+    return metrics
 
 
 def test_rollout_metrics_by_hand():
@@ -45,30 +57,53 @@ def test_ranks_are_joined():
 
 
 def test_evaluation_by_hand():
-    records = summarize(
-        [
-            group([1.0, 0.0, 1.0], ["a", "b", " a"], source="math"),
-            group([0.0, 0.0, 1.0], ["b", "b ", "c"], source="math"),
-            group([0.5, None, 0.5], source="code"),
-        ]
-    )
-    metrics = evaluation_metrics(records, "val")
-    assert metrics == pytest.approx(
+    groups = [
+        group([1.0, 0.0, 1.0], ["a", "b", " a"], source="math"),
+        group([0.0, 0.0, 1.0], ["b", "b ", "c"], source="math"),
+        group([0.5, None, 0.5], source="code"),
+    ]
+    assert evaluate(groups) == pytest.approx(
         {
             "val/reward": (2 / 3 + 1 / 3 + 1 / 2) / 3,
             "val/rewards/f/mean": 4 / 8,
             "val/math/mean@3": 1 / 2,
             "val/math/best@3": 1.0,
             "val/math/maj@3": 1 / 2,
+            "val/math/pass@1": 1 / 2,
+            "val/math/pass@2": (1 + 2 / 3) / 2,
             "val/code/mean@2": 1 / 2,
             "val/code/best@2": 1 / 2,
             "val/code/maj@2": 1 / 2,
+            "val/code/pass@1": 0.0,
+            "val/code/pass@2": 0.0,
         }
     )
 
 
 def test_an_evaluation_without_rewards_is_not_a_number():
-    assert math.isnan(evaluation_metrics(summarize([group([None])]), "test")["test/reward"])
+    assert math.isnan(evaluate([group([None])])["val/reward"])
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(1.2, 0.0), (1.1, 0.5), (0.7 + 0.3, 0.5), (0.05, 0.75), (-1, 1.0)])
+def test_what_passes(threshold, expected):
+    metrics = evaluate([group([1.1 - 1e-9, 0.1 * 11, 0.1, 0.0])], pass_threshold=threshold)
+    assert metrics["val/default/pass@1"] == expected
+
+
+def test_pass_at_k_is_over_prompts_with_k_rewards():
+    metrics = evaluate([group([0.0, 1.0, 0.0, 0.0]), group([None, 0.0, None, None]), group([1.0, None, None, 0.0])])
+    assert [metrics[f"val/default/pass@{k}"] for k in (1, 2, 4)] == [(0.25 + 0.0 + 0.5) / 3, (0.5 + 1.0) / 2, 1.0]
+
+
+@pytest.mark.parametrize(("num", "ks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8])])
+def test_powers_of_two_up_to_the_number_of_rollouts(num, ks):
+    names = evaluate([group([1.0] * num)])
+    assert [name for name in names if "pass@" in name] == [f"val/default/pass@{k}" for k in ks]
+
+
+def test_the_threshold_is_a_number():
+    with pytest.raises(ValueError, match="pass_threshold is nan; it must be a finite number"):
+        Evaluator(pass_threshold=math.nan)
 
 
 def episode_groups():
@@ -107,7 +142,7 @@ def test_episodes_by_hand():
             "episode/token_ratio": ((2 + 6) + (2 + 9) + (2 + 2) + (2 + 3) + (2 + 6)) / (13 + 8),
         }
     )
-    evaluated = evaluation_metrics(records, "val")
+    evaluated = evaluate(episode_groups())
     assert {name: evaluated[f"val/{name}"] for name in of_episodes} == of_episodes
 
 
@@ -119,8 +154,8 @@ def test_episodes_without_a_call_have_the_same_metrics():
 
 
 def test_plain_rollouts_have_no_metrics_of_episodes():
-    records = summarize([group([1.0, 3.0])])
-    names = rollout_metrics(records).keys() | evaluation_metrics(records, "val").keys()
+    groups = [group([1.0, 3.0])]
+    names = rollout_metrics(summarize(groups)).keys() | evaluate(groups).keys()
     assert not [name for name in names if "tools/" in name or "episode/" in name]
 
 
@@ -131,5 +166,56 @@ def test_episodes_vote_by_their_last_message():
         make_episode(text=text, messages=turns_of(answer=answer), reward=reward, rewards={})
         for text, answer, reward in zip(texts, answers, (0.5, 1.0, 0.0), strict=True)
     ]
-    metrics = evaluation_metrics(summarize([make_group(*rollouts)]), "val")
+    metrics = evaluate([make_group(*rollouts)])
     assert metrics["val/default/maj@3"] == pytest.approx((0.5 + 1.0) / 2)
+
+
+TEXTS = ["so #### 1,000", "#### 2 is it", "yes #### 1000.0", "no", "2"]
+SCORES = [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_the_answer_in_worked_text_votes():
+    apart = evaluate([group(SCORES, TEXTS)])["val/default/maj@5"]
+    together = evaluate([group(SCORES, TEXTS)], lambda completions: [], NumericAnswer())["val/default/maj@5"]
+    assert (apart, together) == (pytest.approx(2 / 5), pytest.approx((1.0 + 0.0) / 2))  # 1000 and no answer tie
+
+
+class OfTheRow:
+    """Votes by the text without what its row says."""
+
+    def __call__(self, completions, **kwargs):
+        return [1.0] * len(completions)
+
+    def extract_answer(self, text, columns):
+        return text.removeprefix(columns["opening"]) or None
+
+
+def test_an_extractor_may_read_the_columns_of_the_row():
+    own = group([1.0, 0.0, 0.0], ["a: 1", "1", "a: 2"])
+    own.columns = {"opening": "a: "}
+    evaluator = Evaluator(prepare_rewards([ExactMatch(), OfTheRow()]))
+    evaluator.groups = [own]
+    assert evaluator.record() == [["a: 1", "1", "a: 2"]]  # ExactMatch is the first
+    evaluator = Evaluator(prepare_rewards([OfTheRow(), ExactMatch()]))
+    evaluator.groups = [own]
+    assert evaluator.record() == [["1", "1", "2"]]
+
+
+def test_an_extractor_that_raises_is_a_warning():
+    with pytest.warns(UserWarning, match="extract_answer of the reward function 'OfTheRow' raised KeyError: 'opening'"):
+        metrics = evaluate([group([1.0, 0.0, 0.0], ["a", "b", "c"])], OfTheRow())
+    assert metrics["val/default/maj@3"] == pytest.approx(1 / 3)
+
+
+def test_answers_as_text():
+    texts = {
+        "#### 42.0": "42",
+        "####-0.0": "0",
+        "#### $1,200.50": "1200.5",
+        "#### 00": "0",
+        "#### 100": "100",
+        "7": None,
+    }
+    assert {text: NumericAnswer().extract_answer(text) for text in texts} == texts
+    assert NumericAnswer("flexible").extract_answer("6 or 7.") == "7"
+    assert ExactMatch(ignore_case=True).extract_answer(" Two\n") == "two"

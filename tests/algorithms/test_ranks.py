@@ -56,3 +56,15 @@ def test_another_number_of_ranks_resumes_amid_rollouts(tmp_path, two_ranks):
     resumed, metrics = run(tmp_path / "resumed", 1, two_ranks[0] / "step=1.ckpt", **OPTIONS)
     assert largest_difference(resumed, two_ranks[1]) < 1e-5
     assert metrics["reward"] == pytest.approx(two_ranks[2]["reward"])
+
+
+DISTILLED = {"distillation_coef": 0.5, "gamma": 0.9, "num_mini_batches": 1, "scale_rewards": "batch"}
+
+
+def test_two_ranks_distill_like_one(tmp_path):
+    one, one_metrics = run(tmp_path / "one", 1, **DISTILLED)
+    two, two_metrics = run(tmp_path / "two", 2, **DISTILLED)
+    assert largest_difference(one, two) < 1e-5
+    assert one_metrics["distillation/reverse_kl"] > 0.01
+    for name in ("loss", "distillation/reverse_kl", "distillation/teacher_logprob", "reward", "grad_norm"):
+        assert two_metrics[name] == pytest.approx(one_metrics[name], abs=1e-5), name

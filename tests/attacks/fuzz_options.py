@@ -2,9 +2,9 @@
 
     python -m tests.attacks.fuzz_options --count 1000 --seed 0
 
-Draws options of GRPO, PPO, GroupPPO, PromptDataModule, their configs, callbacks and Trainer, as Python keywords, nested
-mappings, or YAML for the command line's parser; values of the right type, at its limits, and of other types; misspelt,
-foreign and unknown names. Any other outcome is a finding.
+Draws options of GRPO, PPO, GroupPPO, Distillation, PromptDataModule, their configs, callbacks and Trainer, as Python
+keywords, nested mappings, or YAML for the command line's parser; values of the right type, at its limits, and of other
+types; misspelt, foreign and unknown names. Any other outcome is a finding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if __name__ == "__main__":  # as a command; under pytest, conftest.py has done s
 import torch
 from lightning.pytorch import Trainer
 
-from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
+from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
@@ -44,7 +44,7 @@ from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.utilities.arguments import known_options
 
 SECONDS_PER_CASE = 60
-ALGORITHMS = (GRPO, PPO, GroupPPO)
+ALGORITHMS = (GRPO, PPO, GroupPPO, Distillation)
 CALLBACKS = (CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart)
 TRAINER: dict[str, Any] = {
     "max_steps": int,
@@ -65,6 +65,7 @@ TRAINER: dict[str, Any] = {
 LARGEST = {"num_generations": 8, "val_num_generations": 4, "steps": 4, "train_size": 64}
 FIXED = {
     "reward_workers",
+    "reward_memory_limit_mb",
     "policy",
     "rewards",
     "train",
@@ -74,6 +75,7 @@ FIXED = {
     "processor",
     "engine",
     "critic",
+    "teacher",
     "tools",
     "environment_factory",
     "chat_template",
@@ -88,6 +90,9 @@ WRONG: tuple[Any, ...] = ("3", "nonsense", None, True, math.nan, -1, 0, 1.5, [],
 class TinyPolicy:
     """A random Qwen3 of one layer, the same each time."""
 
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
     def load(self) -> Any:
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -100,7 +105,7 @@ class TinyPolicy:
             "pad_token_id": 0,
         }
         with torch.random.fork_rng():
-            torch.manual_seed(0)
+            torch.manual_seed(self.seed)
             return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(digit_tokenizer()), **sizes, **heads))
 
     def load_tokenizer(self) -> Any:
@@ -207,6 +212,8 @@ def run_python(case: Case, folder: Path) -> None:
     model = {"num_generations": 2, "sampling": {"max_new_tokens": 3}, "verify": False} | case.model
     if isinstance(model["sampling"], dict):
         model["sampling"] = {"max_new_tokens": 3} | model["sampling"]
+    if case.algorithm is Distillation:
+        model["teacher"] = TinyPolicy(seed=1)
     module = case.algorithm(TinyPolicy(), share_of_letters, **model)
     task = MostFrequentDigit(prompt_length=8, majority_share=0.4, train_size=8, val_size=2)
     data = PromptDataModule(task, task, **({"batch_size": 2} | case.data))
@@ -243,10 +250,11 @@ def run_yaml(case: Case, folder: Path) -> None:
         callbacks=[(cls, plain(own)) for cls, own in case.callbacks],
     )
     reward = {"class_path": "pl_grouprl.rewards.ExactMatch"}
+    teacher = {"teacher": "gpt2-large"} if case.algorithm is Distillation else {}
     callbacks = [entry(f"callbacks.{cls.__name__}", own) for cls, own in case.callbacks]
     text = yaml.safe_dump(
         {
-            "model": entry(case.algorithm.__name__, case.model, policy="gpt2", rewards=reward),
+            "model": entry(case.algorithm.__name__, case.model, policy="gpt2", rewards=reward, **teacher),
             "data": entry("PromptDataModule", case.data),
             "trainer": case.trainer | {"callbacks": callbacks},
         }

@@ -58,13 +58,15 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "a reward raises, hangs, gives the wrong length, None, NaN or infinity",
+        "a reward raises, hangs, gives the wrong length, None, NaN or infinity, takes all memory, forks, floods, exits",
         "retried, its rollout masked and counted, aborted above a set share; the function is named; a hang is killed",
         (
             "tests/rewards/test_apply_rewards.py",
             "tests/rewards/test_reward_failures.py",
             "tests/rewards/test_reward_workers.py",
             "tests/rewards/test_async_rewards.py",
+            "tests/rewards/test_hostile_graders.py",
+            "tests/algorithms/test_hostile_graders.py",
             "tests/algorithms/test_unrewarded_batches.py",
         ),
     ),

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k
+from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 0.25]
 ANSWERS = ["a", "b", "c", "b", None]
@@ -61,6 +61,23 @@ def test_all_answers_by_hand():
     assert best_at_k([[0.0, 1.0, 0.0, 0.0]], replacement=True) == pytest.approx(1 - 0.75**4)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("correct", range(6))
+def test_pass_at_k_equals_enumeration(correct, k):
+    passes = [number < correct for number in range(5)]
+    draws = list(itertools.combinations(passes, k))
+    assert pass_at_k([passes], k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+def test_pass_at_k_by_hand():
+    # Of 3 answers one passes, of 4 two: at k = 2 1 - 1/3 and 1 - 1/6; at k = 1 the shares.
+    passes = [[False, True, False], [True, False, False, True]]
+    assert pass_at_k(passes, 2) == pytest.approx((2 / 3 + 5 / 6) / 2)
+    assert pass_at_k(passes, 1) == pytest.approx((1 / 3 + 1 / 2) / 2)
+    # The share of draws with a pass, and not 1 - (1 - c / n)^k, which takes draws to be independent.
+    assert pass_at_k([[True] + [False] * 199], 100) == pytest.approx(0.5)
+
+
 def test_many_answers_stay_exact():
     """64 answers, all different: any of them wins, so the majority is worth the mean."""
     scores = [i / 64 for i in range(64)]
@@ -78,5 +95,9 @@ def test_errors_name_argument_value_and_remedy():
     for k in (0, 3):
         with pytest.raises(ValueError, match=f"k is {k}, but a prompt has 2 answers"):
             best_at_k([[1.0, 0.0]], k)
+        with pytest.raises(ValueError, match=f"k is {k}, but a prompt has 2 answers"):
+            pass_at_k([[True, False]], k)
+    with pytest.raises(ValueError, match=r"scores\[1\] is empty"):
+        pass_at_k([[True], []], 1)
     with pytest.raises(ValueError, match=r"answers has \[1\] entries per prompt and scores \[2\]"):
         majority_at_k([[1.0, 0.0]], [["a"]])

@@ -16,11 +16,15 @@ SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 """Environment variables that Lightning's `seed_everything` sets for good: put back without a word."""
 
 
+_seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+"""Without a GPU, `manual_seed` records a traceback for each kind of device that it would seed later."""
+
+
 def seed_all(seed: int) -> None:
     """Seed the three global generators."""
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    _seed_torch(seed)
 
 
 @contextmanager

@@ -196,3 +196,30 @@ def score_of_environment(environments, completions):
 
 def knows_environments(completions, **columns):
     return [float("environments" in columns) for _ in completions]
+
+
+def library_with_alarms(completions, solution, seconds, log_extra=None, **kwargs):
+    """Calls math-verify as TRL's `accuracy_reward` does: with alarms, which only work on the main thread."""
+    import math_verify
+
+    rewards = []
+    for messages, text, limit in zip(completions, solution, seconds, strict=True):
+        gold = math_verify.parse(text, parsing_timeout=limit)
+        answer = math_verify.parse(
+            messages[0]["content"], [math_verify.LatexExtractionConfig()], "first_match", parsing_timeout=limit
+        )
+        rewards.append(float(math_verify.verify(gold, answer, timeout_seconds=limit)))
+    return rewards
+
+
+def metric_with_alarms(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    """Calls math-verify as verl's `compute_score` does; the library's own time limit raises a BaseException."""
+    from math_verify.errors import TimeoutException
+    from math_verify.metric import math_metric
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    score = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
+    try:
+        return float(score(["\\boxed{" + ground_truth + "}"], [solution_str])[0])
+    except TimeoutException:
+        return 0.0

@@ -63,12 +63,14 @@ class Variant:
         algorithm: `grpo` or `group_ppo`.
         tools: Whether rollouts are episodes with a tool and an environment.
         ahead: Whether rollouts are sampled during the updates.
+        epochs: Each of two batches of rollouts, and a validation.
     """
 
     strategy: str
     algorithm: str
     tools: bool = False
     ahead: bool = False
+    epochs: int = 2
 
     @property
     def phases(self) -> dict[str, int]:
@@ -166,7 +168,8 @@ def train(
     module = variant.make_module()
     if death is not None and death.rank == rank:
         death.prepare(module)
-    trainer = make_trainer(folder, variant.strategy, [checkpointing(folder), Begun(folder / f"begun-{rank}")])
+    callbacks = [checkpointing(folder), Begun(folder / f"begun-{rank}")]
+    trainer = make_trainer(folder, variant.strategy, callbacks, max_epochs=variant.epochs)
     trainer.fit(module, make_data(tools=variant.tools), ckpt_path=checkpoint, weights_only=True)
     torch.save(final_state(trainer, module), folder / f"final-{rank}.pt")
 
@@ -227,8 +230,9 @@ def main() -> int:
     parser.add_argument("--algorithm", choices=("grpo", "group_ppo"), default="group_ppo")
     parser.add_argument("--tools", action="store_true")
     parser.add_argument("--ahead", action="store_true")
+    parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
-    variant = Variant(options.strategy, options.algorithm, options.tools, options.ahead)
+    variant = Variant(options.strategy, options.algorithm, options.tools, options.ahead, options.epochs)
     draw, ranks = random.Random(options.seed), RANKS[options.strategy]
     root = Path(tempfile.mkdtemp(prefix="kill_and_resume-"))
     if Path("/dev/shm").is_dir():

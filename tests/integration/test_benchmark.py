@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.process_state import left_changed
+from helpers.tiny_gguf import vocabulary, write_gguf
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +171,23 @@ def test_other_benchmarks_run_by_the_one_entry(load, name, tmp_path, capsys):
     written = json.loads((tmp_path / "result.json").read_text())
     assert name == "packing" or written["conditions"]["threads"] >= 1
     assert capsys.readouterr().out
+
+
+def test_a_pretrained_model_is_measured(load, tmp_path, capsys):
+    write_gguf(tmp_path / "tiny.gguf")
+    sizes = "--sizes 8:2 --group-size 2 --groups 1 --rounds 1 --rows shared repeated"
+    result = load("real_model").main(
+        ["--model", str(tmp_path / "tiny.gguf"), *sizes.split(), "--output", str(tmp_path / "result")]
+    )
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == result["steps"]
+    assert [(one["measured"], one["case"]["vocabulary"]) for one in result["passes"]] == [
+        ("scoring", len(vocabulary())),
+        ("update", len(vocabulary())),
+    ]
+    assert all(row["difference"] < 1e-4 for one in result["passes"] for row in one["rows"])
+    (steps,) = result["steps"]
+    assert [(row["method"], len(row["seconds"])) for row in steps["rows"]] == [("shared", 1), ("repeated", 1)]
+    assert "s a step" in capsys.readouterr().out
 
 
 def test_help_lists_all_and_each_has_its_own(load, capsys):

@@ -234,11 +234,27 @@ def test_a_config_that_the_run_has_not_saved_is_untouched(small, tmp_path):
 
 
 @pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])
-def test_evaluation_reports_mean_best_and_majority(run, small, command, prefix, capsys):
+def test_evaluation_reports_every_metric_and_completion(run, small, command, prefix, capsys):
     main([command, *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")])
     shown = capsys.readouterr().out
-    for metric in ("mean@2", "best@2", "maj@2"):
+    metrics = ("mean@2", "best@2", "maj@2", "pass@1", "pass@2")
+    for metric in metrics:
         assert f"{prefix}/most_frequent_digit/{metric}" in shown
+    assert re.search("data source +" + " +".join(metrics), shown)
+    rows = (versions(run)[-1] / f"{prefix}_completions.jsonl").read_text().splitlines()
+    assert [json.loads(row)["group"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_file_is_tested_with_the_last_checkpoint_and_more_rollouts(run, small, tmp_path, capsys):
+    rows = [{"prompt": "1223", "answer": "two"}, {"prompt": "4445", "answer": "four", "data_source": "fours"}]
+    (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--ckpt_path", "last", "--data.init_args.test", str(tmp_path / "file.jsonl")]
+    main(["test", *small, *options, "--model.init_args.val_num_generations", "8"])
+    shown = capsys.readouterr().out
+    for source in ("default", "fours"):
+        for metric in ("mean@8", "maj@8", *(f"pass@{k}" for k in (1, 2, 4, 8))):
+            assert f"test/{source}/{metric}" in shown
+    assert len((versions(run)[-1] / "test_completions.jsonl").read_text().splitlines()) == 16
 
 
 def test_fast_dev_run_leaves_nothing_behind(run, small, tmp_path, monkeypatch):
@@ -269,7 +285,7 @@ def test_saved_config_is_a_config(run, capsys):
 def test_every_config_parses_without_network(name, fragment, capsys):
     fragments = [] if fragment is None else ["--config", fragment]
     config = yaml.safe_load(printed(capsys, "fit", "--config", name, *fragments, "--print_config"))
-    algorithm = {"grpo": "GRPO", "ppo": "PPO", "group": "GroupPPO"}[name.split("_")[0]]
+    algorithm = {"grpo": "GRPO", "ppo": "PPO", "group": "GroupPPO", "distillation": "Distillation"}[name.split("_")[0]]
     assert config["model"]["class_path"] == f"pl_grouprl.{algorithm}"
     assert config["trainer"]["strategy"] == ("auto" if fragment is None else "ddp")
 

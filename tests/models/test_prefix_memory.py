@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
+from helpers.peak_memory import Peak
 from helpers.tiny_models import random_groups, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models import score
@@ -18,33 +16,6 @@ from pl_grouprl.packing import pack
 from pl_grouprl.packing.slices import pack_slice
 
 PROMPT, RESPONSE, SLICE = 96, 128, 4
-
-
-class Peak(TorchDispatchMode):
-    """Most bytes that tensors made in this context hold at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._look(leaf.untyped_storage())
-        return out
-
-    def _look(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
-            self.live += size
-            self.peak = max(self.peak, self.live)
-
-    def _gone(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.live -= size
 
 
 def model_of(checkpointing: bool) -> Any:

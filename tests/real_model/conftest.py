@@ -3,7 +3,7 @@
 import pytest
 from helpers.smollm2 import smollm2
 
-ENDED = "<|im_end|>"
+from pl_grouprl.callbacks.export_policy import export
 
 
 def pytest_collection_modifyitems(items):
@@ -26,3 +26,11 @@ def tokenizer(policy):
 def model(policy):
     """In float32 and eval mode; tests leave its weights alone."""
     return policy.load().eval()
+
+
+@pytest.fixture(scope="session")
+def converted(model, tokenizer, tmp_path_factory):
+    """A folder with the same model, which loads sooner."""
+    folder = tmp_path_factory.mktemp("smollm2") / "policy"
+    export(model, tokenizer, folder)
+    return folder

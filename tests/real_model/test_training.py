@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from helpers.smollm2 import QUESTIONS, prompt_ids, rewards_right, rows, smollm2
+from helpers.smollm2 import QUESTIONS, prompt_ids, rewards_right, rows
 from lightning.pytorch import Callback, Trainer
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.models import PolicyCopyCritic
+from pl_grouprl.models import PolicyCopyCritic, PretrainedPolicy
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.types import SamplingConfig
 
 KINDS = {
-    "grpo": (GRPO, {}, {"num_mini_batches": 3, "beta": 0.05}),
+    "grpo": (GRPO, {}, {"beta": 0.05}),
     "lora": (GRPO, {"adapter": LoRAAdapter(r=4)}, {"beta": 0.05}),
     "ppo": (PPO, {}, {"critic": PolicyCopyCritic()}),
 }
@@ -29,11 +29,11 @@ class Steps(Callback):
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def train(kind, sharing, folder):
+def train(kind, sharing, converted, folder):
     """Two updates; returns the module and the metrics after each."""
     algorithm, source, options = KINDS[kind]
     module = algorithm(
-        smollm2(**source),
+        PretrainedPolicy(str(converted), **source),
         rewards_right,
         num_generations=4,
         sampling=SamplingConfig(max_new_tokens=12),
@@ -42,28 +42,29 @@ def train(kind, sharing, folder):
         verify=False,
         **options,
     )
-    steps, exports = Steps(), [ExportPolicy()] if sharing == "shared" else []
+    steps, exports = Steps(), [ExportPolicy(folder=str(folder / "policy"))] if sharing == "shared" else []
     trainer = Trainer(
         **{"accelerator": "cpu", "devices": 1, "max_steps": 2, "max_epochs": -1, "default_root_dir": folder},
         **{"logger": False, "enable_checkpointing": False, "callbacks": [steps, *exports]},
         **{"enable_progress_bar": False, "enable_model_summary": False},
     )
-    trainer.fit(module, PromptDataModule(rows()[:2], batch_size=2, shuffle=False))
+    trainer.fit(module, PromptDataModule(rows()[:1], batch_size=1, shuffle=False))
     return module, steps.metrics
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharing_changes_nothing_and_the_export_is_an_ordinary_model(kind, tmp_path):
-    module, shared = train(kind, "shared", tmp_path)
+def test_sharing_changes_nothing_and_the_export_is_an_ordinary_model(kind, converted, tmp_path):
+    module, shared = train(kind, "shared", converted, tmp_path)
     check_export(module, tmp_path / "policy")
-    _, repeated = train(kind, "repeated", tmp_path)
+    _, repeated = train(kind, "repeated", converted, tmp_path)
     assert len(shared) == len(repeated) == 2
     assert shared[0]["prefix/token_ratio"] > 2
     assert repeated[0]["prefix/token_ratio"] <= 1
-    assert abs(shared[0]["loss"]) > 1e-4
-    for name in ("loss", "reward", "completions/mean_length", "entropy", "loss/value"):
-        for one, other in zip(shared, repeated, strict=True):
-            assert one.get(name) == pytest.approx(other.get(name), abs=1e-3), name
+    assert shared[0]["grad_norm"] > 0.1  # the loss itself is about 0 at the first update
+    for one, other in zip(shared, repeated, strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+        for name in ("loss", "reward", "completions/mean_length", "entropy"):
+            assert one[name] == pytest.approx(other[name], abs=1e-3), name
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import pytest
 from helpers.smollm2 import rewards_right, rows
 
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.models import PretrainedPolicy
 
 pytest.importorskip("trl")
 
@@ -27,7 +28,7 @@ def train(model, tokenizer, folder):
         max_steps=2,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=12,
         beta=0.05,
@@ -37,17 +38,17 @@ def train(model, tokenizer, folder):
         model=model,
         reward_funcs=rewards_right,
         args=config,
-        train_dataset=Dataset.from_list(rows()[:2]),
+        train_dataset=Dataset.from_list(rows()[:1]),
         processing_class=copy.deepcopy(tokenizer),
     )
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_the_trainer_of_trl(model, tokenizer, tmp_path):
-    logs = {}
+def test_the_trainer_of_trl(converted, tokenizer, tmp_path):
+    logs = {}  # the reference is loaded by TRL, from the policy's folder
     for sharing in (False, True):
-        policy = copy.deepcopy(model).train()
+        policy = PretrainedPolicy(str(converted)).load().train()
         if not sharing:
             logs[sharing] = train(policy, tokenizer, tmp_path)
             continue

@@ -12,7 +12,6 @@ from helpers.engines import new_engine, sync
 from helpers.rollouts import greedily, reference_logprobs
 from helpers.smollm2 import QUESTIONS, messages, prompt_ids
 
-from pl_grouprl.callbacks.export_policy import export
 from pl_grouprl.types import SamplingConfig
 
 pytestmark = pytest.mark.vllm
@@ -74,9 +73,8 @@ def train(policy, prompts):
     policy.zero_grad()
 
 
-def test_an_exported_folder_is_served(model, tokenizer, prompts, tmp_path):
+def test_an_exported_folder_is_served(model, converted, prompts):
     """By vLLM alone, in a process without this package."""
-    export(model, tokenizer, tmp_path / "policy")
     conversations = json.dumps([messages(question) for question in QUESTIONS])
     environment = {
         **os.environ,
@@ -85,7 +83,7 @@ def test_an_exported_folder_is_served(model, tokenizer, prompts, tmp_path):
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", SERVE, str(tmp_path / "policy"), conversations, str(COUNT)]
+    command = [sys.executable, "-c", SERVE, str(converted), conversations, str(COUNT)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == 1, done.stderr[-3000:]

@@ -173,6 +173,22 @@ def test_wrong_type_names_function(result, message):
         apply_rewards(make_groups(["a"]), wrong)
 
 
+def test_dictionaries_in_a_list_are_scores_with_extra_numbers():
+    def grade(completions, **columns):
+        return [{"score": 1.0, "tokens": 4}, {"score": None, "tokens": 2, "why": "short"}, 0.5]
+
+    def steps(groups):
+        return [[{"score": [None, 2.0], "steps": 1}, 0.0, None]]
+
+    group = RolloutGroup([1], [Rollout([7, 8], text=text) for text in "abc"])
+    metrics = apply_rewards([group], [grade, steps])
+    assert [rollout.rewards for rollout in group.rollouts] == [
+        {"grade": 1.0, "steps": 2.0}, {"grade": None, "steps": 0.0}, {"grade": 0.5, "steps": None}
+    ]  # fmt: skip
+    assert (metrics["rewards/grade/tokens"], metrics["rewards/grade/none"], metrics["rewards/steps/steps"]) == (3, 1, 1)
+    assert "rewards/grade/why" not in metrics
+
+
 def test_verl_dictionary_without_score_is_refused():
     def grade(data_source, solution_str, ground_truth):
         return {"reward": 1.0}

@@ -20,7 +20,8 @@ from pl_grouprl.rewards import (
     check_columns,
     prepare_rewards,
 )
-from pl_grouprl.rewards.code_tests import extract_code, read_tests
+from pl_grouprl.rewards.code_test_formats import read_tests
+from pl_grouprl.rewards.code_tests import extract_code
 from pl_grouprl.rewards.sandbox import Sandbox, SandboxUnavailableError
 from pl_grouprl.rewards.sandbox.sandbox import _Run
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
@@ -142,9 +143,10 @@ def test_the_expected_answer_never_enters_the_sandbox(monkeypatch):
             {"tests": [{"function": "f", "args": [{1}], "expected": 1}]},
             "prompt 1: column 'tests', test 0: .*is not JSON",
         ),
-        ({"tests": ["1"]}, "prompt 1: column 'tests', test 0 is '1'; write"),
+        ({"tests": ["1"]}, "prompt 1: column 'tests', test 0 is '1'; of assert statements"),
+        ({"tests": [1]}, "prompt 1: column 'tests', test 0 is 1; write"),
     ],
-    ids=["missing", "empty", "no json", "half", "numbers", "set", "string"],
+    ids=["missing", "empty", "no json", "half", "numbers", "set", "string", "number"],
 )
 def test_a_malformed_row_is_named_at_setup(columns, message):
     prompts = [Prompt([1], columns={"tests": STDIN}), Prompt([1], columns=columns)]

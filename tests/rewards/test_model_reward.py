@@ -166,10 +166,10 @@ def test_encoders_are_refused(sharing):
 
 
 def test_a_model_that_looks_ahead_shares_no_prefix(monkeypatch):
-    from pl_grouprl.rewards import model_reward
+    from pl_grouprl.rewards import frozen_model
 
-    monkeypatch.setattr(model_reward, "shared_prefix", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(model_reward, "check_score_head", lambda *_: None)
+    monkeypatch.setattr(frozen_model, "shared_prefix", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(frozen_model, "check_score_head", lambda *_: None)
     with pytest.raises(RewardConfigurationError, match="BertModel is not causal"):
         ModelReward(encoder()).set_up()
 

@@ -24,7 +24,7 @@ from pl_grouprl.models import SharedTrunkCritic
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.types import SamplingConfig
 
-ALGORITHMS = {"GRPO": pl_grouprl.GRPO, "PPO": pl_grouprl.PPO, "GroupPPO": pl_grouprl.GroupPPO}
+ALGORITHMS = {name: getattr(pl_grouprl, name) for name in ("GRPO", "PPO", "GroupPPO", "Distillation")}
 
 
 def strategy(name: str) -> Any:
@@ -90,6 +90,8 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
     policy = Policy(case.get("tied", False), adapter, **case.get("policy", {}))
     if case.get("critic") == "shared":
         case["module"]["critic"] = SharedTrunkCritic()
+    if case["algorithm"] == "Distillation":
+        case["module"]["teacher"] = TinyPolicy(seed=7, hidden_size=48, initializer_range=0.2)
     module = ALGORITHMS[case["algorithm"]](
         policy,
         share_of_letters,

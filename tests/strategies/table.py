@@ -42,7 +42,8 @@ class Row:
 
     Attributes:
         name: As the table shows it.
-        algorithm: `GRPO`, `GROUP PPO`, or `GRPO tools`, whose rollouts are episodes with a tool and an environment.
+        algorithm: `GRPO`, `GROUP PPO`, `Distillation`, or `GRPO tools`, whose rollouts are episodes with a tool and an
+            environment.
         strategy: Name of a fragment in configs/strategy; None is a single process.
         devices: Processes, or GPUs.
         accelerator: `cpu` or `gpu`.
@@ -108,6 +109,13 @@ def table_rows(num_gpus: int) -> list[Row]:
         Row("fsdp2 x2", "GRPO tools", "fsdp2", 2, options=CUT_EPISODES),
         Row("ZeRO-2 x2, on CPU", "GRPO tools", "deepspeed_z2", 2, options=CUT_EPISODES),
         Row("ZeRO-3 x2, on CPU", "GRPO tools", "deepspeed_z3", 2, options=CUT_EPISODES),
+    ]
+    rows += [
+        Row("ddp x2", "Distillation", "ddp", 2),
+        Row("fsdp2 x2", "Distillation", "fsdp2", 2),
+        Row("fsdp1 x2, on CPU", "Distillation", "fsdp", 2, options={}),
+        Row("ZeRO-2 x2, on CPU", "Distillation", "deepspeed_z2", 2),
+        Row("ZeRO-3 x2, on CPU", "Distillation", "deepspeed_z3", 2),
     ]
     fragments = ("ddp", "fsdp2", "fsdp", "deepspeed_z2", "deepspeed_z3", "deepspeed_z3_offload")
     devices = min(max(num_gpus, 1), 2)
@@ -218,7 +226,7 @@ COLUMNS = (
     *("strategy", "algorithm", "loss difference", "resume difference", "export"),
     *("passes", "splits", "rollouts", "validations", "s"),
 )
-WIDTHS = (28, 11, 17, 19, 9, 8, 8, 10, 13, 5)
+WIDTHS = (28, 14, 17, 19, 9, 8, 8, 10, 13, 5)
 
 
 def cells(result: Result) -> list[str]:

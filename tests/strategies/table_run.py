@@ -31,7 +31,7 @@ from helpers.chance_episodes import (  # noqa: E402
     tally_rows,
 )
 
-from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
+from pl_grouprl import GRPO, Distillation, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
 from pl_grouprl.algorithms import OptimizerConfig  # noqa: E402
 from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint  # noqa: E402
 
@@ -68,7 +68,7 @@ def make_strategy(name: str, devices: int, *, on_cpu: bool) -> Any:
 
 
 def make_module(algorithm: str, **options: Any) -> LightningModule:
-    """GRPO or GROUP PPO on the tiny policy."""
+    """GRPO, GROUP PPO or distillation on the tiny policy."""
     defaults = {
         "num_generations": 6,
         "num_mini_batches": 2,
@@ -80,7 +80,9 @@ def make_module(algorithm: str, **options: Any) -> LightningModule:
     }
     if algorithm == "GRPO tools":
         return GRPO(ChancePolicy(eos_token_id=1), **{**defaults, **episode_options(), **options})
-    cls = {"GRPO": GRPO, "GROUP PPO": GroupPPO}[algorithm]
+    if algorithm == "Distillation":
+        defaults["teacher"] = TinyPolicy(seed=7, hidden_size=48, initializer_range=0.2)
+    cls = {"GRPO": GRPO, "GROUP PPO": GroupPPO, "Distillation": Distillation}[algorithm]
     return cls(TinyPolicy(), share_of_letters, **{**defaults, **options})
 
 

@@ -52,8 +52,9 @@ def test_the_export_holds_the_weights(sharded):
     [
         {"algorithm": "PPO", "module": {"num_iterations": 2}, "trainer": {"gradient_clip_val": 0.01}},
         {"algorithm": "GroupPPO", "critic": "shared"},
+        {"algorithm": "Distillation", "module": {"beta": 0.1}},
     ],
-    ids=["ppo", "shared trunk"],
+    ids=["ppo", "shared trunk", "distillation"],
 )
-def test_critics(tmp_path, case):
+def test_other_models(tmp_path, case):
     assert largest_difference(run(tmp_path / "ddp", "ddp", **case), run(tmp_path / "fsdp1", "fsdp1", **case)) < 1e-5

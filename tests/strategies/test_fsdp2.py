@@ -66,8 +66,9 @@ def test_the_export_holds_the_weights(runs):
         {"module": {"max_tokens_per_micro_batch": 32}, "policy": {"gradient_checkpointing": True}},
         {"adapter": {"r": 4}, "module": {"beta": 0.1}},
         {"trainer": {"accumulate_grad_batches": 2}, "module": {"num_mini_batches": 2}},
+        {"algorithm": "Distillation", "module": {"max_tokens_per_micro_batch": 32, "gamma": 0.5}},
     ],
-    ids=["ppo", "shared trunk", "budget", "activation checkpointing", "adapter", "accumulation"],
+    ids=["ppo", "shared trunk", "budget", "activation checkpointing", "adapter", "accumulation", "distillation"],
 )
 def test_every_way_to_train(tmp_path, case):
     assert largest_difference(run(tmp_path / "ddp", "ddp", **case), run(tmp_path / "fsdp2", "fsdp2", **case)) < 1e-5

@@ -46,10 +46,11 @@ def test_runs_that_agree_are_ok(tmp_path, made_up, capsys):
     made_up(loss=5e-5)
     assert table.main(["--only", "ddp x2", "--keep", str(tmp_path), "--json", str(tmp_path / "table.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines[1:]] == [["ddp", "x2", name] for name in ("GRPO", "GROUP", "GRPO")]
+    algorithms = ("GRPO", "GROUP", "GRPO", "Distillation")
+    assert [line.split()[:3] for line in lines[1:]] == [["ddp", "x2", name] for name in algorithms]
     assert "5.0e-05" in lines[1]
     results = json.loads((tmp_path / "table.json").read_text())
-    assert [result["status"] for result in results] == ["ok", "ok", "ok"]
+    assert [result["status"] for result in results] == ["ok"] * 4
     assert results[0]["row"]["strategy"] == "ddp"
     assert results[0]["passes"] == 30
 
@@ -120,6 +121,7 @@ def test_every_strategy_has_a_row_with_each_algorithm():
     names = ["single", "ddp x2", "fsdp2 x2", "fsdp1 x2, on CPU", "ZeRO-2 x2, on CPU", "ZeRO-3 x2, on CPU", "ulysses x2"]
     tools = [names[1], names[2], names[4], names[5]]
     expected = [(a, name) for a in ("GRPO", "GROUP PPO") for name in names] + [("GRPO tools", name) for name in tools]
+    expected += [("Distillation", name) for name in names[1:6]]
     assert [(row.algorithm, row.name) for row in ON_CPU] == expected
 
 

@@ -1,6 +1,7 @@
 """Advantages of rollouts and of tokens, one idea per file."""
 
 from pl_grouprl.functional.advantages.baselines import opo_advantages, remax_advantages
+from pl_grouprl.functional.advantages.distillation import distillation_advantages
 from pl_grouprl.functional.advantages.gae import (
     discounted_returns,
     generalized_advantages,

@@ -1,0 +1,178 @@
+"""On-policy distillation: a student samples, a teacher scores every token.
+
+Legend: N response tokens of all rollouts one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from pl_grouprl.algorithms.grpo import GRPO
+from pl_grouprl.checks import ParityReport, check_parity
+from pl_grouprl.functional.advantages import distillation_advantages
+from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.models.policy import PolicySource, as_policy_source
+from pl_grouprl.models.reference import leave_out_of_checkpoints, unfrozen
+from pl_grouprl.models.teacher import check_pair, check_tokenizers
+from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.rewards.base import as_weighted
+from pl_grouprl.training.resume import compare_reference
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.run_options import FREE_OPTIONS
+from pl_grouprl.training.run_state import ConsistencyCheck, Stateful
+from pl_grouprl.training.setup_checks import check_lengths_of_teacher
+from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.distributed import sum_over_ranks
+from pl_grouprl.utilities.options import check_options
+
+
+@checked_arguments
+class Distillation(GRPO):
+    """On-policy distillation: the student learns from a teacher's log-probabilities of the tokens that it sampled.
+
+    The advantage of token t of a rollout is
+
+        A_t = A_task + distillation_coef * sum over s >= t of gamma^(s-t) (log pi_teacher(y_s) - log pi_old(y_s))
+
+    over the trained tokens, where A_task is GRPO's advantage, and 0 without a task reward. The sum gives a policy
+    gradient of the reverse KL from student to teacher; `distillation_advantages` says which one, with sources. The loss
+    is GRPO's, whose ratios correct for updates since the rollout. Student and teacher are both taken at
+    `sampling.temperature`. The teacher scores without gradient, on shared prefixes, in micro-batches.
+
+    Args:
+        policy: The student: path or hub name of a Hugging Face model, or another source of the initial policy.
+        rewards: Task rewards, as in `GRPO`. None, or functions of weight 0 alone, which are measured only: no task
+            reward, just the teacher. A rollout for which a task reward is None is not trained.
+        teacher: Path or hub name of the teacher, or another source. It has the student's vocabulary, and any size. It
+            is frozen, made again from its source on every start and never part of a checkpoint.
+        distillation_coef: Weight of the teacher. Its advantages are in nats and never normalized, unlike GRPO's.
+        gamma: Discount of later tokens' rewards: 0 for each token's own, 1 for the whole rest of the response.
+        **kwargs: Options of `GRPO` and `RLModule`. `beta` is a penalty against the initial student, not the teacher.
+
+    Attributes:
+        teacher: The teacher, once `configure_model` has run.
+
+    Raises:
+        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+    """
+
+    free_options = FREE_OPTIONS | {"teacher"}  # its weights are compared instead
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
+        *,
+        teacher: str | PolicySource,
+        distillation_coef: float = 1.0,
+        gamma: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        check_options(
+            {
+                "distillation_coef": (distillation_coef, 0 < distillation_coef < math.inf, "finite and larger than 0"),
+                "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
+            }
+        )
+        super().__init__(policy, _with_constant(rewards), **kwargs)
+        if self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling=True drops groups whose rewards are all equal, but a teacher teaches on them too; "
+                "leave it out."
+            )
+        self.teacher_source: PolicySource = as_policy_source(teacher, "teacher")
+        self.distillation_coef = distillation_coef
+        self.gamma = gamma
+        self.teacher: Any = None
+        self._teacher_fingerprint: float | None = None
+        leave_out_of_checkpoints(self, "teacher")
+
+    # Models.
+
+    def setup(self, stage: str) -> None:
+        """Refuse a teacher that reads other tokens than the student."""
+        check_tokenizers(self.tokenizer, self.teacher_source.load_tokenizer())
+        super().setup(stage)
+
+    def load_models(self) -> None:
+        """Load student and teacher."""
+        super().load_models()
+        self.teacher = self.teacher_source.load().requires_grad_(False).train()  # in evaluation mode while it scores
+        self._teacher_fingerprint = check_pair(self.policy, self.teacher)
+
+    def configure_model(self) -> None:
+        """Load student and teacher, and refuse prompts too long for the teacher."""
+        super().configure_model()
+        if self._trainer is not None and self._trainer.state.fn is not None:
+            check_lengths_of_teacher(self)
+
+    def scored_models(self) -> list[Any]:
+        """Add the teacher."""
+        return [*super().scored_models(), self.teacher]
+
+    def parity_reports(self) -> list[ParityReport]:
+        """Add the teacher."""
+        reports = super().parity_reports()
+        with self.support.whole_weights(self.teacher), unfrozen(self.teacher):
+            return [*reports, check_parity(self.teacher, backend=self.attention_backend, padded_rows=False)]
+
+    # What is prepared after a rollout.
+
+    @property
+    def needs_old_scores(self) -> bool:
+        """Always: they are part of the advantages."""
+        return True
+
+    def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
+        """Add the teacher's log-probabilities."""
+        scores = super().score_rollouts_before_update(buffer)
+        with self.timer.part("teacher_logprobs"):
+            buffer.put("teacher_logprobs", self.score_rollouts(self.teacher, buffer).logprobs_N)
+        return scores
+
+    def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Add the teacher's advantages to those of the task."""
+        super().compute_targets(buffer, scores)
+        teacher_N = self._teacher_advantages(buffer)
+        buffer.put("advantages", buffer.joined("advantages") + self.distillation_coef * teacher_N)
+
+    def _teacher_advantages(self, buffer: RolloutBuffer) -> Tensor:
+        names = "old_logprobs", "teacher_logprobs", "loss_mask"
+        old_N, teacher_N, mask_N = (buffer.joined(name) for name in names)
+        sums = [(old_N - teacher_N)[mask_N].sum(), teacher_N[mask_N].sum(), mask_N.sum()]
+        reverse_kl, teacher_logprob, tokens = sum_over_ranks(sums, self.device)
+        buffer.metrics["distillation/reverse_kl"] = reverse_kl / max(tokens, 1.0)
+        buffer.metrics["distillation/teacher_logprob"] = teacher_logprob / max(tokens, 1.0)
+        lengths_B = buffer.rollout_lengths
+        rows = (to_rows(own, lengths_B) for own in (old_N, teacher_N, mask_N))
+        return from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_B)
+
+    # Checkpoints.
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Add what decides the advantages."""
+        return super().rollout_options() | {"distillation_coef": self.distillation_coef, "gamma": self.gamma}
+
+    def saved_state(self) -> dict[str, Stateful]:
+        """Add a fingerprint of the teacher, which must stay the same."""
+        check = ConsistencyCheck(lambda: self._teacher_fingerprint, self._compare_teacher)
+        return super().saved_state() | {"teacher_fingerprint": check}
+
+    def _compare_teacher(self, then: float | None, now: float | None) -> None:
+        compare_reference(then, now, self.teacher_source, "teacher", "teacher")
+
+
+def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:
+    """0 for every rollout: all of them are trained, and none is better than another."""
+    return [0.0] * len(completions)
+
+
+def _with_constant(rewards: Any) -> list[Weighted | RewardFunction]:
+    """Add a reward of 0 if no function counts, as rollouts without a reward would not be trained."""
+    given = [] if rewards is None else as_weighted(rewards)
+    constant = [] if any(own.weight for own in given) else [Weighted(no_task_reward)]
+    return [*given, *constant]

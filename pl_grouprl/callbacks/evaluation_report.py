@@ -1,0 +1,65 @@
+"""What is left of a validation or test: its completions, and its metrics as a table of data sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pl_grouprl.types import RolloutGroup
+from pl_grouprl.utilities.distributed import gather_plain
+
+Row = dict[str, Any]
+
+_METRICS = ("mean", "best", "maj", "pass")
+
+
+class EvaluationRows:
+    """Numbers the prompts of an evaluation from 0, over all its batches and ranks."""
+
+    def __init__(self) -> None:
+        self._num_prompts = 0
+
+    def of_batch(
+        self, outputs: Mapping[str, Any], rows_of: Callable[[RolloutGroup, int], list[Row]], device: Any
+    ) -> list[Row]:
+        """Return one row per completion of a batch of all ranks, in the order of the prompts. Collective.
+
+        Args:
+            outputs: What the step of this rank returned: `groups`, whose `group_id` is the position of the prompt in
+                the batch of all ranks, and `answers`.
+            rows_of: Makes the rows of a group, which gets this number.
+            device: As for `gather_plain`.
+        """
+        own = []
+        for place, (group, answers) in enumerate(zip(outputs["groups"], outputs["answers"], strict=True)):
+            number = place if group.group_id is None else group.group_id
+            rows = [row | {"answer": answer} for row, answer in zip(rows_of(group, number), answers, strict=True)]
+            own.append([number, json.dumps(rows, default=str)])
+        gathered = sorted(pair for of_rank in gather_plain(own, device) for pair in of_rank)
+        first, self._num_prompts = self._num_prompts, self._num_prompts + len(gathered)
+        return [row | {"group": first + number} for number, rows in gathered for row in json.loads(rows)]
+
+
+def source_table(metrics: Mapping[str, Any], prefix: str) -> str:
+    """The metrics `{prefix}/{data_source}/{name}@{k}` as lines of text, a data source each; empty without any."""
+    table: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        source, _, metric = name.removeprefix(f"{prefix}/").rpartition("/")
+        if source and name.startswith(f"{prefix}/") and metric.partition("@")[0] in _METRICS and "@" in metric:
+            table.setdefault(source, {})[metric] = float(value)
+    if not table:
+        return ""
+    columns = sorted({metric for own in table.values() for metric in own}, key=_column_order)
+    width = max(len("data source"), *map(len, table))
+    lines = ["  ".join([f"{'data source':<{width}}", *(f"{column:>7}" for column in columns)])]
+    for source, own in sorted(table.items()):
+        cells = [f"{own[column]:.3f}" if column in own else "" for column in columns]
+        row = zip(columns, cells, strict=True)
+        lines.append("  ".join([f"{source:<{width}}", *(f"{cell:>{max(7, len(column))}}" for column, cell in row)]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _column_order(metric: str) -> tuple[int, int]:
+    name, _, k = metric.partition("@")
+    return _METRICS.index(name), int(k)

@@ -1,0 +1,226 @@
+"""A model that scores rollouts: loaded once, never trained, run over groups with shared prefixes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.checks.model_introspection import check_causal, check_score_head
+from pl_grouprl.models.loading import check_patterns
+from pl_grouprl.models.policy import Dtype, PretrainedPolicy
+from pl_grouprl.models.score import hidden_states
+from pl_grouprl.models.sequence_classifier import is_classifier, score_head
+from pl_grouprl.packing import ScoringBatch, Sharing, pack
+from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.types import RolloutGroup
+from pl_grouprl.utilities.memory import naming_memory
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["SequenceClassification", "TokenClassification"]
+
+
+class FrozenModel:
+    """A classifier of sequences or tokens, by name or already loaded, with options as in `ModelReward`.
+
+    Args:
+        owner: Name of the class whose options these are, for messages.
+        kind: Which of transformers' classifiers it must be.
+        model: Name, folder, or transformers model.
+        max_tokens_per_pass: Most tokens of a forward pass, unless a group has more.
+        sharing: Whether shared prefixes are encoded once.
+        attention_backend: As in `pl_grouprl.attention.shared_prefix`.
+        device: Where it runs; `auto` is this process's GPU, or where a model that was passed already is.
+        dtype: As in `PretrainedPolicy`, as are the others.
+        attn_implementation: As in transformers.
+        revision: Branch, tag or commit.
+        trust_remote_code: Run code of the checkpoint.
+        allow_mismatched_weights: Patterns of weights.
+
+    Raises:
+        FileNotFoundError: If `model` is a path that is no folder.
+        TypeError: If it is neither a name nor a model.
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        kind: Kind,
+        model: Any,
+        *,
+        max_tokens_per_pass: int,
+        sharing: Sharing,
+        attention_backend: str,
+        device: str,
+        dtype: Dtype,
+        attn_implementation: str | None,
+        revision: str | None,
+        trust_remote_code: bool,
+        allow_mismatched_weights: Sequence[str],
+    ) -> None:
+        if sharing not in ("shared", "repeated"):
+            raise ValueError(f"{owner}.sharing is {sharing!r}; pass 'shared' or 'repeated'.")
+        if max_tokens_per_pass < 1:
+            raise ValueError(f"{owner}.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
+        check_patterns(allow_mismatched_weights, owner)
+        _check_type(model, owner)
+        get_backend(attention_backend, "attention_backend")  # an unknown name is an error here, not at the first reward
+        self.owner = owner
+        self.kind = kind
+        self.model = model
+        self.max_tokens_per_pass = max_tokens_per_pass
+        self.sharing: Sharing = sharing
+        self.attention_backend = attention_backend
+        self.device = device
+        self.checkpoint: PretrainedPolicy | None = None
+        if isinstance(model, str):
+            self.checkpoint = PretrainedPolicy(
+                model,
+                dtype,
+                attn_implementation,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                allow_mismatched_weights=tuple(allow_mismatched_weights),
+            )
+
+    def __repr__(self) -> str:
+        return f"{self.owner}({self.model!r})" if self.checkpoint else f"{self.owner}({type(self.model).__name__})"
+
+    def load(self) -> Any:
+        """Load the model, put it into evaluation mode, and check that its head reads the states of a causal decoder.
+
+        Raises:
+            OSError, ValueError: If it cannot be loaded or used.
+        """
+        model = self._load().eval()
+        head = score_head(model, self.kind)
+        if self.sharing == "shared":
+            with shared_prefix(model, self.attention_backend):  # looks at the model, once
+                pass
+        check_score_head(model, head, repr(self), self.kind)
+        if self.sharing == "shared":
+            check_causal(find_decoder(model), repr(self))
+        log.info("%r: %s on %s, sharing=%r.", self, type(model).__name__, model.device, self.sharing)
+        return model
+
+    def label(self, model: Any, label: int | None) -> int:
+        """The label that is the reward; 0 where it is left out and there is only one.
+
+        Raises:
+            ValueError: If it is left out otherwise, or out of range.
+        """
+        labels = model.config.num_labels
+        settled = 0 if label is None and labels == 1 else label
+        if settled is None or not 0 <= settled < labels:
+            raise ValueError(
+                f"{self.owner}.label is {label}, and {type(model).__name__} has {labels} labels; pass a label from "
+                f"0 to {labels - 1}."
+            )
+        return settled
+
+    def states(self, model: Any, groups: list[RolloutGroup]) -> Iterator[tuple[ScoringBatch, Tensor]]:
+        """Run groups in passes; yields each batch and the hidden states of its positions, shape [T, D].
+
+        Consume it without gradient. What is done with the states runs inside the pass's context.
+
+        Raises:
+            RewardConfigurationError: If the model does not know a token.
+        """
+        for part in _passes(groups, self.sharing, self.max_tokens_per_pass):
+            batch = pack(part, self.sharing, device=model.device)
+            self._check_tokens(model, batch)
+            context = nullcontext() if self.sharing == "repeated" else shared_prefix(model, self.attention_backend)
+            memory = naming_memory(
+                f"a pass of {self.owner} with max_tokens_per_pass={self.max_tokens_per_pass}",
+                "lower it, or put the reward model on another device (device)",
+            )
+            with memory, torch.autocast(model.device.type, enabled=False), context:
+                yield batch, hidden_states(model, batch)
+
+    def configuration_error(self, error: Exception) -> RewardConfigurationError:
+        """An error that ends the run, and names this model."""
+        text = str(error)
+        return RewardConfigurationError(text if repr(self) in text else f"{self!r}: {text}")
+
+    def _check_tokens(self, model: Any, batch: ScoringBatch) -> None:
+        largest, known = int(batch.model_inputs["input_ids"].max()), model.get_input_embeddings().num_embeddings
+        if largest >= known:
+            raise RewardConfigurationError(
+                f"{self!r} has embeddings for {known} tokens and was given token {largest}; its tokens are not the "
+                f"policy's, so pass its own tokenizer: {self.owner}(..., tokenizer=...)."
+            )
+
+    def _load(self) -> Any:
+        if self.checkpoint is None:
+            return self.model if self.device == "auto" else self.model.to(self.device)
+        if not is_classifier(self.checkpoint.load_config(), self.kind):
+            raise ValueError(
+                f"{self!r} is not a {'sequence' if self.kind[0] == 'S' else 'token'} classifier, so it has no head "
+                f"that scores; pass a checkpoint of a ...For{self.kind} model."
+            )
+        cuda = torch.cuda.is_available()
+        device = ("cuda" if cuda else "cpu") if self.device == "auto" else self.device  # "cuda": this rank's
+        return self.checkpoint.load_as(f"AutoModelFor{self.kind}").to(device)
+
+
+def load_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of a name or folder; any other object as it is."""
+    return PretrainedPolicy(tokenizer).load_tokenizer() if isinstance(tokenizer, str) else tokenizer
+
+
+def check_label(label: int | None, owner: str) -> None:
+    """Refuse what cannot be the number of a label.
+
+    Raises:
+        ValueError: Names the option.
+    """
+    if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
+        raise ValueError(f"{owner}.label is {label!r}; pass the number of a label, counted from 0.")
+
+
+def check_tokenizer(tokenizer: Any, owner: str, otherwise: str) -> None:
+    """Refuse what cannot be a tokenizer.
+
+    Raises:
+        TypeError: Names the option, and what None means.
+    """
+    if tokenizer is not None and not isinstance(tokenizer, str) and not callable(tokenizer):
+        raise TypeError(
+            f"{owner}.tokenizer is {tokenizer!r:.80} of type {type(tokenizer).__name__}; pass a name, a folder as "
+            f"a string, a tokenizer, or None for {otherwise}."
+        )
+
+
+def _check_type(model: Any, owner: str) -> None:
+    if not isinstance(model, str) and not (isinstance(model, nn.Module) and hasattr(model, "config")):
+        raise TypeError(
+            f"{owner}.model is {model!r:.80} of type {type(model).__name__}; pass a name on the hub, a folder as a "
+            "string, or a transformers model."
+        )
+
+
+def _passes(groups: list[RolloutGroup], sharing: Sharing, budget: int) -> Iterator[list[RolloutGroup]]:
+    """Divide groups, in order, into passes of at most `budget` tokens run, or of one group."""
+    part: list[RolloutGroup] = []
+    for group in groups:
+        if part and _tokens_run([*part, group], sharing) > budget:
+            yield part
+            part = []
+        part.append(group)
+    if part:
+        yield part
+
+
+def _tokens_run(groups: list[RolloutGroup], sharing: Sharing) -> int:
+    if sharing == "shared":
+        return sum(len(group.prompt_ids) + sum(len(r.token_ids) for r in group.rollouts) for group in groups)
+    lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    return len(lengths) * max(lengths)

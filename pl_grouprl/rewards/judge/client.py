@@ -1,0 +1,203 @@
+"""Requests for chat completions: concurrent up to a limit, retried, each within a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from asyncio import sleep
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+
+from pl_grouprl.utilities.progress import tick
+
+if TYPE_CHECKING:
+    from httpx import AsyncClient, Response
+
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+"""Seconds before the first retry, doubled for each further one; and the longest wait that a server may ask for."""
+
+_LARGEST_ANSWER = 4 << 20
+"""In bytes."""
+
+_SHOWN = 300
+"""Bytes of an unexpected answer that are shown."""
+
+_jitter = random.Random()  # the seeds of the run must not depend on the server
+
+
+class NoReplyError(RuntimeError):
+    """A request that got no usable reply."""
+
+
+class _TryAgain(Exception):
+    """A failure that may pass; `wait` is the least number of seconds that the server asks to wait."""
+
+    def __init__(self, what: str, wait: float = 0.0) -> None:
+        super().__init__(what)
+        self.wait = wait
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply of the model, and the tokens that the server counted."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ChatClient:
+    """Posts requests to one endpoint; those of one event loop share connections, closed when none is under way.
+
+    Statuses 429 and 5xx, broken connections and requests beyond the time limit are retried, after pauses that double
+    from one second to sixty, with jitter, and are no shorter than `Retry-After` asks for.
+
+    Args:
+        url: Of the endpoint, `.../chat/completions`.
+        max_concurrent: Requests under way at a time on one event loop, pauses included.
+        timeout: Seconds for each attempt.
+        max_retries: How often a request is retried.
+    """
+
+    def __init__(self, url: str, max_concurrent: int, timeout: float, max_retries: int) -> None:
+        self.url = url
+        self._max_concurrent = max_concurrent
+        self._timeout = timeout
+        self._max_retries = max_retries
+        self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
+
+    @asynccontextmanager
+    async def session(self, api_key: str | None) -> AsyncIterator[_Session]:
+        """The session of this event loop. It is closed when the last of those who share it leaves."""
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None:
+            session = self._sessions[loop] = _Session(
+                self.url, api_key, self._max_concurrent, self._timeout, self._max_retries
+            )
+        session.users += 1
+        try:
+            yield session
+        finally:
+            session.users -= 1
+            if not session.users:
+                del self._sessions[loop]
+                await session.close()
+
+
+class _Session:
+    def __init__(self, url: str, api_key: str | None, max_concurrent: int, timeout: float, max_retries: int) -> None:
+        self.users = 0
+        self._url, self._api_key, self._timeout, self._max_retries = url, api_key, timeout, max_retries
+        self._places = asyncio.Semaphore(max_concurrent)
+        self._http = _open_client(api_key, max_concurrent)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask(self, body: bytes) -> tuple[Reply, float]:
+        """Return the reply to a request, and the seconds it took, retries included.
+
+        Raises:
+            NoReplyError: If there is none.
+        """
+        clock = asyncio.get_running_loop().time
+        async with self._places:
+            began = clock()
+            try:
+                return await self._persist(body), clock() - began
+            except NoReplyError as error:
+                raise NoReplyError(self._without_key(str(error))) from None
+
+    async def _persist(self, body: bytes) -> Reply:
+        pause = _FIRST_WAIT
+        for attempt in range(self._max_retries + 1):
+            tick()
+            try:
+                return await self._attempt(body)
+            except _TryAgain as error:
+                if attempt == self._max_retries:
+                    raise NoReplyError(f"{error} (attempt {attempt + 1} of {attempt + 1})") from error
+                if error.wait > _LONGEST_WAIT:
+                    raise NoReplyError(f"{error}, and asks to wait {error.wait:g} seconds") from error
+                await sleep(max(error.wait, pause * _jitter.uniform(0.5, 1.0)))
+                pause = min(2 * pause, _LONGEST_WAIT)
+        raise AssertionError
+
+    async def _attempt(self, body: bytes) -> Reply:
+        from httpx import RequestError
+
+        try:
+            status, headers, content = await asyncio.wait_for(self._post(body), self._timeout)
+        except asyncio.TimeoutError as error:
+            raise _TryAgain(f"no answer within {self._timeout:g} seconds") from error
+        except RequestError as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+        if status == 200:
+            return _read_reply(content)
+        what = f"status {status}: {content[:_SHOWN].decode(errors='replace')!r}"
+        if status == 429 or status >= 500:
+            raise _TryAgain(what, _retry_after(headers.get("retry-after", "")))
+        raise NoReplyError(what)
+
+    async def _post(self, body: bytes) -> tuple[int, Any, bytes]:
+        async with self._http.stream("POST", self._url, content=body) as response:
+            return response.status_code, response.headers, await _read_limited(response)
+
+    def _without_key(self, text: str) -> str:
+        """Take out the key, which a server might repeat."""
+        return text.replace(self._api_key, "***") if self._api_key else text
+
+
+def _open_client(api_key: str | None, max_concurrent: int) -> AsyncClient:
+    import httpx
+
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    limits = httpx.Limits(max_connections=max_concurrent, max_keepalive_connections=max_concurrent)
+    return httpx.AsyncClient(headers=headers, limits=limits, timeout=None)  # noqa: S113 (limited by `wait_for`)
+
+
+async def _read_limited(response: Response) -> bytes:
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > _LARGEST_ANSWER:
+            raise NoReplyError(f"the answer has more than {_LARGEST_ANSWER} bytes")
+    return bytes(content)
+
+
+def _read_reply(content: bytes) -> Reply:
+    try:
+        answer = json.loads(content)
+        choice = answer["choices"][0]
+        text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
+        usage = answer.get("usage") or {}
+        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise NoReplyError(f"the answer is no chat completion: {content[:_SHOWN]!r}") from error
+    if finish_reason == "length":
+        raise NoReplyError("the reply was cut off; raise max_tokens")
+    if not isinstance(text, str):
+        raise NoReplyError(f"the reply has no text (finish_reason {finish_reason!r})")
+    return Reply(text, *counts)
+
+
+def _retry_after(header: str) -> float:
+    """Seconds that a `Retry-After` asks to wait: a number, or a date; 0 if it is neither."""
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        date = parsedate_to_datetime(header)
+    except ValueError:
+        return 0.0
+    return max(0.0, (date.astimezone(timezone.utc) - datetime.now(timezone.utc)).total_seconds())

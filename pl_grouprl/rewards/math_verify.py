@@ -1,0 +1,145 @@
+"""Reward for a mathematical answer, compared symbolically by the library math-verify."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pl_grouprl.rewards.conventions import ground_truth_of
+from pl_grouprl.rewards.numeric_answer import extract_number
+from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.optional import MATH_VERIFY_AVAILABLE, require
+
+_BRACES = re.compile(r"(?P<box>\\boxed *\{)|(?<!\\)[{}]")
+
+
+@checked_arguments
+class MathVerify:
+    r"""1 if the completion's answer is mathematically equal to the reference, else 0. Has verl's signature.
+
+    `\frac{1}{2}`, `0.5` and `2^{-1}` are equal. With the default extraction the reward is that of TRL's
+    `accuracy_reward`; with `reference="answer"` the reference is read as verl's `math_verify.compute_score` reads it. A
+    reference in which nothing can be parsed gives None: the reward does not apply.
+
+    Comparing `9^{9^{9}}` with anything takes forever. The library would stop after some seconds by a signal, on a main
+    thread only, and call the answer wrong. Its time limits are therefore off, which makes the reward usable from any
+    thread, and a run must set `reward_workers` and `reward_timeout`: a worker that takes too long is killed, and the
+    rollout has no reward instead of 0.
+
+    Args:
+        reference: `answer`: the reference is the bare answer, such as `x^2+1`. `solution`: it is text that contains
+            the answer, as in TRL's column `solution`.
+        column: Data column with the reference; None looks for verl's `reward_model.ground_truth`, then for the columns
+            `ground_truth` and `answer`.
+        extraction: `latex` accepts answers in LaTeX, `\boxed{...}` first, then `$...$` after words such as "the answer
+            is". `any` also accepts bare numbers and expressions.
+
+    Raises:
+        ModuleNotFoundError: If math-verify is not installed.
+    """
+
+    reads_final_answer = True
+    """Of an episode, the content of the last assistant message is the completion."""
+
+    needs_time_limit = True
+    """Runs are refused without `reward_workers` and `reward_timeout`."""
+
+    def __init__(
+        self,
+        reference: Literal["answer", "solution"] = "answer",
+        column: str | None = None,
+        extraction: Literal["latex", "any"] = "latex",
+    ) -> None:
+        require(MATH_VERIFY_AVAILABLE, "MathVerify", "math")
+        self.reference = reference
+        self.column = column
+        self.extraction = extraction
+
+    @property
+    def ground_truth_column(self) -> str | None:
+        """Where reward functions of verl's signature say which column has their reference."""
+        return self.column
+
+    def set_up(self) -> None:
+        """Import the library before the first call, whose time is limited."""
+        self("", r"\boxed{1}", "1")
+
+    def check_row(self, columns: Mapping[str, Any]) -> None:
+        """Refuse a worked solution where a bare answer is expected: its words would be read as a product of letters.
+
+        Raises:
+            ValueError: With the remedy.
+        """
+        text = str(ground_truth_of(columns, self.column)).strip()
+        if self.reference == "answer" and ("\n" in text or "####" in text):
+            raise ValueError(
+                f"MathVerify: the reference {text!r:.80} is a worked solution rather than a bare answer; pass "
+                "MathVerify(reference='solution'), which looks for the answer in it."
+            )
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    ) -> float | None:
+        """Score one completion; None if the reference cannot be parsed."""
+        gold = _parse_reference(str(ground_truth), self.reference)
+        if not gold:
+            return None
+        return float(_library().verify(gold, _parse(solution_str, self.extraction), timeout_seconds=None))
+
+    def extract_answer(self, text: str) -> str | None:
+        r"""The answer in a completion as text, for majority votes; None if there is none.
+
+        That is the content of the last `\boxed{...}`, or with `extraction="any"` the last number if there is no box.
+        Nothing is evaluated, so this takes no time that needs a limit.
+        """
+        boxed = _last_boxed(text)
+        if boxed is not None or self.extraction == "latex":
+            return boxed
+        number = extract_number(text, "flexible")
+        return None if number is None else str(number)
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_reference(text: str, form: Literal["answer", "solution"]) -> list[Any]:
+    parsed: list[Any] = _library().parse(f"\\boxed{{{text}}}" if form == "answer" else text, parsing_timeout=None)
+    return parsed
+
+
+def _parse(text: str, extraction: Literal["latex", "any"]) -> list[Any]:
+    library = _library()
+    latex = functools.partial(
+        library.LatexExtractionConfig,
+        normalization_config=library.LatexNormalizationConfig(units=True),
+        boxed_match_priority=0,
+    )
+    parsed: list[Any]
+    if extraction == "latex":
+        targets = [latex(try_extract_without_anchor=False)]
+        parsed = library.parse(text, targets, extraction_mode="first_match", parsing_timeout=None)
+    else:
+        parsed = library.parse(text, [latex(), library.ExprExtractionConfig()], parsing_timeout=None)
+    return parsed
+
+
+@functools.cache
+def _library() -> Any:
+    import math_verify
+    from math_verify import grader, parser
+
+    for module in (grader, parser):  # each would warn, once, that its time limit is off
+        module.TIMEOUT_WARNING_SHOWN = True
+    return math_verify
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""The content of the `\boxed{...}` that closes last, without white space at its ends; one pass over the text."""
+    opened: list[int | None] = []  # of each open brace: where the content of its box begins, if it is a box
+    last: str | None = None
+    for match in _BRACES.finditer(text):
+        if match[0] != "}":
+            opened.append(match.end() if match["box"] else None)
+        elif opened and (start := opened.pop()) is not None:
+            last = text[start : match.start()].strip()
+    return last

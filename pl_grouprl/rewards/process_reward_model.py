@@ -1,0 +1,245 @@
+"""A process reward model: a token classifier that scores each step of completions, with shared prefixes encoded once.
+
+Legend: S steps of a pass, D hidden size, C labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.models.policy import Dtype
+from pl_grouprl.models.sequence_classifier import score_head
+from pl_grouprl.packing import ScoringBatch, Sharing
+from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.rewards.frozen_model import FrozenModel, check_label, check_tokenizer, load_tokenizer
+from pl_grouprl.rewards.steps import step_ends
+from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.describe import identity, is_plain
+
+
+@checked_arguments
+class ProcessRewardModel:
+    """The probability that a `...ForTokenClassification` model gives to each step of a completion being right.
+
+    Returns a reward per token: at the last token of each step the probability of `label` there (softmax over labels),
+    None at all others. Steps end with `separator`, and with the completion; the end token belongs to none. By default
+    scores are read as TRL's `PRMTrainer` trains them, at the last token of a step. With `step_token` that token is
+    inserted after each step, and the score is read there (as Qwen2.5-Math-PRM does with `<extra_0>`).
+
+    The model reads the policy's token ids, prompt included, so it must have the policy's tokenizer. It is loaded when
+    the run is set up, or at the first call, stays in evaluation mode and is never trained. Completions of several turns
+    (tools, environments) are refused.
+
+    Args:
+        model: Name on the model hub or a local folder; or a transformers model, which is put into evaluation mode.
+        separator: Text at which a step ends.
+        label: Whose probability is the reward; 1 is "right" in TRL's data. None for a model with one label, whose logit
+            is then the reward.
+        tokenizer: Tells where steps end: the policy's, or its name or folder. None: that of the folder `model`.
+        step_token: Text of the token to insert after each step.
+        max_tokens_per_pass: As in `ModelReward`, as are all options that follow.
+        sharing: `shared` encodes prompts once, `repeated` once per rollout.
+        attention_backend: Attention over shared prefixes.
+        dtype: Of the weights as loaded.
+        device: Where the model runs.
+        attn_implementation: As in transformers.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
+        allow_mismatched_weights: Weights that may be missing, unexpected or of another shape.
+
+    Raises:
+        FileNotFoundError: If `model` is a path that is no folder.
+        TypeError: If `model` is neither a name nor a model, or `tokenizer` neither a name nor a tokenizer.
+        ValueError: If an option is out of range, or there is no tokenizer.
+    """
+
+    stays_in_process = True
+    """Its model is loaded once per rank; workers would each load their own."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        separator: str = "\n\n",
+        label: int | None = 1,
+        tokenizer: Any = None,
+        step_token: str | None = None,
+        max_tokens_per_pass: int = 16384,
+        sharing: Sharing = "shared",
+        attention_backend: str = "auto",
+        dtype: Dtype = "auto",
+        device: str = "auto",
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        allow_mismatched_weights: Sequence[str] = (),
+    ) -> None:
+        check_label(label, "ProcessRewardModel")
+        check_tokenizer(tokenizer, "ProcessRewardModel", "that of the folder `model`")
+        if not separator:
+            raise ValueError("ProcessRewardModel.separator is empty; pass the text at which a step ends.")
+        if tokenizer is None and not isinstance(model, str):
+            raise ValueError(
+                "ProcessRewardModel.tokenizer is None and model is no name or folder that has one; pass the policy's."
+            )
+        self.model = model
+        self.separator = separator
+        self.label = label
+        self.tokenizer = model if tokenizer is None else tokenizer
+        self.step_token = step_token
+        self._network = FrozenModel(
+            "ProcessRewardModel",
+            "TokenClassification",
+            model,
+            max_tokens_per_pass=max_tokens_per_pass,
+            sharing=sharing,
+            attention_backend=attention_backend,
+            device=device,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            allow_mismatched_weights=allow_mismatched_weights,
+        )
+        self._loaded: _Loaded | None = None
+
+    def __repr__(self) -> str:
+        return repr(self._network)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is loaded again at the first call."""
+        return vars(self) | {"_loaded": None}
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[list[float | None]]]:
+        """Same as `score_groups`."""
+        return self.score_groups(groups)
+
+    def set_up(self) -> None:
+        """Load model and tokenizer now rather than at the first call.
+
+        Raises:
+            RewardConfigurationError: If one cannot be loaded, the model is no token classifier or cannot share
+                prefixes, its label is not settled, or `step_token` is no single token.
+        """
+        self._load()
+
+    @torch.no_grad()
+    def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[list[float | None]]]:
+        """Score every step of every rollout.
+
+        Args:
+            groups: Prompts with their rollouts; they are left as they are.
+
+        Returns:
+            For each group and each rollout one number or None per token of its completion.
+
+        Raises:
+            RewardConfigurationError: As `set_up` does; also if the model's tokens are not the policy's, or a completion
+                has several turns.
+        """
+        loaded = self._load()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        ends = [self._steps(loaded.tokenizer, rollout) for rollout in rollouts]
+        marked = iter(zip(rollouts, ends, strict=True))
+        inserted = [
+            RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(*next(marked)) for _ in group.rollouts])
+            for group in groups
+            if group.rollouts
+        ]
+        scores: list[float] = []
+        places = iter([loaded.places(own) for own in ends])
+        for batch, states_TD in self._network.states(loaded.model, inserted):
+            index_S = _positions(batch, [next(places) for _ in batch.rollout_lengths])
+            logits_SC = score_head(loaded.model, "TokenClassification")(states_TD.index_select(0, index_S)).float()
+            probabilities_SC = logits_SC.softmax(dim=1) if logits_SC.shape[1] > 1 else logits_SC
+            scores += probabilities_SC[:, loaded.label].tolist()
+        remaining, rows = iter(scores), []
+        for rollout, own in zip(rollouts, ends, strict=True):
+            row: list[float | None] = [None] * len(rollout.token_ids)
+            for end in own:
+                row[end] = next(remaining)
+            rows.append(row)
+        of_rollouts = iter(rows)
+        return [[next(of_rollouts) for _ in group.rollouts] for group in groups]
+
+    def run_options(self) -> dict[str, Any]:
+        """What decides its rewards; the other options only change their cost."""
+        parts = {name: getattr(self, name) for name in ("model", "separator", "label", "tokenizer", "step_token")}
+        return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
+
+    def _steps(self, tokenizer: Any, rollout: Rollout) -> list[int]:
+        """The last token of each step of a completion."""
+        if rollout.messages is not None:
+            raise RewardConfigurationError(
+                f"{self!r} scores completions of one turn, and this one has several; write a reward function of groups "
+                "for episodes with tools or environments."
+            )
+        text = tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        if rollout.text is not None and text != rollout.text:
+            raise RewardConfigurationError(
+                f"{self!r}: its tokenizer decodes a completion as {text!r:.80}, and the policy's as "
+                f"{rollout.text!r:.80}; a process reward model must have the policy's tokens."
+            )
+        return step_ends(rollout.token_ids, tokenizer, self.separator)
+
+    def _load(self) -> _Loaded:
+        if self._loaded is None:
+            try:
+                model = self._network.load()
+                tokenizer, label = load_tokenizer(self.tokenizer), self._network.label(model, self.label)
+                self._loaded = _Loaded(model, tokenizer, label, self._step_id(tokenizer))
+            except (OSError, ValueError) as error:
+                raise self._network.configuration_error(error) from error
+        return self._loaded
+
+    def _step_id(self, tokenizer: Any) -> int | None:
+        if self.step_token is None:
+            return None
+        ids = tokenizer.encode(self.step_token, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"{self!r}: step_token {self.step_token!r} is {len(ids)} tokens of its tokenizer; pass the text of one."
+            )
+        return int(ids[0])
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    model: Any
+    tokenizer: Any
+    label: int
+    step_id: int | None
+
+    def with_step_tokens(self, rollout: Rollout, ends: list[int]) -> Rollout:
+        """The rollout with the step token after each step."""
+        if self.step_id is None:
+            return Rollout(rollout.token_ids)
+        last = set(ends)
+        return Rollout(
+            [
+                token
+                for index, own in enumerate(rollout.token_ids)
+                for token in ((own, self.step_id) if index in last else (own,))
+            ]
+        )
+
+    def places(self, ends: list[int]) -> list[int]:
+        """Where the scores are read, counted from the completion's first token, step tokens included."""
+        return ends if self.step_id is None else [end + number + 1 for number, end in enumerate(ends)]
+
+
+def _positions(batch: ScoringBatch, places: list[list[int]]) -> Tensor:
+    """Index of the state of each of these response tokens; the state of a token predicts the one after it."""
+    predicting, final = batch.predict_index_N.tolist(), batch.final_index_B.tolist()
+    index, start = [], 0
+    for length, last, own in zip(batch.rollout_lengths, final, places, strict=True):
+        states = [*predicting[start + 1 : start + length], last]
+        index += [states[place] for place in own]
+        start += length
+    return torch.tensor(index, dtype=torch.long, device=batch.final_index_B.device)

@@ -1,0 +1,65 @@
+"""Where the steps of a completion end, in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_BYTES_PER_CHARACTER = 4
+
+
+def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[int]:
+    """Return the index of the last token of each step.
+
+    A step ends at the token that completes `separator`, whatever else is in that token, and at the last token of the
+    completion, special tokens at the end left out. What consists of white space and separators alone is no step: it
+    belongs to the step after it, or to none at the end.
+
+    Args:
+        token_ids: The completion.
+        tokenizer: Decodes them.
+        separator: Text at which a step ends, not empty.
+    """
+    special = set(tokenizer.all_special_ids)
+    length = len(token_ids)
+    while length and token_ids[length - 1] in special:
+        length -= 1
+    may_complete = _Completes(tokenizer, separator[-1])
+    window = _BYTES_PER_CHARACTER * len(separator)  # a token has at least one byte
+    ends: list[int] = []
+    start = 0
+    for index in range(length):
+        if not may_complete(token_ids[index]):
+            continue
+        tail = token_ids[max(start, index + 1 - window) : index + 1]
+        before, now = (_decode(tokenizer, own).count(separator) for own in (tail[:-1], tail))
+        if now > before and _has_content(tokenizer, token_ids[start : index + 1], separator):
+            ends.append(index)
+            start = index + 1
+    if _has_content(tokenizer, token_ids[start:length], separator):
+        ends.append(length - 1)
+    return ends
+
+
+class _Completes:
+    """Whether a token may complete the separator: it contains its last character, or part of one."""
+
+    def __init__(self, tokenizer: Any, character: str) -> None:
+        self._tokenizer = tokenizer
+        self._character = character
+        self._known: dict[int, bool] = {}
+
+    def __call__(self, token: int) -> bool:
+        if token not in self._known:
+            text = _decode(self._tokenizer, [token])
+            self._known[token] = self._character in text or "�" in text
+        return self._known[token]
+
+
+def _has_content(tokenizer: Any, token_ids: Sequence[int], separator: str) -> bool:
+    return bool(_decode(tokenizer, token_ids).replace(separator, "").strip())
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    return text

@@ -1,0 +1,25 @@
+"""AdamW of bitsandbytes, with the number of bits of the moments chosen per parameter group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitsandbytes.optim import AdamW
+
+
+class AdamW8bit(AdamW):
+    """AdamW with moments quantized in blocks (arXiv:2110.02861) in the groups whose `state_bits` is 8.
+
+    bitsandbytes itself chooses the bits for the whole optimizer, or for single weights in a table of the process, which
+    would outlive a run.
+
+    Args:
+        groups: Parameter groups, each with `state_bits` and all options of AdamW.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, optim_bits=8)
+
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Options of one parameter, as bitsandbytes names them."""
+        return super().get_config(gindex, pindex, group) | {"optim_bits": group["state_bits"]}

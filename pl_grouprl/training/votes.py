@@ -1,0 +1,59 @@
+"""The answers of completions, which vote in maj@k."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from pl_grouprl.rewards.base import hook_of
+from pl_grouprl.rewards.completion_text import completion_text
+from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.types import Rollout, RolloutGroup
+
+Answers = list[str | None]
+"""The answer of each rollout of a group; None where there is none, which is a vote like any other."""
+
+
+class AnswerExtractor:
+    """Finds the answer in a completion as a reward function does, or takes all of the text.
+
+    Args:
+        rewards: The first of them with a method `extract_answer(text)`, or `extract_answer(text, columns)` with the
+            columns of the row, is asked. Without one, the stripped text is the answer. Of an episode, the text is the
+            content of the last assistant message.
+    """
+
+    def __init__(self, rewards: Sequence[PreparedReward] = ()) -> None:
+        self._hook: Callable[..., Any] | None = None
+        self._takes_columns = self._warned = False
+        for reward in rewards:
+            if hook := hook_of(reward.function, "extract_answer"):
+                self._name, self._hook = reward.name, hook
+                self._takes_columns = "columns" in inspect.signature(hook).parameters
+                break
+
+    def answers(self, group: RolloutGroup) -> Answers:
+        """The answer of each rollout. Where the method raises there is none; the first time, that is a warning."""
+        return [self._answer(_text(rollout), group.columns) for rollout in group.rollouts]
+
+    def _answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
+        if self._hook is None:
+            return text.strip()
+        try:
+            answer = self._hook(text, columns=columns) if self._takes_columns else self._hook(text)
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(
+                    f"extract_answer of the reward function {self._name!r} raised {type(error).__name__}: {error}. "
+                    "Completions for which it raises count as without an answer in maj@k."
+                )
+            return None
+        return None if answer is None else str(answer)
+
+
+def _text(rollout: Rollout) -> str:
+    return (rollout.text or "") if rollout.messages is None else completion_text(rollout.messages)

@@ -1,0 +1,411 @@
+"""Grades from a server: read, retried, remembered, bounded, and without the key in sight."""
+
+import asyncio
+import copy
+import json
+import logging
+import math
+import pickle
+import random
+import threading
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+
+import pytest
+from helpers.judge_server import Answer, judge_server, reply
+
+from pl_grouprl.rewards import Judge, RewardConfigurationError, apply_rewards, check_columns, prepare_rewards
+from pl_grouprl.rewards.judge import client
+from pl_grouprl.rewards.judge import judge as judge_module
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+
+KEY = "sk-very-secret"
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The pauses before retries, none of which is waited for."""
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(client, "sleep", sleep)
+    return waits
+
+
+def make_group(*texts, **columns):
+    return RolloutGroup([1], [Rollout([7], text=text) for text in texts], columns=columns, prompt="p")
+
+
+def by_length(request):
+    """Grades a completion `xxx` with 3."""
+    return reply(f"Grade: {request.question.count('x')}")
+
+
+def grade(answer, *texts, max_failed_share=1.0, **options):
+    """Rewards of a group of completions, its metrics, and the server."""
+    group = make_group(*texts)
+    with judge_server(answer) as (server, url):
+        metrics = apply_rewards([group], Judge(url, "m", "Count.", **options), max_failed_share=max_failed_share)
+    return [rollout.reward for rollout in group.rollouts], metrics, server
+
+
+def in_turn(*answers):
+    """One answer after another."""
+    remaining = iter(answers)
+    lock = threading.Lock()
+
+    def answer(request):
+        with lock:
+            return next(remaining)
+
+    return answer
+
+
+def test_grades_become_rewards_from_0_to_1():
+    rewards, metrics, server = grade(by_length, "x", "xxx", "xxxxx", scale=(1.0, 5.0))
+    assert rewards == [0.0, 0.5, 1.0]
+    assert metrics["rewards/Judge/grade"] == 3.0
+    assert metrics["rewards/Judge/cached"] == 0.0
+    assert metrics["rewards/Judge/prompt_tokens"] == 30.0
+    assert metrics["rewards/Judge/completion_tokens"] == 5.0
+    assert metrics["rewards/Judge/latency"] > 0.0
+    request = server.requests[0]
+    assert request.path == "/v1/chat/completions"
+    assert "Authorization" not in request.headers
+    assert {key: value for key, value in request.body.items() if key != "messages"} == {
+        "model": "m", "temperature": 0, "max_tokens": 1024
+    }  # fmt: skip
+
+
+def test_structured_output_is_asked_for_and_fields_may_be_left_out():
+    def answer(request):
+        schema = request.body["response_format"]["json_schema"]["schema"]
+        assert (schema["properties"]["score"]["minimum"], schema["properties"]["score"]["maximum"]) == (0, 10)
+        return reply('{"reason": "", "score": 5}')
+
+    body = {"temperature": None, "max_tokens": None, "max_completion_tokens": 9}
+    rewards, _, server = grade(answer, "x", reply_format="json_schema", extra_body=body)
+    assert rewards == [0.5]
+    assert server.requests[0].body["max_completion_tokens"] == 9
+    assert not {"temperature", "max_tokens"} & server.requests[0].body.keys()
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (reply("I will not say."), "there is no line `Grade: N` in the reply 'I will not say.'"),
+        (reply("Grade: 11"), "the grade 11.0 is not from 0 to 10"),
+        (reply("Grade: 3", finish_reason="length"), "the reply was cut off; raise max_tokens"),
+        (reply(None), "the reply has no text"),
+        (Answer(b"<html>"), "the answer is no chat completion: b'<html>'"),
+        (Answer(b'{"choices": []}'), "the answer is no chat completion"),
+        (Answer(b" " * 5_000_000), "the answer has more than 4194304 bytes"),
+        (Answer(b'{"error": "context too long"}', 400), 'status 400: \'{"error": "context too long"}\''),
+        (Answer(b"elsewhere", 302, {"Location": "http://127.0.0.1:1/"}), "status 302"),
+    ],
+)
+def test_without_a_grade_a_completion_has_no_reward_and_the_others_do(bad, reason, caplog, waits):
+    rewards, metrics, server = grade(
+        lambda request: bad if "bad" in request.question else by_length(request), "bad", "x"
+    )
+    assert rewards == [None, 0.1]
+    assert metrics["rewards/Judge/invalid"] == 1.0
+    assert f"gave no grade for 1 of 2 completions: {reason}" in caplog.text
+    assert (len(server.requests), waits) == (2, [])  # asked once each
+
+
+def test_the_run_ends_where_too_many_fail():
+    with pytest.raises(RuntimeError, match=r"'Judge' .* failed for 2 of 3 rollouts"):
+        grade(
+            lambda request: by_length(request) if "x" in request.question else reply("?"),
+            "a",
+            "b",
+            "x",
+            max_failed_share=0.5,
+        )
+
+
+def test_refusals_that_pass_are_retried_with_growing_pauses(waits):
+    failures = [Answer(status=500), Answer(status=0), Answer(status=503), Answer(status=429)]
+    rewards, _, server = grade(in_turn(*failures, reply("Grade: 4")), "x")
+    assert rewards == [0.4]
+    assert len(server.requests) == 5
+    for wait, longest in zip(waits, [1.0, 2.0, 4.0, 8.0], strict=True):
+        assert longest / 2 <= wait <= longest
+
+
+def test_a_server_says_how_long_to_wait(waits):
+    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=40), usegmt=True)
+    answers = [Answer(status=429, headers={"Retry-After": after}) for after in ("7", date, "soon")]
+    assert grade(in_turn(*answers, reply("Grade: 4")), "x")[0] == [0.4]
+    assert waits[0] == 7.0
+    assert 8.0 < waits[1] <= 40.0
+    assert 2.0 <= waits[2] <= 4.0
+
+
+def test_a_wait_beyond_a_minute_is_a_failure(waits, caplog):
+    rewards, _, server = grade(lambda request: Answer(b"quota", 429, {"Retry-After": "3600"}), "x")
+    assert (rewards, len(server.requests), waits) == ([None], 1, [])
+    assert "status 429: 'quota', and asks to wait 3600 seconds" in caplog.text
+
+
+def test_retries_end(waits, caplog):
+    rewards, _, server = grade(lambda request: Answer(status=500), "x", max_retries=2)
+    assert (rewards, len(server.requests), len(waits)) == ([None], 3, 2)
+    assert "status 500: '' (attempt 3 of 3)" in caplog.text
+
+
+def test_a_slow_answer_is_given_up_and_asked_for_again(waits):
+    done = threading.Event()
+    slow = reply("Grade: 9")
+    slow.after = done
+    try:
+        rewards, metrics, server = grade(in_turn(slow, reply("Grade: 4")), "x", timeout=1.0)
+    finally:
+        done.set()
+    assert (rewards, len(server.requests), len(waits)) == ([0.4], 2, 1)
+    assert metrics["rewards/Judge/latency"] >= 1.0
+
+
+def test_pauses_draw_no_random_numbers_of_the_run(waits):
+    state = random.getstate()
+    grade(in_turn(Answer(status=500), reply("Grade: 4")), "x")
+    assert random.getstate() == state
+
+
+def test_requests_at_a_time_are_bounded():
+    """Each request is held until three are under way; a fourth would have arrived by then."""
+    full = threading.Event()
+
+    def answer(request):
+        with server.changed:
+            if server.changed.wait_for(lambda: server.under_way >= 3 or full.is_set(), timeout=60):
+                server.changed.wait_for(lambda: server.under_way > 3 or full.is_set(), timeout=0.2)
+            full.set()
+            server.changed.notify_all()
+        return by_length(request)
+
+    group = make_group(*("x" * count for count in range(1, 11)))
+    with judge_server(answer) as (server, url):
+        apply_rewards([group], Judge(url, "m", "Count.", max_concurrent=3))
+    assert [rollout.reward for rollout in group.rollouts] == [count / 10 for count in range(1, 11)]
+    assert server.most_at_a_time == 3
+
+
+def test_the_same_completion_is_asked_for_once():
+    rewards, metrics, server = grade(by_length, "x", "x", "xx", "x")
+    assert rewards == [0.1, 0.1, 0.2, 0.1]
+    assert len(server.requests) == 2
+    assert metrics["rewards/Judge/cached"] == 0.5
+
+
+def test_replies_are_remembered_on_disk(tmp_path):
+    with judge_server(by_length) as (server, url):
+        for number in range(3):
+            group = make_group("x", "xx")
+            metrics = apply_rewards([group], Judge(url, "m", "Count.", cache_dir=str(tmp_path / "cache")))
+            assert [rollout.reward for rollout in group.rollouts] == [0.1, 0.2]
+            assert (len(server.requests), metrics["rewards/Judge/cached"]) == (2, float(number > 0))
+        for other in ({"model": "n"}, {"rubric": "Count well."}, {"extra_body": {"seed": 1}}):
+            judge = Judge(
+                **{"base_url": url, "model": "m", "rubric": "Count."} | other, cache_dir=str(tmp_path / "cache")
+            )
+            apply_rewards([make_group("x")], judge)
+    assert len(server.requests) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"reply": 3}'])
+def test_a_damaged_file_is_asked_for_again(tmp_path, content):
+    with judge_server(by_length) as (server, url):
+        for _ in range(2):
+            apply_rewards([make_group("x")], Judge(url, "m", "Count.", cache_dir=str(tmp_path)))
+            (file,) = tmp_path.glob("*/*")
+            assert json.loads(file.read_bytes()) == {"reply": "Grade: 1"}
+            file.write_bytes(content)
+    assert len(server.requests) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="Judge cannot write to cache_dir"):
+        assert grade(by_length, "x", cache_dir=str(tmp_path / "file"))[0] == [0.1]
+
+
+def test_replies_without_a_grade_are_not_remembered():
+    with judge_server(in_turn(reply("?"), reply("Grade: 4"))) as (_, url):
+        judge = Judge(url, "m", "Count.")
+        metrics = apply_rewards([make_group("x")], judge, max_failed_share=1.0)
+        assert metrics["rewards/Judge/invalid"] == 1.0
+        assert apply_rewards([make_group("x")], judge)["rewards/Judge/mean"] == 0.4
+
+
+def test_memory_keeps_the_latest_replies(monkeypatch):
+    monkeypatch.setattr("pl_grouprl.rewards.judge.cache._MOST_IN_MEMORY", 2)
+    with judge_server(by_length) as (server, url):
+        judge = Judge(url, "m", "Count.")
+        for text in ("x", "xx", "x", "xxx", "x", "xx"):
+            apply_rewards([make_group(text)], judge)
+    assert len(server.requests) == 4  # "xx" was forgotten, "x" was not
+
+
+def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    answers = in_turn(reply("Grade: 1"), Answer(f"wrong key {KEY}".encode(), 401), Answer(f"key {KEY}".encode()))
+    with caplog.at_level(logging.DEBUG), judge_server(answers) as (server, url):
+        judge = Judge(url, "m", "Count.", api_key_env="JUDGE_KEY")
+        apply_rewards([make_group("x")], judge)
+        for text in ("xx", "xxx"):
+            apply_rewards([make_group(text)], judge, max_failed_share=1.0)
+    assert [request.headers["Authorization"] for request in server.requests] == [f"Bearer {KEY}"] * 3
+    assert "status 401: 'wrong key ***'" in caplog.text
+    assert KEY not in caplog.text
+    assert KEY not in repr(vars(judge)) + repr(judge.run_options()) + str(pickle.dumps(judge))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(None, "is not set"), ("", "is not set"), ("a\nb", "has characters that")]
+)
+def test_a_missing_or_malformed_key_ends_the_run(monkeypatch, value, message):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    judge = Judge("http://localhost:1/v1", "m", "Count.", api_key_env="JUDGE_KEY")
+    with pytest.raises(RewardConfigurationError, match=f"JUDGE_KEY .api_key_env. {message}"):
+        judge.set_up()
+    with pytest.raises(RewardConfigurationError, match=message):
+        apply_rewards([make_group("x")], judge)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            Answer(b'{"error": "no such model"}', 404),
+            "status 404: .*no such model.* Check base_url .*, model, api_key_env",
+        ),
+        (Answer(b"", 401), "status 401"),
+        (reply("Hello!"), "no line `Grade: N` in the reply 'Hello!'"),
+    ],
+)
+def test_a_trial_fails_before_the_run_does(answer, reason):
+    with judge_server(lambda request: answer) as (_, url):
+        judge = Judge(url, "m", "Count.")
+        with pytest.raises(RewardConfigurationError, match=reason):
+            check_columns([Prompt([1], prompt="p")], judge, "train")
+
+
+def test_no_server_at_all_is_found_by_the_trial(waits):
+    with judge_server(by_length) as (_, url):
+        pass
+    with pytest.raises(RewardConfigurationError, match=r"Judge\('http.*ConnectError"):
+        Judge(url, "m", "Count.", max_retries=1).set_up()
+    assert len(waits) == 1
+
+
+def test_the_trial_is_made_once_even_inside_a_running_loop():
+    async def set_up():
+        judge.set_up()
+
+    with judge_server(by_length) as (server, url):
+        judge = Judge(url, "m", "Is {completion} like {reference}?")
+        asyncio.run(set_up())
+        check_columns([Prompt([1], columns={"answer": "x"}, prompt="p")], judge, "train")
+    assert len(server.requests) == 1
+    assert "{" not in server.requests[0].question
+
+
+def test_rows_must_have_what_the_rubric_shows():
+    with judge_server(by_length) as (_, url):
+        judge = Judge(url, "m", "Is {completion} like {reference}, by {style}?")
+        with pytest.raises(
+            ValueError, match=r"Judge.rubric has the fields \['reference', 'style'\], and the row has \['a'\]"
+        ):
+            check_columns([Prompt([1], columns={"a": 1}, prompt="p")], judge, "train")
+        group = make_group("xx", reward_model={"ground_truth": "x"}, style="x")
+        apply_rewards([group, make_group("x", answer="4", style=None)], judge)
+    assert [rollout.reward for rollout in group.rollouts] == [0.4]
+
+
+def test_a_value_that_is_none_means_that_the_reward_does_not_apply():
+    with judge_server(by_length) as (server, url):
+        group = make_group("x", answer=None)
+        metrics = apply_rewards([group], Judge(url, "m", "Is {completion} like {answer}?"))
+    assert (server.requests, metrics["rewards/Judge/none"]) == ([], 1.0)
+
+
+def test_huge_and_odd_texts_arrive_as_they_are():
+    texts = ["{prompt}" * 100_000, "é🤖\u2028\0", "\ud800"]
+    _, _, server = grade(lambda request: reply("Grade: 1"), *texts)
+    asked = sorted(request.question.split("completion]\n")[1].rsplit("\n[")[0] for request in server.requests)
+    assert asked == sorted(texts)
+
+
+def test_connections_are_closed_after_the_batch():
+    with judge_server(by_length) as (_, url):
+        judge = Judge(url, "m", "Count.")
+        sessions = []
+        open_client = client._open_client
+
+        def record(*arguments):
+            sessions.append(open_client(*arguments))
+            return sessions[-1]
+
+        async def overlapping():
+            await asyncio.gather(*(judge(["p"], ["x" * count]) for count in (1, 2, 3)))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(client, "_open_client", record)
+            asyncio.run(overlapping())
+            asyncio.run(overlapping())  # from memory
+            asyncio.run(judge(["p"], ["xxxx"]))
+        assert [session.is_closed for session in sessions] == [True, True]
+
+
+def test_copies_work_and_remember_nothing():
+    with judge_server(by_length) as (server, url):
+        judge = Judge(url, "m", "Count.")
+        for own in (judge, copy.deepcopy(judge), pickle.loads(pickle.dumps(judge))):
+            own.set_up()
+            assert apply_rewards([make_group("x")], own)["rewards/Judge/mean"] == 0.1
+    assert len(server.requests) == 6
+
+
+def test_it_runs_as_a_coroutine_of_the_training_process():
+    (prepared,) = prepare_rewards(Judge("http://localhost:1/v1", "m", "Count."))
+    assert (prepared.name, prepared.convention, prepared.is_async, prepared.in_process) == ("Judge", "trl", True, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be like http://localhost:8000/v1"),
+        ({"base_url": "http://h:x/v1"}, "base_url is"),
+        ({"base_url": "http://h/v1?a=b"}, "base_url is"),
+        ({"scale": (5.0, 1.0)}, "Judge.scale is .*; it must be the lowest grade, then the highest"),
+        ({"scale": (0.0, math.inf)}, "Judge.scale is .*; it must be finite"),
+        ({"max_concurrent": 0}, "Judge.max_concurrent is 0"),
+        ({"timeout": 0.0}, "Judge.timeout is 0"),
+        ({"max_retries": -1}, "Judge.max_retries is -1"),
+        ({"max_tokens": 0}, "Judge.max_tokens is 0"),
+        ({"reply_format": "xml"}, "Judge.reply_format is 'xml'"),
+        ({"extra_body": {"stream": True}}, r"Judge.extra_body has \['stream'\], which Judge sets itself"),
+    ],
+)  # fmt: skip
+def test_malformed_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Judge(**{"base_url": "http://localhost/v1", "model": "m", "rubric": "Count."} | options)
+
+
+@pytest.mark.parametrize("options", [{"base_url": f"http://user:{KEY}@h/v1"}, {"api_key_env": KEY}])
+def test_secrets_in_options_are_refused_without_showing_them(options):
+    with pytest.raises(ValueError, match=r"Judge.*variable") as caught:
+        Judge(**{"base_url": "http://localhost/v1", "model": "m", "rubric": "Count."} | options)
+    assert KEY not in str(caught.value)
+
+
+def test_without_httpx_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(judge_module, "HTTPX_AVAILABLE", False)
+    with pytest.raises(ModuleNotFoundError, match=r"Judge needs an optional package; .*pl-grouprl\[judge\]"):
+        Judge("http://localhost/v1", "m", "Count.")

@@ -1,0 +1,135 @@
+"""Tests of programs as data sets have them: verl's and APPS's inputs and outputs, MBPP's assert statements."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pl_grouprl.rewards import CodeTests, SandboxLimits
+from pl_grouprl.rewards.code_test_formats import read_tests
+from pl_grouprl.rewards.code_test_kinds import StdinTest
+from pl_grouprl.rewards.sandbox import SandboxUnavailableError
+
+LINES = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
+CALLS = {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]}
+APPS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [[1, 2]]]}
+ASSERTS = [
+    "assert add(1, 2) == 3",
+    "assert set(add([1], [2])) == set((2, 1))",
+    "assert add('a', \"b\") == 'ab'",
+    "assert add(-1, 1) == 0, 'message'",
+    "assert add(1, 1)",
+    "assert not add(0, 0)",
+    "assert is_sum(3, 1, 2) == True",
+    "assert add((1,), (2,)) == (1, 2)",
+]
+ADD = "def add(a, b):\n    return a + b\n\ndef is_sum(c, *parts):\n    return c == sum(parts)\n"
+METHOD = "class Solution:\n    def add(self, a: Any, b: List[int]) -> Optional[int]:\n        return a + b\n"
+SCRIPT = "import sys\nprint(sum(map(int, sys.stdin.read().split())))\n"
+
+
+def share(code, tests):
+    reward = CodeTests(limits=SandboxLimits(timeout=20.0))
+    try:
+        reward.set_up()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    return reward([f"```python\n{code}```"], tests=[tests])[0]
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda own: own, json.dumps, lambda own: {"style": "rule", "ground_truth": json.dumps(own)}]
+)
+def test_verls_inputs_and_outputs_are_read_in_every_form(wrap):
+    lines, calls = read_tests(wrap(LINES), "tests"), read_tests(wrap(CALLS), "tests")
+    assert [(type(test), test.input, test.output) for test in lines] == [
+        (StdinTest, "1 2\n", "3\n"),
+        (StdinTest, "3\n4", "7"),
+    ]
+    assert [(json.loads(test.request), test.expected) for test in calls] == [
+        ({"function": "add", "args": [1, 2]}, 3),
+        ({"function": "add", "args": [[1], [2]]}, [1, 2]),
+    ]
+    wrapped = read_tests(wrap(APPS), "tests")
+    assert [(test.request, test.expected) for test in wrapped] == [(test.request, test.expected) for test in calls]
+
+
+def test_an_assert_is_split_into_what_the_program_sees_and_its_answer():
+    found = [(json.loads(test.request)["expression"], test.expected) for test in read_tests(ASSERTS, "tests")]
+    assert found[:4] == [
+        ("add(1, 2)", 3),
+        ("set(add([1], [2]))", {"set": [1, 2]}),
+        ("add('a', 'b')", "ab"),
+        ("add(-1, 1)", 0),
+    ]
+    assert found[4:7] == [("not not add(1, 1)", True), ("not not add(0, 0)", False), ("is_sum(3, 1, 2)", True)]
+    assert found[7] == ("add((1,), (2,))", [1, 2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "assert math.isclose(f(2), 1.4)",
+        "assert isclose(f(2), 1.4) == True",
+        "assert (f(1) == 2) == 3",
+        "assert f(1) == 2 or True",
+        "assert 1 < f(1) < 3",
+        "assert f(1) != 2",
+        "assert f(1) == g(1)",
+        "assert f(1) == open('x')",
+        "f(1) == 2",
+        "assert f(1) == 2\nassert f(2) == 3",
+        "assert f(",
+        "assert True",
+    ],
+)
+def test_an_assert_that_could_be_passed_without_an_answer_is_refused(text):
+    with pytest.raises(ValueError, match=r"column 'tests', test 1 is .*without computing the answer: write \{"):
+        read_tests([ASSERTS[0], text], "tests")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "has 0 inputs and 0 outputs"),
+        ({"inputs": [1], "outputs": ["1"]}, "test 0 is 1; write a string, or a list of lines"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "test 0 is a string that is not JSON"),
+        ({"inputs": [3], "outputs": [4], "fn_name": "f"}, "3"),
+        ({"ground_truth": None}, "is None; write a list"),
+    ],
+)
+def test_malformed_rows_are_refused(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        read_tests(given, "tests")
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "expected"),
+    [
+        (SCRIPT, LINES, 1.0),
+        (ADD, CALLS, 1.0),
+        (METHOD, CALLS, 1.0),
+        (ADD, ASSERTS, 1.0),
+        (ADD.replace("a + b", "b + a"), ASSERTS, 6 / 8),
+    ],
+    ids=["lines", "calls", "method", "asserts", "wrong"],
+)
+def test_programs_are_run_against_them(code, tests, expected):
+    assert share(code, tests) == expected
+
+
+FORGERIES = {
+    "os._exit(0)": "import os; os._exit(0)",
+    "SystemExit at import": "raise SystemExit(0)",
+    "true value": "print('{\"value\": true}')\ndef add(a, b):\n    return True\n",
+    "equal to everything": "class Same:\n    __eq__ = lambda self, other: True\ndef add(a, b):\n    return Same()\n",
+    "own set": "class Own(list): pass\nset = lambda own: Own()\ndef add(a, b):\n    return 0\n",
+    "reads the request": "import json\ndef add(a, b):\n    return json.load(open('/stdin'))['expected']\n",
+}
+
+
+@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
+def test_forged_answers_pass_no_assert(code):
+    assert share(code, ASSERTS[:2]) == 0.0
