@@ -45,12 +45,12 @@ class Distillation(GRPO):
 
     Args:
         policy: The student: path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: Task rewards, as in `GRPO`. None, or functions of weight 0 alone, which are measured only: no task
-            reward, just the teacher. A rollout for which a task reward is None is not trained.
-        teacher: Path or hub name of the teacher, or another source. It has the student's vocabulary, and any size. It
-            is frozen, made again from its source on every start and never part of a checkpoint.
-        distillation_coef: Weight of the teacher. Its advantages are in nats and never normalized, unlike GRPO's.
-        gamma: Discount of later tokens' rewards: 0 for each token's own, 1 for the whole rest of the response.
+        rewards: Task rewards, as in `GRPO`. With None, or only functions of weight 0, which are merely measured, the
+            student learns from the teacher alone. A rollout for which a task reward is None is not trained on.
+        teacher: Path or hub name of the teacher, or another source. It may have any size, and must have the
+            student's tokens. It is frozen, loaded again at every start and never part of a checkpoint.
+        distillation_coef: Weight of the teacher's advantages, which are in nats and, unlike GRPO's, never normalized.
+        gamma: Discount per token: with 0 each token gets its own difference, with 1 those of all later ones too.
         **kwargs: Options of `GRPO` and `RLModule`. `beta` is a penalty against the initial student, not the teacher.
 
     Attributes:
@@ -101,7 +101,9 @@ class Distillation(GRPO):
     def load_models(self) -> None:
         """Load student and teacher."""
         super().load_models()
-        self.teacher = self.teacher_source.load().requires_grad_(False).train()  # in evaluation mode while it scores
+        self.teacher = (
+            self.teacher_source.load().requires_grad_(False).train()
+        )  # as the policy: evaluation mode is for scoring
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
 
     def configure_model(self) -> None:
@@ -120,7 +122,7 @@ class Distillation(GRPO):
         with self.support.whole_weights(self.teacher), unfrozen(self.teacher):
             return [*reports, check_parity(self.teacher, backend=self.attention_backend, padded_rows=False)]
 
-    # What is prepared after a rollout.
+    # After a rollout.
 
     @property
     def needs_old_scores(self) -> bool:
@@ -163,16 +165,16 @@ class Distillation(GRPO):
         return super().saved_state() | {"teacher_fingerprint": check}
 
     def _compare_teacher(self, then: float | None, now: float | None) -> None:
-        compare_reference(then, now, self.teacher_source, "teacher", "teacher")
+        compare_reference(then, now, self.teacher_source, option="teacher", role="teacher")
 
 
 def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """0 for every rollout: all of them are trained, and none is better than another."""
+    """0 for every rollout, so that all are trained on and none is better than another."""
     return [0.0] * len(completions)
 
 
 def _with_constant(rewards: Any) -> list[Weighted | RewardFunction]:
-    """Add a reward of 0 if no function counts, as rollouts without a reward would not be trained."""
+    """Add a reward of 0 if no function counts, since rollouts without a reward are not trained on."""
     given = [] if rewards is None else as_weighted(rewards)
     constant = [] if any(own.weight for own in given) else [Weighted(no_task_reward)]
     return [*given, *constant]

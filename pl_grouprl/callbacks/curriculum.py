@@ -1,4 +1,4 @@
-"""Difficulty that follows the reward."""
+"""A curriculum: levels of difficulty that follow the reward."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pl_grouprl.utilities.step_log import log_numbers
 class Curriculum(Callback):
     """Trains on prompts of one level of difficulty, and goes to the next when the reward is high enough.
 
-    Rows have their level, from 0, in a column (`ReasoningGym` writes it). Training begins with level 0. Where the mean
-    reward of the last `window` batches of rollouts of the current level is above `threshold`, the next batch is of the
-    next level; below `fall_below`, of the level before. Either way the mean starts over. Under `rollout_ahead`, the
-    batch that is already being sampled keeps its level. Logs `curriculum/level`.
+    Rows have their level, from 0, in a column (`ReasoningGym` writes it). Training begins with level 0. When the mean
+    reward of the last `window` batches of rollouts at the current level rises above `threshold`, the next batch is of
+    the next level; when it falls below `fall_below`, of the level before. Either way the mean starts over. Under
+    `rollout_ahead`, a batch that is already being sampled keeps its level. Logs `curriculum/level`.
 
-    Validation is not concerned. The level, and the rewards that decide about it, are part of checkpoints, so a resumed
-    run continues exactly; `threshold`, `fall_below` and `window` may change then, the rows in use may not.
+    Validation has all levels, as without it. The level, and the rewards that decide it, are part of checkpoints, so a
+    resumed run continues exactly; it may have another `threshold`, `fall_below` or `window`, but not other rows.
 
     Args:
         threshold: Mean reward above which the level rises.
         window: Number of batches of rollouts whose rewards count.
-        fall_below: Mean reward below which the level falls; None: it never does.
+        fall_below: Mean reward below which the level falls; None: it never falls.
         metric: The logged metric that is the reward, for example `rewards/exact/mean` in place of `reward`.
         column: Column of the level.
 
@@ -79,7 +79,7 @@ class Curriculum(Callback):
         """Let the data module yield one level at a time.
 
         Raises:
-            ValueError: If it is none that can, or its rows have no levels.
+            ValueError: If it cannot, or its rows have no levels.
         """
         if stage != "fit":
             return

@@ -12,15 +12,15 @@ from pl_grouprl.types import Prompt
 
 
 class LevelSchedule:
-    """The level of each rollout: begins at 0, and changes where it is told to.
+    """The level of each rollout: 0 at first, then what `change_to` says.
 
-    A change applies from the first rollout whose level nobody has asked for, so rollouts that were sampled ahead keep
-    theirs. The state contains everything, so that a resumed run has the same levels.
+    A change applies from the first rollout whose level nobody has asked for yet, so rollouts that were sampled ahead
+    keep theirs. The state contains all changes, so a resumed run has the same levels.
     """
 
     def __init__(self) -> None:
         self._changes = [(0, 0)]  # first rollout, level
-        self._known = -1
+        self._last_asked = -1
 
     @property
     def level(self) -> int:
@@ -29,32 +29,33 @@ class LevelSchedule:
 
     def at(self, rollout_number: int) -> tuple[int, int]:
         """The level of a rollout, and how many rollouts before it had the same level."""
-        self._known = max(self._known, rollout_number)
+        self._last_asked = max(self._last_asked, rollout_number)
         begun = [(first, level) for first, level in self._changes if first <= rollout_number]
         ends = [first for first, _ in begun[1:]] + [rollout_number]
         current = begun[-1][1]
         return current, sum(end - first for (first, level), end in zip(begun, ends, strict=True) if level == current)
 
     def change_to(self, level: int) -> int:
-        """Change the level; returns the first rollout of the new one."""
-        self._changes.append((self._known + 1, level))
-        return self._known + 1
+        """Change the level; return the first rollout at the new one."""
+        first = self._last_asked + 1
+        self._changes.append((first, level))
+        return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers."""
-        return {"changes": [list(change) for change in self._changes], "known": self._known}
+        return {"changes": [list(change) for change in self._changes], "known": self._last_asked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._changes = [(int(first), int(level)) for first, level in state["changes"]]
-        self._known = state["known"]
+        self._last_asked = state["known"]
 
 
 class LevelPromptLoader(TrainPromptLoader):
-    """Yields batches of prompts that all have the level which a schedule gives to their rollout.
+    """Yields batches whose prompts all have the level that a schedule gives the rollout.
 
-    A level's prompts come in a new order in each pass over them; what does not fill a batch is left out of that pass.
-    The length of an epoch is that of all prompts together. The rows in use must not change when a run is resumed.
+    A level's prompts come in a new order in each pass over them; those that do not fill a batch are left out of that
+    pass. An epoch is as long as without levels. The rows in use must not change when a run is resumed.
 
     Args:
         prompts: All prompts in use, of every level, the same on every rank.

@@ -1,4 +1,4 @@
-"""Loads the config, weights and tokenizer of a GGUF file, the format of llama.cpp, as an ordinary transformers model.
+"""Loads config and tokenizer of a GGUF file, the format of llama.cpp, and gives the options to load its weights.
 
 The weights are dequantized, so nothing downstream (checkpoints, copies, exports, adapters) sees a quantized model.
 """
@@ -22,14 +22,14 @@ _PACKAGES = ("gguf", "accelerate")
 """What transformers needs to read these files."""
 
 _GPT2_SPLIT = frozenset({"gpt-2", "phi-2"})
-"""Names in `tokenizer.ggml.pre` of GPT-2's splitting into words, which byte-level tokenizers have by default."""
+"""Values of `tokenizer.ggml.pre` that mean GPT-2's splitting into words, the default of byte-level tokenizers."""
 
 _DIGIT_SPLIT = frozenset({"smollm", "starcoder", "refact"})
-"""Names of GPT-2's splitting after every digit has been split off. Transformers 5.23 leaves the digits out."""
+"""Values that mean the same after each digit has been split off, a step that transformers 5.23 leaves out."""
 
 
 def split_location(path: str) -> tuple[str, str | None]:
-    """Split the path of a GGUF file into its folder or hub name and its name; any other path has no name."""
+    """Split the path of a GGUF file into folder or hub name, and file name; the file name of any other path is None."""
     location, _, name = path.rpartition("/")
     return (location or ".", name) if name.lower().endswith(".gguf") else (path, None)
 
@@ -40,8 +40,8 @@ def check_gguf_file(path: str, gguf_file: str | None) -> None:
     Raises:
         FileNotFoundError: If the folder has no such file.
         ModuleNotFoundError: If a package that reads it is missing.
-        ValueError: If `path` names the file, the folder has GGUF files only and none is named, or `gguf_file` is not a
-            name of one.
+        ValueError: If `path` is itself a GGUF file, the folder has only GGUF files and `gguf_file` is None, or
+            `gguf_file` is not the name of one.
     """
     location, name = split_location(path)
     if name is not None:
@@ -85,7 +85,7 @@ def dense_options(gguf_file: str) -> dict[str, Any]:
 def load_config(location: str, gguf_file: str, revision: str | None = None) -> PretrainedConfig:
     """The config of the model in a file.
 
-    Reading it takes seconds, and a run asks several times, so it is kept.
+    Reading it takes seconds, and a run asks several times, so it is cached until the file changes.
 
     Args:
         location: Folder or hub name.
@@ -116,7 +116,7 @@ def load_tokenizer(location: str, gguf_file: str, revision: str | None = None) -
     from transformers import AutoTokenizer
 
     file = _resolve(location, gguf_file, revision)
-    with readable_gguf(file):
+    with naming_gguf_file(file):
         kind, split = _tokenizer_kind(file)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     if kind == "gpt2":  # byte-level BPE; others do not split text into words
@@ -125,7 +125,7 @@ def load_tokenizer(location: str, gguf_file: str, revision: str | None = None) -
 
 
 @contextmanager
-def readable_gguf(file: Path | str) -> Iterator[None]:
+def naming_gguf_file(file: Path | str) -> Iterator[None]:
     """Name the file if reading it fails.
 
     Raises:
@@ -143,10 +143,10 @@ def readable_gguf(file: Path | str) -> Iterator[None]:
 
 @lru_cache(maxsize=4)
 def _read_config(file: str, stamp: tuple[int, int]) -> PretrainedConfig:
-    """Read the config; `stamp` changes if the file does."""
+    """Read the config; `stamp` makes the cache miss once the file has changed."""
     from transformers import AutoConfig
 
-    with readable_gguf(file):
+    with naming_gguf_file(file):
         return AutoConfig.from_pretrained(str(Path(file).parent), gguf_file=Path(file).name)
 
 
@@ -169,7 +169,7 @@ def _set_split(tokenizer: Any, split: str | None, file: Path) -> None:
     """Split text into words as the original tokenizer does.
 
     Raises:
-        ValueError: If how it does is unknown: its tokens would silently differ from those of the model's training.
+        ValueError: If its rules are unknown: tokens would silently differ from those the model was trained on.
     """
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS

@@ -1,4 +1,4 @@
-"""Frozen base weights of 4 bits under a trained adapter (QLoRA, arXiv:2305.14314), using bitsandbytes."""
+"""A frozen base in 4 bits under a trained adapter (QLoRA, arXiv:2305.14314), by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FourBit:
         optional.require(optional.BITSANDBYTES_AVAILABLE, "FourBit", "bitsandbytes")
 
     def config(self) -> BitsAndBytesConfig:
-        """The same as an argument of `from_pretrained`."""
+        """The `quantization_config` of `from_pretrained`."""
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(
@@ -67,11 +67,12 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def prepare_for_training(model: nn.Module) -> None:
-    """Make a model's 4-bit layers, if it has any, differentiable after they ran without gradients.
+    """Make a model's 4-bit layers, if it has any, trainable through: with gradients, and known to PEFT.
 
-    On CPUs with bfloat16 instructions, a layer of bitsandbytes that runs in evaluation mode repacks its weight for
-    good, for a kernel that rounds everything to bfloat16 and has no gradient: training would go on with zeros. PEFT
-    looks for the mark of a quantized model on the model that gets the adapter, which may be a part of the loaded one.
+    On CPUs with bfloat16 instructions, a layer of bitsandbytes that runs in evaluation mode repacks its weight
+    permanently, for a kernel that rounds to bfloat16 and has no gradient; later gradients would be zero. So that kernel
+    is switched off. PEFT looks for `is_loaded_in_4bit` on the model that gets the adapter, which may be a part of the
+    loaded one; so every part is marked.
     """
     for _, layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
@@ -82,16 +83,16 @@ def prepare_for_training(model: nn.Module) -> None:
 
 
 def whole_shape(parameter: Tensor) -> Sequence[int]:
-    """A parameter's shape, of a 4-bit one before it was packed."""
+    """A parameter's shape; of a 4-bit one, that before packing."""
     state = getattr(parameter, "quant_state", None)
     return parameter.shape if state is None else state.shape
 
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> None:
-    """Replace a model's 4-bit layers by linear layers with the weights that they compute with, in place.
+    """Replace a model's 4-bit layers, in place, by linear layers with the same dequantized weights.
 
-    PEFT's layers around them become ones around linear layers, so merging an adapter rounds nothing to 4 bits.
+    PEFT's layers around them become those for linear layers, so merging an adapter rounds nothing to 4 bits.
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -119,7 +120,7 @@ def _dequantized(layer: Any) -> nn.Linear:
 
 
 def _unmark(model: Any) -> None:
-    """Remove what transformers notes on a quantized model, and refuses to save or cast it for."""
+    """Remove the marks of a quantized model, which transformers refuses to save or cast."""
     for name in ("is_loaded_in_4bit", "is_quantized", "hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.config.__dict__.pop("quantization_config", None)

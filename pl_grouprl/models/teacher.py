@@ -1,4 +1,4 @@
-"""What a teacher must share with its student."""
+"""Checks that a teacher fits its student: tokenizer, vocabulary, and other weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an answer is written in a completion, and how it is found there again."""
+"""The form of an answer: writing one in it, and finding one in a completion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
         template: Text with `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`. White space at its
             ends and around the answer is ignored.
         completion: What the model wrote.
-        num_lines: If nothing follows `{answer}` in the template, the answer ends after so many lines; None for all.
+        num_lines: Number of lines of the answer if the template ends with `{answer}`; None: all that follow.
 
     Returns:
         The answer without white space at its ends, or None if the completion does not have the template's form.
@@ -38,7 +38,7 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
     if after:
         found = re.findall(f"{re.escape(before)}(.*?){re.escape(after)}", completion, re.DOTALL)
         return found[-1].strip() if found else None
-    _, marker, rest = completion.rpartition(before) if before else ("", "-", completion)
-    if not marker:
+    if before not in completion:
         return None
+    rest = completion.rpartition(before)[2] if before else completion
     return "\n".join(rest.strip().split("\n")[:num_lines]).strip()

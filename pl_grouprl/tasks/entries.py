@@ -1,4 +1,4 @@
-"""Entries of reasoning-gym as JSON text, which every file format and process keeps as it is."""
+"""Entries of reasoning-gym as JSON text, which survives every file format and process boundary unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KIND, _ITEMS = "__kind__", "__items__"
 
 
 def encode_entry(entry: Mapping[str, Any]) -> str:
-    """Write an entry as JSON, with what JSON lacks marked: tuples, and dictionaries whose keys are not strings.
+    """Write an entry as JSON, marking what JSON lacks: tuples, and dictionaries whose keys are not strings.
 
     NumPy numbers and members of enumerations become plain values.
 

@@ -1,8 +1,8 @@
-"""Generates entries with reasoning-gym, in a process of its own.
+"""Generates entries with reasoning-gym in a separate process.
 
 Some generators iterate over sets of strings, whose order differs between Python processes, or use the global random
-numbers of Python and NumPy. In a process with a fixed hash seed, all give the same entries everywhere and always, and
-the process that trains is left unchanged.
+numbers of Python and NumPy. In a process with fixed hash and random seeds they always give the same entries, and the
+process that trains is left unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from pl_grouprl.tasks.entries import encode_entry
 
 _PROGRAM = "from pl_grouprl.tasks.generator import main; main()"
-_ORDER = ("examples", "val", "test", "train")
+_DRAWING_ORDER = ("examples", "val", "test", "train")
 """Splits in the order in which they are drawn: a larger training split leaves the others unchanged."""
 
 
@@ -33,8 +33,9 @@ def generate(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Generate the entries of one split in a new process.
 
     Args:
-        request: `tasks`: for each, `name`, `configs` (one per level) and `counts` (by split, a number per level);
-            `levels`: how many levels of the library's curriculum, or None to take `configs`; `seed`; `split`.
+        request: `tasks`: for each, `name`, `configs` (options, one mapping per level) and `counts` (by split, rows per
+            level); `levels`: how many levels to take from the library's curriculum, or None to use `configs` as they
+            are; `seed`; `split`.
 
     Returns:
         For each task, its `examples`, and for each level the `config` and `entries` of the split. Examples and entries
@@ -69,11 +70,11 @@ def main() -> None:
     output = os.dup(1)
     os.dup2(2, 1)  # generators print
     with os.fdopen(output, "w") as file:
-        json.dump(answer(request), file)
+        json.dump(respond(request), file)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request, generated in this process."""
+def respond(request: dict[str, Any]) -> dict[str, Any]:
+    """Generate in this process: `tasks` as `generate` returns them, or why the request is `refused`."""
     try:
         return {"tasks": [_Task(task, request).generate() for task in request["tasks"]]}
     except GeneratorError as error:
@@ -88,15 +89,15 @@ class _Task:
         self.counts = task["counts"]
         self.split = request["split"]
         self.seed = request["seed"]
-        self.configs = task["configs"]
         _check_name(self.name)
+        self.configs = task["configs"]
         if request["levels"] is not None:
-            self.configs = library_levels(self.name, self.configs[0], request["levels"])
+            self.configs = library_levels(self.name, task["configs"][0], request["levels"])
         self._seen: set[str] = set()
 
     def generate(self) -> dict[str, Any]:
         drawn: dict[str, list[list[dict[str, Any]]]] = {}
-        for split in _ORDER[: _ORDER.index(self.split) + 1]:
+        for split in _DRAWING_ORDER[: _DRAWING_ORDER.index(self.split) + 1]:
             drawn[split] = [self._draw(split, level, count) for level, count in enumerate(self.counts[split])]
         levels = [{"config": c, "entries": e} for c, e in zip(self.configs, drawn[self.split], strict=True)]
         return {"examples": [entry for level in drawn["examples"] for entry in level], "levels": levels}
@@ -120,7 +121,9 @@ class _Task:
 
     def _entries(self, split: str, level: int, count: int) -> Iterator[dict[str, Any]]:
         text = json.dumps([self.seed, self.name, level, split])
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2  # the library adds the index
+        seed = (
+            int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2
+        )  # below 2**32 with the index added
         dataset = _create(self.name, self.configs[level], seed=seed, size=count)
         for index in range(count):
             _seed_global_numbers(seed + index)
@@ -161,7 +164,7 @@ def _options(name: str) -> list[str]:
 
 
 def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:
-    """The options of the first levels of the library's curriculum, each with the highest range of its level alone."""
+    """Options of the first levels of the library's curriculum; a level leaves out the ranges of those below it."""
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
     from reasoning_gym.factory import create_curriculum, has_curriculum
 

@@ -25,9 +25,9 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
 def is_harmless(task: str, answer: str) -> bool:
     """Whether a task's scorer can read an answer without running code from it.
 
-    True for every task whose scorer evaluates nothing. Otherwise the answer must be a literal (numbers, strings,
-    lists), or a formula of numbers, names and elementary functions whose numbers stay below 4096 bits; or, for
-    literals, no Python at all, since `eval` then fails.
+    True for every task whose scorer evaluates nothing. For `LITERAL_TASKS` the answer must be a literal (numbers,
+    strings, lists) or no Python at all, which `eval` refuses to parse; for `FORMULA_TASKS` a formula of numbers, names
+    and elementary functions whose numbers stay below 4096 bits.
     """
     if task not in LITERAL_TASKS | FORMULA_TASKS:
         return True
@@ -54,7 +54,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _bits(node: ast.expr) -> float:
-    """Upper bound of the size of a formula's value in bits, or of its degree; infinity for anything but a formula."""
+    """Upper bound on the bits of a formula's value and on its degree; infinity for anything but a formula."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value.bit_length() + 1 if isinstance(node.value, int) else 64
     if isinstance(node, ast.Name):
@@ -70,6 +70,7 @@ def _bits(node: ast.expr) -> float:
 
 
 def _largest_exponent(node: ast.expr, bits: float) -> float:
+    """Upper bound on the value of an exponent that has so many bits."""
     if isinstance(node, ast.Constant):
         return max(abs(node.value), 1)  # type: ignore[arg-type, type-var]
     return 2.0**bits if bits < 64 else math.inf

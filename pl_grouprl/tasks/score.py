@@ -12,23 +12,23 @@ from pl_grouprl.tasks.harmless import is_harmless
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.optional import REASONING_GYM_AVAILABLE, require
 
-_NEEDED = ("task", "config", "entry", "answer_format")
+_EXTRA_INFO = ("task", "config", "entry", "answer_format")
 
 
 @checked_arguments
 class ReasoningGymScore:
     """The score, from 0 to 1, that reasoning-gym gives to the answer in a completion. Has verl's signature.
 
-    The answer is looked for in the form that the row asks for (`ReasoningGym.answer_format`). Without an answer, and if
-    the library's scorer cannot read it, the score is 0. Several scorers give part of the score for an answer that is
-    nearly right or correct in another form.
+    The answer is looked for in the form that the row asks for (`ReasoningGym.answer_format`). The score is 0 if there
+    is none, or the library's scorer cannot read it. Several scorers give partial credit to an answer that is nearly
+    right, or right in another form.
 
     Some scorers evaluate answers as Python code. They get only literals or formulas of elementary functions, without
     large powers; any other answer counts as none. Simplifying a formula may still take long, so run scorers in reward
     workers with a time limit.
 
     Args:
-        exact: Count only a full score: 1 or 0.
+        exact: 1 for a full score, 0 for anything less.
     """
 
     reads_final_answer = True
@@ -53,9 +53,9 @@ class ReasoningGymScore:
         Raises:
             ValueError: If it lacks a part of `extra_info`.
         """
-        info = columns.get("extra_info")
-        missing = [name for name in _NEEDED if name not in (info or {})]
-        if info is None or missing:
+        info = columns.get("extra_info") or {}
+        missing = [name for name in _EXTRA_INFO if name not in info]
+        if missing:
             raise ValueError(
                 f"ReasoningGymScore: `extra_info` of the row lacks {missing}; use rows made by ReasoningGym."
             )
@@ -81,10 +81,10 @@ class ReasoningGymScore:
         answer = _find_answer(solution_str, extra_info["answer_format"], entry)
         if answer is None:
             return 0.0
-        readable = answer if is_harmless(extra_info["task"], answer) else None
+        passed_on = answer if is_harmless(extra_info["task"], answer) else None
         task = self._task(extra_info)
         try:
-            score = float(task.score_answer(readable, entry))
+            score = float(task.score_answer(passed_on, entry))
         except Exception:  # scorers expect answers of some form, and completions may have any
             return 0.0
         return float(score >= 1) if self.exact else score

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.tasks.answer_format import ANSWER, QUESTION, check_template, write_answer
 from pl_grouprl.tasks.generator import generate
+from pl_grouprl.tasks.task_options import divide, read_tasks
 from pl_grouprl.types import Messages
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.optional import REASONING_GYM_AVAILABLE, require
@@ -35,14 +36,14 @@ class ReasoningGym:
         test_size: Rows of split `test`.
         seed: Determines all rows.
         levels: Take this many levels of difficulty from the library's own curriculum of each task; options of a task
-            then set what the curriculum leaves open.
+            then set only what the curriculum leaves open.
         system_prompt: The first message; None for none.
         question_format: What surrounds a question: text with `{question}`.
         answer_format: What surrounds an answer, in the examples and where the reward looks for it: text with
             `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`. By default the answer is the whole
             completion.
-        num_examples: Number of questions with their answers in front of each question, the same for all prompts of a
-            task, as earlier turns of the conversation.
+        num_examples: Number of worked examples before each question, as earlier turns of the conversation; the same for
+            all prompts of a task.
         chat: If False, prompts are strings (for a model without chat template): system prompt, examples and question,
             separated by blank lines, each answer on a line after its question.
 
@@ -67,13 +68,13 @@ class ReasoningGym:
         chat: bool = True,
     ) -> None:
         require(REASONING_GYM_AVAILABLE, "ReasoningGym", "tasks")
-        self.tasks = _read_tasks(tasks, levels)
+        self.tasks = read_tasks(tasks, levels)
         num_levels = levels or len(next(iter(self.tasks.values()))["configs"])
-        smallest = len(self.tasks) * num_levels
+        fewest = len(self.tasks) * num_levels
         sizes = {"size": size, "val_size": val_size, "test_size": test_size}
-        at_least = f"0, or at least {smallest}: a row for each of {len(self.tasks)} tasks and {num_levels} levels"
+        at_least = f"0, or at least {fewest}: a row for each of {len(self.tasks)} tasks and {num_levels} levels"
         check_options(
-            {f"ReasoningGym.{name}": (n, n == 0 or n >= smallest, at_least) for name, n in sizes.items()}
+            {f"ReasoningGym.{name}": (n, n == 0 or n >= fewest, at_least) for name, n in sizes.items()}
             | {
                 "ReasoningGym.seed": (seed, seed >= 0, "0 or larger"),
                 "ReasoningGym.num_examples": (num_examples, num_examples >= 0, "0 or larger"),
@@ -105,29 +106,27 @@ class ReasoningGym:
         if split not in self.sizes:
             raise ValueError(f"ReasoningGym has no split {split!r}; it has {sorted(self.sizes)}.")
         generated = generate({**self._request(), "split": split})
-        rows = [
-            self._row(name, level, part["config"], entry, examples)
-            for name, task in zip(self.tasks, generated, strict=True)
-            for examples in [self._examples(name, task["examples"])]
-            for level, part in enumerate(task["levels"])
-            for entry in part["entries"]
-        ]
+        rows = [row for name, task in zip(self.tasks, generated, strict=True) for row in self._rows_of_task(name, task)]
         random.Random(f"{self.seed} {split}").shuffle(rows)
         return rows
 
     def _request(self) -> dict[str, Any]:
+        """The request to `generate`, without the split."""
         weights = [task["weight"] for task in self.tasks.values() for _ in range(self.num_levels)]
-        counts = {split: _shares(size, weights) for split, size in self.sizes.items()}
-        tasks = [
-            {
-                "name": name,
-                "configs": task["configs"],
-                "counts": {"examples": [self.num_examples] + [0] * (self.num_levels - 1)}
-                | {split: own[i * self.num_levels : (i + 1) * self.num_levels] for split, own in counts.items()},
-            }
-            for i, (name, task) in enumerate(self.tasks.items())
-        ]
+        rows = {split: divide(size, weights) for split, size in self.sizes.items()}  # tasks in order, levels of each
+        tasks = []
+        for index, (name, task) in enumerate(self.tasks.items()):
+            own = slice(index * self.num_levels, (index + 1) * self.num_levels)
+            counts = {split: numbers[own] for split, numbers in rows.items()}
+            counts["examples"] = [self.num_examples] + [0] * (self.num_levels - 1)
+            tasks.append({"name": name, "configs": task["configs"], "counts": counts})
         return {"tasks": tasks, "seed": self.seed, "levels": self.levels}
+
+    def _rows_of_task(self, name: str, generated: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        examples = self._examples(name, generated["examples"])
+        for level, part in enumerate(generated["levels"]):
+            for entry in part["entries"]:
+                yield self._row(name, level, part["config"], entry, examples)
 
     def _examples(self, name: str, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Questions and answers as the model sees them."""
@@ -171,59 +170,6 @@ class ReasoningGym:
     def _text(self, examples: Sequence[tuple[str, str]], question: str) -> str:
         before = [] if self.system_prompt is None else [self.system_prompt]
         return "\n\n".join([*before, *(f"{q}\n{a}" for q, a in examples), f"{question}\n"])
-
-
-def _read_tasks(tasks: str | list[str] | dict[str, Any], levels: int | None) -> dict[str, dict[str, Any]]:
-    """Bring the tasks into one form: for each name, its weight and the options of each level."""
-    if isinstance(tasks, str):
-        tasks = [tasks]
-    if isinstance(tasks, list):
-        if len(set(tasks)) < len(tasks):
-            raise ValueError(f"ReasoningGym.tasks is {tasks}; name each task once.")
-        tasks = {name: {} for name in tasks}
-    if not tasks:
-        raise ValueError("ReasoningGym.tasks is empty; name at least one task.")
-    read = {name: _read_task(name, options) for name, options in tasks.items()}
-    if levels is not None and levels < 1:
-        raise ValueError(f"ReasoningGym.levels is {levels}; it must be at least 1.")
-    numbers = {name: len(task["configs"]) for name, task in read.items()}
-    if len(set(numbers.values())) > 1 or (levels is not None and set(numbers.values()) != {1}):
-        raise ValueError(
-            f"ReasoningGym.tasks has these numbers of levels: {numbers}, with levels={levels}; list as many options "
-            "for every task, or set `levels` and list none."
-        )
-    return read
-
-
-def _read_task(name: str, options: Any) -> dict[str, Any]:
-    configs = options if isinstance(options, list) else [options or {}]
-    if not configs or not all(isinstance(config, Mapping) for config in configs):
-        raise ValueError(
-            f"ReasoningGym.tasks: the options of {name!r} are {options!r}; write a mapping, or a list of them."
-        )
-    weights = {config.get("weight", 1) for config in configs}
-    if len(weights) > 1 or not isinstance(weight := weights.pop(), int | float) or not weight > 0:
-        raise ValueError(f"ReasoningGym.tasks: the weight of {name!r} must be one number larger than 0: {options!r}.")
-    if reserved := [key for key in ("seed", "size") for config in configs if key in config]:
-        raise ValueError(
-            f"ReasoningGym.tasks: {reserved[0]!r} of {name!r} is ReasoningGym's; set it there, once for all tasks."
-        )
-    return {
-        "weight": weight,
-        "configs": [{key: value for key, value in config.items() if key != "weight"} for config in configs],
-    }
-
-
-def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide rows by weights; at least one each, unless there are none."""
-    if total == 0:
-        return [0] * len(weights)
-    exact = [(total - len(weights)) * weight / sum(weights) for weight in weights]
-    shares = [1 + int(share) for share in exact]
-    by_rest = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
-    for i in by_rest[: total - sum(shares)]:
-        shares[i] += 1
-    return shares
 
 
 def _check_mentioned(answer_format: str, texts: Sequence[str | None], num_examples: int) -> None:

@@ -10,8 +10,8 @@ from bitsandbytes.optim import AdamW
 class AdamW8bit(AdamW):
     """AdamW with moments quantized in blocks (arXiv:2110.02861) in the groups whose `state_bits` is 8.
 
-    bitsandbytes itself chooses the bits for the whole optimizer, or for single weights in a table of the process, which
-    would outlive a run.
+    bitsandbytes has one number of bits for the whole optimizer, and a process-wide table of exceptions for single
+    weights, which would outlive a run.
 
     Args:
         groups: Parameter groups, each with `state_bits` and all options of AdamW.

@@ -1,4 +1,4 @@
-"""What a run refuses before anything is loaded."""
+"""What a run refuses at setup: most of it before models are loaded, and what depends on them right after."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_before_loading(module: Any, stage: str) -> None:
 
 
 def check_quantized(module: Any) -> None:
-    """Refuse weights and moments in blocks of bitsandbytes under a strategy that shards them.
+    """Refuse 8-bit moments and 4-bit weights, which bitsandbytes stores in blocks, under a strategy that shards them.
 
     Raises:
         ValueError: Names the option and the strategy.

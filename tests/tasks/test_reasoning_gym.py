@@ -185,7 +185,7 @@ def test_arguments_that_are_refused(options, message):
 def answer_to(tasks):
     """What the generating process answers, without a process."""
     source = ReasoningGym(tasks, size=20, val_size=0, test_size=0)
-    return generator.answer({**source._request(), "split": "train"})
+    return generator.respond({**source._request(), "split": "train"})
 
 
 @pytest.mark.parametrize(

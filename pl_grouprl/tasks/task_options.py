@@ -1,0 +1,75 @@
+"""Reads the option `tasks` of `ReasoningGym`, and divides rows among tasks and levels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def read_tasks(tasks: str | list[str] | dict[str, Any], levels: int | None) -> dict[str, dict[str, Any]]:
+    """Bring the tasks into one form.
+
+    Args:
+        tasks: A name, a list of names, or a mapping of names to options, as in `ReasoningGym`.
+        levels: Levels of the library's curriculum; None: the levels are those of the options.
+
+    Returns:
+        By name, its `weight` and its `configs`: the options of each level, without the weight.
+
+    Raises:
+        ValueError: If they are malformed, or tasks differ in their number of levels.
+    """
+    if isinstance(tasks, str):
+        tasks = [tasks]
+    if isinstance(tasks, list):
+        if len(set(tasks)) < len(tasks):
+            raise ValueError(f"ReasoningGym.tasks is {tasks}; name each task once.")
+        tasks = {name: {} for name in tasks}
+    if not tasks:
+        raise ValueError("ReasoningGym.tasks is empty; name at least one task.")
+    read = {name: _read_task(name, options) for name, options in tasks.items()}
+    if levels is not None and levels < 1:
+        raise ValueError(f"ReasoningGym.levels is {levels}; it must be at least 1.")
+    numbers = {name: len(task["configs"]) for name, task in read.items()}
+    if len(set(numbers.values())) > 1 or (levels is not None and set(numbers.values()) != {1}):
+        raise ValueError(
+            f"ReasoningGym.tasks has these numbers of levels: {numbers}, with levels={levels}; list as many options "
+            "for every task, or set `levels` and list none."
+        )
+    return read
+
+
+def divide(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide a number of rows in proportion to weights, with at least one row each; all 0 if there are none.
+
+    Args:
+        total: Number of rows; 0, or at least as many as weights.
+        weights: Larger than 0.
+    """
+    if total == 0:
+        return [0] * len(weights)
+    exact = [(total - len(weights)) * weight / sum(weights) for weight in weights]
+    shares = [1 + int(share) for share in exact]
+    largest_remainders = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
+    for i in largest_remainders[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def _read_task(name: str, options: Any) -> dict[str, Any]:
+    configs = options if isinstance(options, list) else [options or {}]
+    if not configs or not all(isinstance(config, Mapping) for config in configs):
+        raise ValueError(
+            f"ReasoningGym.tasks: the options of {name!r} are {options!r}; write a mapping, or a list of them."
+        )
+    weights = {config.get("weight", 1) for config in configs}
+    if len(weights) > 1 or not isinstance(weight := weights.pop(), int | float) or not weight > 0:
+        raise ValueError(f"ReasoningGym.tasks: the weight of {name!r} must be one number larger than 0: {options!r}.")
+    if reserved := [key for key in ("seed", "size") for config in configs if key in config]:
+        raise ValueError(
+            f"ReasoningGym.tasks: {reserved[0]!r} of {name!r} is ReasoningGym's; set it there, once for all tasks."
+        )
+    return {
+        "weight": weight,
+        "configs": [{key: value for key, value in config.items() if key != "weight"} for config in configs],
+    }
