@@ -101,9 +101,7 @@ class Distillation(GRPO):
     def load_models(self) -> None:
         """Load student and teacher."""
         super().load_models()
-        self.teacher = (
-            self.teacher_source.load().requires_grad_(False).train()
-        )  # as the policy: evaluation mode is for scoring
+        self.teacher = self.teacher_source.load().requires_grad_(False).train()  # scoring puts it into evaluation mode
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
 
     def configure_model(self) -> None:

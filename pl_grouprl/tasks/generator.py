@@ -121,9 +121,7 @@ class _Task:
 
     def _entries(self, split: str, level: int, count: int) -> Iterator[dict[str, Any]]:
         text = json.dumps([self.seed, self.name, level, split])
-        seed = (
-            int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2
-        )  # below 2**32 with the index added
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2  # the index is added: below 2**32
         dataset = _create(self.name, self.configs[level], seed=seed, size=count)
         for index in range(count):
             _seed_global_numbers(seed + index)

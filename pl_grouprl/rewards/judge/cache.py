@@ -1,4 +1,4 @@
-"""Replies of a judge, remembered in memory and, if wanted, on disk."""
+"""Replies of a judge, cached in memory and, if wanted, on disk."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from pl_grouprl.utilities.writes import OptionalWrites
 
 _MOST_IN_MEMORY = 16_384
-"""More replies than this are forgotten, the least recently used first."""
+"""Number of replies; beyond it the least recently used are forgotten."""
 
 
 class ReplyCache:
     """Replies by the hash of their request.
 
     Args:
-        folder: Keeps them, a file for each, for other ranks and later runs; None remembers them in memory only.
+        folder: Keeps a file per reply, for other ranks and later runs; None: they are cached in memory only.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -36,7 +36,7 @@ class ReplyCache:
         return reply
 
     def put(self, digest: str, reply: str) -> None:
-        """Remember a reply. If the disk refuses it, that is warned of once."""
+        """Remember a reply. If it cannot be written to disk, warn once."""
         self._remember(digest, reply)
         if self._folder is None:
             return

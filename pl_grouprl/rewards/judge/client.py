@@ -25,7 +25,7 @@ _LARGEST_ANSWER = 4 << 20
 """In bytes."""
 
 _SHOWN = 300
-"""Bytes of an unexpected answer that are shown."""
+"""Bytes of an unexpected answer that errors show."""
 
 _jitter = random.Random()  # the seeds of the run must not depend on the server
 
@@ -52,10 +52,10 @@ class Reply:
 
 
 class ChatClient:
-    """Posts requests to one endpoint; those of one event loop share connections, closed when none is under way.
+    """Posts requests to one endpoint. Those of one event loop share connections, closed after the last of them.
 
-    Statuses 429 and 5xx, broken connections and requests beyond the time limit are retried, after pauses that double
-    from one second to sixty, with jitter, and are no shorter than `Retry-After` asks for.
+    Statuses 429 and 5xx, broken connections and timeouts are retried, after pauses that double from one second to
+    sixty, with jitter, and are no shorter than `Retry-After` asks for.
 
     Args:
         url: Of the endpoint, `.../chat/completions`.
@@ -94,7 +94,7 @@ class _Session:
     def __init__(self, url: str, api_key: str | None, max_concurrent: int, timeout: float, max_retries: int) -> None:
         self.users = 0
         self._url, self._api_key, self._timeout, self._max_retries = url, api_key, timeout, max_retries
-        self._places = asyncio.Semaphore(max_concurrent)
+        self._slots = asyncio.Semaphore(max_concurrent)
         self._http = _open_client(api_key, max_concurrent)
 
     async def close(self) -> None:
@@ -108,14 +108,14 @@ class _Session:
             NoReplyError: If there is none.
         """
         clock = asyncio.get_running_loop().time
-        async with self._places:
+        async with self._slots:
             began = clock()
             try:
-                return await self._persist(body), clock() - began
+                return await self._ask_with_retries(body), clock() - began
             except NoReplyError as error:
                 raise NoReplyError(self._without_key(str(error))) from None
 
-    async def _persist(self, body: bytes) -> Reply:
+    async def _ask_with_retries(self, body: bytes) -> Reply:
         pause = _FIRST_WAIT
         for attempt in range(self._max_retries + 1):
             tick()
@@ -151,7 +151,7 @@ class _Session:
             return response.status_code, response.headers, await _read_limited(response)
 
     def _without_key(self, text: str) -> str:
-        """Take out the key, which a server might repeat."""
+        """Hide the key, which a server might repeat."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
 

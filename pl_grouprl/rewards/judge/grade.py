@@ -1,4 +1,4 @@
-"""Reading the grade in a judge's reply."""
+"""Reads the grade in a judge's reply."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 def read_grade(reply: str, reply_format: ReplyFormat, scale: tuple[float, float]) -> float:
     """Return the grade in a reply.
 
-    Of text, that of the last line `Grade: N` (also `Grade: N/MAX`), or the number that is the whole reply; of JSON, the
-    `score` of an object that is the whole reply, a fenced block, or the last one without nested braces.
+    In text, it is in the last line `Grade: N` (or `Grade: N/MAX`), or the whole reply is a number. In JSON, it is the
+    `score` of an object: the whole reply, the last fenced block, or the last object without nested braces.
 
     Args:
         reply: The reply.
@@ -29,7 +29,7 @@ def read_grade(reply: str, reply_format: ReplyFormat, scale: tuple[float, float]
         scale: The lowest and the highest grade.
 
     Raises:
-        ValueError: If there is no grade, or it is not on the scale: it is never clamped.
+        ValueError: If there is no grade, or it is outside the scale; grades are never clamped.
     """
     grade = _grade_of_text(reply, scale[1]) if reply_format == "text" else _grade_of_json(reply)
     if not scale[0] <= grade <= scale[1]:

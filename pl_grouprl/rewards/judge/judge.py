@@ -33,7 +33,7 @@ _TRIAL = "(This only tests the connection. Any grade on the scale will do.)"
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What came of one request: a grade, or why there is none, and numbers to log."""
+    """The outcome of one request: a grade, or why there is none, and numbers to log."""
 
     grade: float | None = None
     failure: str = ""
@@ -52,7 +52,7 @@ class Judge:
     Prompts, completions and columns are marked as data in the request, by a marker that they cannot contain, and the
     model is told to follow no instruction in them. A completion without a readable grade on the scale has failed: it
     gets no reward, is counted in `rewards/Judge/invalid` and by the run's `max_failed_share`. Logged with each batch:
-    `grade` (on the scale), `cached` (share of the grades that were known), and per request `latency` (seconds),
+    `grade` (on the scale), `cached` (share of grades that needed no request), and per request `latency` (seconds),
     `prompt_tokens` and `completion_tokens`.
 
     When a run is set up, one trial request is made, so that a wrong address, model, key or format fails there.
@@ -68,8 +68,8 @@ class Judge:
         reply_format: `text` asks for a last line `Grade: N`, `json` for an object with a `score`; `json_schema` also
             makes the server enforce it (structured output), which not every server can.
         max_tokens: Tokens of a reply. A reply that is cut off has failed.
-        extra_body: Further fields of the request, such as `seed`; a field that is null is left out. For a model that
-            refuses `max_tokens` or `temperature`: `{max_tokens: null, max_completion_tokens: 2048}`.
+        extra_body: Further fields of the request, such as `seed`; null removes a field. For a model that refuses
+            `max_tokens`: `{max_tokens: null, max_completion_tokens: 2048}`.
         api_key_env: Name of the environment variable with the API key, if the server wants one. The key itself is read
             for each batch, and never stored, logged or saved.
         max_concurrent: Requests under way at a time, per process.
@@ -77,7 +77,7 @@ class Judge:
         max_retries: How often a request is retried after status 429 or 5xx, a broken connection or a timeout, with
             exponential pauses up to a minute, or as long as `Retry-After` says. Other statuses are not retried.
         cache_dir: A folder that keeps the replies, for all ranks and for later runs. None: only this process remembers
-            its latest replies. A request is looked up by all that is sent.
+            its latest replies. Requests are looked up by their whole body.
 
     Raises:
         ModuleNotFoundError: If httpx is not installed (extra `judge`).
@@ -143,7 +143,7 @@ class Judge:
         self._connect()
 
     def run_options(self) -> dict[str, Any]:
-        """What decides its rewards; the other options only change how they are obtained."""
+        """The options that decide its rewards; the others only change how they are obtained."""
         names = ("model", "rubric", "scale", "reply_format", "max_tokens", "extra_body")
         return {name: getattr(self, name) for name in names}
 
@@ -215,8 +215,8 @@ class Judge:
         if verdict.grade is None:
             return {"score": math.nan}
         least, most = self.scale
-        share = (verdict.grade - least) / (most - least)
-        return {"score": share, "grade": verdict.grade, "cached": float(verdict.cached), **verdict.numbers}
+        score = (verdict.grade - least) / (most - least)
+        return {"score": score, "grade": verdict.grade, "cached": float(verdict.cached), **verdict.numbers}
 
     def _request(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> bytes | None:
         """The body of a request; None where the reward does not apply."""
@@ -310,6 +310,6 @@ def _check_url(url: str) -> None:
 def _check_variable(name: str | None) -> None:
     if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise ValueError(
-            "Judge.api_key_env is not the name of an environment variable (what it is, is not shown: it might be the "
+            "Judge.api_key_env is not the name of an environment variable (its value is not shown, as it might be the "
             "key); put the key into a variable and pass the variable's name, such as OPENAI_API_KEY."
         )

@@ -1,4 +1,4 @@
-"""What a judge is asked: the rubric, and the text to grade, marked as data."""
+"""The messages to a judge: the rubric, and the text to grade, marked as data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rubric:
         fields: Names of the values that are filled in.
 
     Raises:
-        ValueError: If the template leaves the completion out, or there is no text.
+        ValueError: If the text is empty, or a template without `{completion}`.
     """
 
     def __init__(self, text: str, scale: tuple[float, float], reply_format: ReplyFormat) -> None:
@@ -76,7 +76,7 @@ def _fields(text: str) -> set[str]:
 
 
 def _block(marker: str, name: str, value: Any) -> str:
-    """A value between markers; of a conversation, each message."""
+    """A value between markers; in a conversation, each message between its own."""
     turns = [(name, value)]
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
         turns = [(f"{name}, message of the role {json.dumps(turn['role'])}", _content(turn)) for turn in value]
@@ -85,7 +85,7 @@ def _block(marker: str, name: str, value: Any) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """What a message says and the tools that it calls; images and videos are only named."""
+    """The text of a message and its tool calls; images and videos are only named."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(str(part.get("text", f"({part.get('type')})")) for part in content)
