@@ -1,4 +1,4 @@
-"""What is left of a validation or test: its completions, and its metrics as a table of data sources."""
+"""Report of a validation or test: a row per completion, and a table of metrics per data source."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class EvaluationRows:
         """Return one row per completion of a batch of all ranks, in the order of the prompts. Collective.
 
         Args:
-            outputs: What the step of this rank returned: `groups`, whose `group_id` is the position of the prompt in
-                the batch of all ranks, and `answers`.
-            rows_of: Makes the rows of a group, which gets this number.
+            outputs: What this rank's step returned: `groups`, whose `group_id` is the position of the prompt in the
+                batch of all ranks, and `answers`.
+            rows_of: Makes the rows of a group from it and its number.
             device: As for `gather_plain`.
         """
         own = []
@@ -42,7 +42,7 @@ class EvaluationRows:
 
 
 def source_table(metrics: Mapping[str, Any], prefix: str) -> str:
-    """The metrics `{prefix}/{data_source}/{name}@{k}` as lines of text, a data source each; empty without any."""
+    """The metrics `{prefix}/{data_source}/{name}@{k}` as text, a line per data source; empty if there are none."""
     table: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         source, _, metric = name.removeprefix(f"{prefix}/").rpartition("/")

@@ -1,4 +1,4 @@
-"""Prompts from a data set of the Hugging Face hub, or from a folder laid out like one."""
+"""Rows of a data set of the Hugging Face hub, or of a folder laid out like one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pl_grouprl.utilities.text import shorten
 DEFAULT_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 BLOCK = 1000
-"""Rows that are read at once."""
+"""Number of rows read at once."""
 
 _MEDIA = ("Audio", "Image", "Nifti", "Pdf", "Video")
 
@@ -31,7 +31,7 @@ class HubDataset:
     One object may serve `train`, `val` and `test` of `PromptDataModule`. The data is downloaded once and then read from
     the cache; with `HF_HUB_OFFLINE=1` the network is never asked. There is no streaming: runs resume at an exact row.
 
-    A row is made in this order: its columns are renamed (`columns`), answers are cut out (`extract`), and the prompt is
+    A row is made in this order: columns are renamed (`columns`), answers are extracted (`extract`), and the prompt is
     written (`messages`). Images and videos stay encoded until their prompt is sampled.
 
     Args:
@@ -39,12 +39,11 @@ class HubDataset:
             of the folder may declare configurations and splits).
         name: Configuration of the data set, such as `main`.
         split: The split of the data set that each of `train`, `val` and `test` reads, with slices as in `test[:200]` or
-            `train[5%:]`. A string is for all of them; a mapping may leave out those that need no change from `train`,
-            `validation` and `test`.
+            `train[5%:]`. A string is for all three. In a mapping, those left out read `train`, `validation` and `test`.
         columns: Our name of a column -> the name in the data set, for example `{prompt: question}`.
-        keep_other_columns: Whether the columns that are not in `columns` are kept, by their own names.
-        extract: Column -> a regular expression whose last match (its first group, if it has groups) replaces the
-            column, for example `{answer: '#### (.+)'}`.
+        keep_other_columns: Keep the columns that are not in `columns`, under their own names.
+        extract: Column -> a regular expression; its last match, or the first group of that, replaces the value, for
+            example `{answer: '#### (.+)'}`.
         messages: Templates of the messages of the prompt, with columns in braces, for example
             `[{role: user, content: "{question} Think first."}]`. Other braces are doubled. None: the column `prompt`
             is the prompt.
@@ -152,11 +151,11 @@ class HubDataset:
             )
 
     def convert(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """Cut out answers, and add `prompt` and `data_source`.
+        """Extract answers, and add `prompt` and `data_source`; return the row.
 
         Args:
             row: The renamed columns; changed in place.
-            where: Its place, for errors.
+            where: Data set, split and number of the row, for errors.
 
         Raises:
             ValueError: If a value has no match, or is missing from the prompt.

@@ -1,4 +1,4 @@
-"""The forms in which data has tests of programs: ours, that of verl and APPS, and lists of assert statements (MBPP)."""
+"""Reads the tests of a row in any of these forms: ours, that of verl and APPS, or assert statements (MBPP)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that scores rollouts: loaded once, never trained, run over groups with shared prefixes."""
+"""A frozen classifier that scores rollouts, run over groups with shared prefixes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Kind = Literal["SequenceClassification", "TokenClassification"]
 
 
 class FrozenModel:
-    """A classifier of sequences or tokens, by name or already loaded, with options as in `ModelReward`.
+    """A classifier of sequences or tokens, by name or already loaded, with the options of `ModelReward`.
 
     Args:
-        owner: Name of the class whose options these are, for messages.
+        owner: Name of the reward's class, for errors.
         kind: Which of transformers' classifiers it must be.
         model: Name, folder, or transformers model.
         max_tokens_per_pass: Most tokens of a forward pass, unless a group has more.
@@ -103,7 +103,7 @@ class FrozenModel:
         model = self._load().eval()
         head = score_head(model, self.kind)
         if self.sharing == "shared":
-            with shared_prefix(model, self.attention_backend):  # looks at the model, once
+            with shared_prefix(model, self.attention_backend):  # refuses a model that cannot share
                 pass
         check_score_head(model, head, repr(self), self.kind)
         if self.sharing == "shared":
@@ -112,10 +112,10 @@ class FrozenModel:
         return model
 
     def label(self, model: Any, label: int | None) -> int:
-        """The label that is the reward; 0 where it is left out and there is only one.
+        """The label that is the reward; 0 if it is None and the model has only one.
 
         Raises:
-            ValueError: If it is left out otherwise, or out of range.
+            ValueError: If it is None and the model has several, or it is out of range.
         """
         labels = model.config.num_labels
         settled = 0 if label is None and labels == 1 else label
@@ -129,10 +129,11 @@ class FrozenModel:
     def states(self, model: Any, groups: list[RolloutGroup]) -> Iterator[tuple[ScoringBatch, Tensor]]:
         """Run groups in passes; yields each batch and the hidden states of its positions, shape [T, D].
 
-        Consume it without gradient. What is done with the states runs inside the pass's context.
+        Iterate under `torch.no_grad()`. The loop's body runs inside the context of its pass: prefixes are shared, and
+        autocast is off.
 
         Raises:
-            RewardConfigurationError: If the model does not know a token.
+            RewardConfigurationError: If a token id is beyond the model's embeddings.
         """
         for part in _passes(groups, self.sharing, self.max_tokens_per_pass):
             batch = pack(part, self.sharing, device=model.device)
@@ -177,7 +178,7 @@ def load_tokenizer(tokenizer: Any) -> Any:
 
 
 def check_label(label: int | None, owner: str) -> None:
-    """Refuse what cannot be the number of a label.
+    """Refuse anything but None or an integer from 0.
 
     Raises:
         ValueError: Names the option.
@@ -187,7 +188,7 @@ def check_label(label: int | None, owner: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any, owner: str, otherwise: str) -> None:
-    """Refuse what cannot be a tokenizer.
+    """Refuse anything but None, a name or a tokenizer.
 
     Raises:
         TypeError: Names the option, and what None means.
@@ -208,7 +209,7 @@ def _check_type(model: Any, owner: str) -> None:
 
 
 def _passes(groups: list[RolloutGroup], sharing: Sharing, budget: int) -> Iterator[list[RolloutGroup]]:
-    """Divide groups, in order, into passes of at most `budget` tokens run, or of one group."""
+    """Divide groups, in order, into passes of at most `budget` tokens, or of one group."""
     part: list[RolloutGroup] = []
     for group in groups:
         if part and _tokens_run([*part, group], sharing) > budget:

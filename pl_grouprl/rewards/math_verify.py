@@ -23,18 +23,18 @@ class MathVerify:
     `accuracy_reward`; with `reference="answer"` the reference is read as verl's `math_verify.compute_score` reads it. A
     reference in which nothing can be parsed gives None: the reward does not apply.
 
-    Comparing `9^{9^{9}}` with anything takes forever. The library would stop after some seconds by a signal, on a main
-    thread only, and call the answer wrong. Its time limits are therefore off, which makes the reward usable from any
-    thread, and a run must set `reward_workers` and `reward_timeout`: a worker that takes too long is killed, and the
-    rollout has no reward instead of 0.
+    Comparing `9^{9^{9}}` with anything takes forever. The library's time limit works by a signal, only on a main
+    thread, and calls the answer wrong. It is therefore off here, which makes the reward usable from any thread, and a
+    run must set `reward_workers` and `reward_timeout`: a worker that takes too long is killed, and the rollout has no
+    reward instead of 0.
 
     Args:
         reference: `answer`: the reference is the bare answer, such as `x^2+1`. `solution`: it is text that contains
             the answer, as in TRL's column `solution`.
         column: Data column with the reference; None looks for verl's `reward_model.ground_truth`, then for the columns
             `ground_truth` and `answer`.
-        extraction: `latex` accepts answers in LaTeX, `\boxed{...}` first, then `$...$` after words such as "the answer
-            is". `any` also accepts bare numbers and expressions.
+        extraction: `latex` accepts answers in LaTeX: `\boxed{...}`, or else `$...$` after words like "the answer is".
+            `any` also accepts bare numbers and expressions.
 
     Raises:
         ModuleNotFoundError: If math-verify is not installed.
@@ -92,7 +92,7 @@ class MathVerify:
         r"""The answer in a completion as text, for majority votes; None if there is none.
 
         That is the content of the last `\boxed{...}`, or with `extraction="any"` the last number if there is no box.
-        Nothing is evaluated, so this takes no time that needs a limit.
+        Nothing is evaluated, so no time limit is needed.
         """
         boxed = _last_boxed(text)
         if boxed is not None or self.extraction == "latex":
@@ -128,7 +128,7 @@ def _library() -> Any:
     import math_verify
     from math_verify import grader, parser
 
-    for module in (grader, parser):  # each would warn, once, that its time limit is off
+    for module in (grader, parser):  # silences each one's warning that its time limit is off
         module.TIMEOUT_WARNING_SHOWN = True
     return math_verify
 

@@ -147,7 +147,7 @@ class ModelReward:
         return [[next(remaining) for _ in group.rollouts] for group in groups]
 
     def run_options(self) -> dict[str, Any]:
-        """What decides its rewards; the other options only change their cost."""
+        """The options that decide its rewards; the others only change their cost."""
         parts = {"model": self.model, "label": self.label, "tokenizer": self.tokenizer}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 

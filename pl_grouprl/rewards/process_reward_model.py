@@ -27,10 +27,10 @@ from pl_grouprl.utilities.describe import identity, is_plain
 class ProcessRewardModel:
     """The probability that a `...ForTokenClassification` model gives to each step of a completion being right.
 
-    Returns a reward per token: at the last token of each step the probability of `label` there (softmax over labels),
-    None at all others. Steps end with `separator`, and with the completion; the end token belongs to none. By default
-    scores are read as TRL's `PRMTrainer` trains them, at the last token of a step. With `step_token` that token is
-    inserted after each step, and the score is read there (as Qwen2.5-Math-PRM does with `<extra_0>`).
+    Returns a reward per token: the probability of `label` (softmax over labels) at the last token of each step, None at
+    all other tokens. A step ends with `separator`, or with the completion; the end token belongs to no step. By default
+    scores are read at the last token of a step, where TRL's `PRMTrainer` trains them. With `step_token`, that token is
+    inserted after each step and the score is read at it, as Qwen2.5-Math-PRM does with `<extra_0>`.
 
     The model reads the policy's token ids, prompt included, so it must have the policy's tokenizer. It is loaded when
     the run is set up, or at the first call, stays in evaluation mode and is never trained. Completions of several turns
@@ -39,11 +39,12 @@ class ProcessRewardModel:
     Args:
         model: Name on the model hub or a local folder; or a transformers model, which is put into evaluation mode.
         separator: Text at which a step ends.
-        label: Whose probability is the reward; 1 is "right" in TRL's data. None for a model with one label, whose logit
-            is then the reward.
-        tokenizer: Tells where steps end: the policy's, or its name or folder. None: that of the folder `model`.
+        label: The label whose probability is the reward; 1 is "right" in TRL's data. None for a model with one label,
+            whose logit is then the reward.
+        tokenizer: Decodes completions to find where steps end: the policy's, or its name or folder. None: that of the
+            folder `model`.
         step_token: Text of the token to insert after each step.
-        max_tokens_per_pass: As in `ModelReward`, as are all options that follow.
+        max_tokens_per_pass: As in `ModelReward`, as are all options below.
         sharing: `shared` encodes prompts once, `repeated` once per rollout.
         attention_backend: Attention over shared prefixes.
         dtype: Of the weights as loaded.
@@ -169,7 +170,7 @@ class ProcessRewardModel:
         return [[next(of_rollouts) for _ in group.rollouts] for group in groups]
 
     def run_options(self) -> dict[str, Any]:
-        """What decides its rewards; the other options only change their cost."""
+        """The options that decide its rewards; the others only change their cost."""
         parts = {name: getattr(self, name) for name in ("model", "separator", "label", "tokenizer", "step_token")}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 
@@ -235,7 +236,7 @@ class _Loaded:
 
 
 def _positions(batch: ScoringBatch, places: list[list[int]]) -> Tensor:
-    """Index of the state of each of these response tokens; the state of a token predicts the one after it."""
+    """Positions in the batch of the given tokens of each rollout, counted from its first response token."""
     predicting, final = batch.predict_index_N.tolist(), batch.final_index_B.tolist()
     index, start = [], 0
     for length, last, own in zip(batch.rollout_lengths, final, places, strict=True):

@@ -12,12 +12,12 @@ def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[
     """Return the index of the last token of each step.
 
     A step ends at the token that completes `separator`, whatever else is in that token, and at the last token of the
-    completion, special tokens at the end left out. What consists of white space and separators alone is no step: it
-    belongs to the step after it, or to none at the end.
+    completion before its final special tokens. White space and separators alone are no step: they belong to the next
+    step, or at the end to none.
 
     Args:
         token_ids: The completion.
-        tokenizer: Decodes them.
+        tokenizer: Decodes the token ids.
         separator: Text at which a step ends, not empty.
     """
     special = set(tokenizer.all_special_ids)

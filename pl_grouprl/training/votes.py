@@ -1,4 +1,4 @@
-"""The answers of completions, which vote in maj@k."""
+"""Finds the answers in completions, which vote in maj@k."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Answers = list[str | None]
 
 
 class AnswerExtractor:
-    """Finds the answer in a completion as a reward function does, or takes all of the text.
+    """Finds the answer in a completion as a reward function does; without one that can, the whole text is the answer.
+
+    Of an episode, the text is the content of the last assistant message.
 
     Args:
-        rewards: The first of them with a method `extract_answer(text)`, or `extract_answer(text, columns)` with the
-            columns of the row, is asked. Without one, the stripped text is the answer. Of an episode, the text is the
-            content of the last assistant message.
+        rewards: The first one with a method `extract_answer(text)`, or `extract_answer(text, columns)` with the columns
+            of the row, finds the answers. Without one, they are the texts, stripped.
     """
 
     def __init__(self, rewards: Sequence[PreparedReward] = ()) -> None:
@@ -36,7 +37,7 @@ class AnswerExtractor:
                 break
 
     def answers(self, group: RolloutGroup) -> Answers:
-        """The answer of each rollout. Where the method raises there is none; the first time, that is a warning."""
+        """The answer of each rollout; None, with a warning the first time, where the method raises."""
         return [self._answer(_text(rollout), group.columns) for rollout in group.rollouts]
 
     def _answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
