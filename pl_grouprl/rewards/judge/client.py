@@ -151,7 +151,7 @@ class _Session:
             return response.status_code, response.headers, await _read_limited(response)
 
     def _without_key(self, text: str) -> str:
-        """Hide the key, which a server might repeat."""
+        """Take out the key, which a server might repeat."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
 
