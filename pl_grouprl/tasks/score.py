@@ -81,10 +81,10 @@ class ReasoningGymScore:
         answer = _find_answer(solution_str, extra_info["answer_format"], entry)
         if answer is None:
             return 0.0
-        passed_on = answer if is_harmless(extra_info["task"], answer) else None
+        readable = answer if is_harmless(extra_info["task"], answer) else None
         task = self._task(extra_info)
         try:
-            score = float(task.score_answer(passed_on, entry))
+            score = float(task.score_answer(readable, entry))
         except Exception:  # scorers expect answers of some form, and completions may have any
             return 0.0
         return float(score >= 1) if self.exact else score
