@@ -100,8 +100,8 @@ def test_the_scorer_is_a_reward_function_of_verls_signature(rows):
     assert rewards == {False: [1.0, 0.5, 0.0], True: [1.0, 0.0, 0.0]}  # the library: 1 of 2 characters are the answer
 
 
-def test_answers_vote_in_the_form_of_their_row(sums, score):
-    row = sums[1]["test"][0]
+def test_answers_vote_in_the_form_of_their_row(rows, score):
+    row = rows["test"][0]
     texts = ["1 + 2 is 3.\nAnswer: 3\nand more", "Answer:  3 ", "3"]
     assert [score.extract_answer(text, row) for text in texts] == ["3", "3", None]
 
