@@ -104,17 +104,17 @@ class HubDataset:
         from datasets import load_dataset_builder
 
         options = {name: value for name, value in self.options.items() if value is not None}
-        with self._explained("check path, name, revision, data_dir and data_files"):
+        with self._naming_remedy("check path, name, revision, data_dir and data_files"):
             builder = load_dataset_builder(self.path, self.name, **options)
-        with self._explained("correct or remove the file, or choose others with data_files"):
+        with self._naming_remedy("correct or remove the file, or choose others with data_files"):
             builder.download_and_prepare()
         known = sorted(builder.info.splits or {})
         remedy = f"the data set has the splits {known}: pass split={{{split!r}: ...}}, a slice such as 'test[:200]' too"
-        with self._explained(remedy):
+        with self._naming_remedy(remedy):
             return builder.as_dataset(split=self.splits[split])
 
     @contextmanager
-    def _explained(self, remedy: str) -> Iterator[None]:
+    def _naming_remedy(self, remedy: str) -> Iterator[None]:
         """Turn any error of `datasets` into one that names the data set and a remedy."""
         try:
             yield
@@ -128,26 +128,26 @@ class HubDataset:
                 )
             raise ValueError(f"{self}: {text}; {remedy}.") from error
 
-    def _column_names(self, there: Sequence[str], split: str) -> dict[str, str]:
+    def _column_names(self, present: Sequence[str], split: str) -> dict[str, str]:
         """The columns of a row: our name -> the name in the data set.
 
         Raises:
-            ValueError: If an option names a column that is not there.
+            ValueError: If an option names a column that does not exist.
         """
-        own = set(self.columns.values())
-        others = [name for name in there if name not in own] if self.keep_other_columns else []
+        renamed = set(self.columns.values())
+        others = [name for name in present if name not in renamed] if self.keep_other_columns else []
         names = {name: name for name in others} | self.columns
-        self._check_columns("columns", self.columns.values(), there, split)
+        self._check_columns("columns", self.columns.values(), present, split)
         self._check_columns("extract", self.extract, names, split)
         self._check_columns("messages", self._named_in_messages, names, split)
         return names
 
-    def _check_columns(self, option: str, asked: Any, there: Any, split: str) -> None:
-        missing = [name for name in asked if name not in there]
+    def _check_columns(self, option: str, wanted: Any, present: Any, split: str) -> None:
+        missing = [name for name in wanted if name not in present]
         if missing:
             raise ValueError(
                 f"{self}: {option} has the column {missing[0]!r}, and the split {self.splits[split]!r} has "
-                f"{sorted(there)}; name one of them."
+                f"{sorted(present)}; name one of them."
             )
 
     def convert(self, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -168,10 +168,10 @@ class HubDataset:
                 raise ValueError(f"{where}: column {missing[0]!r} is null, and messages need it; remove the row.")
             row["prompt"] = _format(self.messages, row, where)
         if self.data_source is not None or row.get("data_source") is None:
-            row["data_source"] = self.data_source or self._own_name()
+            row["data_source"] = self.data_source or self._default_data_source()
         return row
 
-    def _own_name(self) -> str:
+    def _default_data_source(self) -> str:
         folder = Path(self.path)
         return folder.resolve().name if folder.is_dir() else self.path
 
