@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run what is asked for and write the report."""
     options = parse(arguments)
     configs = configurations(options.config, options.teacher)
-    told = [f"{label}={json.dumps(configs[label])}" for label in options.only]
+    algorithms = [f"{label}={json.dumps(configs[label])}" for label in options.only]
     steps = ["--steps", str(options.steps)] if options.steps else []
     threads = ["--threads", str(options.threads)] if options.threads else []
     resume = ["--resume"] if options.resume else []
     common = ["--metric", METRIC, "--output", str(options.output), *steps, *threads, *resume]
-    runs = compare_algorithms.main(["--algorithms", *told, "--seeds", *map(str, options.seeds), *common])
+    runs = compare_algorithms.main(["--algorithms", *algorithms, "--seeds", *map(str, options.seeds), *common])
     accuracy = teacher_accuracy(
         configs["GRPO"], options.teacher or configs["Distillation"]["model"]["init_args"]["teacher"]
     )

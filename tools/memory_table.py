@@ -122,19 +122,26 @@ def empty_model(config: Any) -> Any:
 
 def fixed_bytes(model: Any, method: Method, rank: int = RANK) -> Fixed:
     """Count the bytes of weights, gradients and moments under `bf16-mixed`."""
-    parameters = list(model.parameters())
+    matrices = [module.weight for module in model.model.modules() if isinstance(module, nn.Linear)]
+    return _full_bytes(model, matrices, method) if method.trains_all else _adapter_bytes(model, matrices, method, rank)
+
+
+def _full_bytes(model: Any, matrices: Sequence[nn.Parameter], method: Method) -> Fixed:
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    linear = [module.weight for module in model.model.modules() if isinstance(module, nn.Linear)]
-    count, in_linear = (sum(p.numel() for p in own) for own in (parameters, linear))
-    if method.trains_all:
-        moments = sum(moment_bytes(p.numel(), method.state_bits, p in embeddings) for p in parameters)
-        return Fixed(4 * count, 4 * count, moments, 4 * count * method.has_reference, 2 * in_linear)
-    layers = sum(four_bit_bytes(p.numel()) if method.four_bits else 2 * p.numel() for p in linear)
-    sizes = [rank * side for p in linear for side in p.shape]
+    count = sum(p.numel() for p in model.parameters())
+    moments = sum(moment_bytes(p.numel(), method.state_bits, p in embeddings) for p in model.parameters())
+    copies = 2 * sum(p.numel() for p in matrices)
+    return Fixed(4 * count, 4 * count, moments, 4 * count * method.has_reference, copies)
+
+
+def _adapter_bytes(model: Any, matrices: Sequence[nn.Parameter], method: Method, rank: int) -> Fixed:
+    base = sum(four_bit_bytes(p.numel()) if method.four_bits else 2 * p.numel() for p in matrices)
+    others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in matrices)
+    sizes = [rank * side for p in matrices for side in p.shape]
     adapter = sum(sizes)
-    copies = 2 * adapter + (2 * max(p.numel() for p in linear) if method.four_bits else 0)
     moments = sum(moment_bytes(size, method.state_bits) for size in sizes)
-    return Fixed(layers + 2 * (count - in_linear) + 4 * adapter, 4 * adapter, moments, 0, copies)
+    copies = 2 * adapter + (2 * max(p.numel() for p in matrices) if method.four_bits else 0)
+    return Fixed(base + 2 * others + 4 * adapter, 4 * adapter, moments, 0, copies)
 
 
 def moment_bytes(size: int, bits: int, is_embedding: bool = False) -> int:

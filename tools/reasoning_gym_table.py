@@ -1,9 +1,7 @@
 """Writes docs/reasoning_gym_tasks.md: which tasks of reasoning-gym build, split and score here.
 
-Usage::
-
     python tools/reasoning_gym_table.py --write docs/reasoning_gym_tasks.md
-    python tools/reasoning_gym_table.py --tasks chain_sum gcd        # prints the rows of these
+    python tools/reasoning_gym_table.py --tasks chain_sum gcd        # prints the page with these
 
 For each task, with the library's default options: the three splits are generated twice and compared; their rows go
 through a parquet file; reference answers, written in tags, must score 1 and a wrong answer less; and scores of an entry

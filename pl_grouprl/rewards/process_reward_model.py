@@ -5,7 +5,7 @@ Legend: S steps of a pass, D hidden size, C labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,27 +147,27 @@ class ProcessRewardModel:
         loaded = self._load()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         ends = [self._steps(loaded.tokenizer, rollout) for rollout in rollouts]
-        marked = iter(zip(rollouts, ends, strict=True))
-        inserted = [
-            RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(*next(marked)) for _ in group.rollouts])
+        scores = iter(self._score_steps(loaded, groups, ends))
+        rows = iter([_spread(scores, own, len(rollout.token_ids)) for rollout, own in zip(rollouts, ends, strict=True)])
+        return [[next(rows) for _ in group.rollouts] for group in groups]
+
+    def _score_steps(self, loaded: _Loaded, groups: Sequence[RolloutGroup], ends: list[list[int]]) -> list[float]:
+        """The score of each step, rollout after rollout; `ends` has the steps of each rollout."""
+        remaining = iter(ends)
+        marked = [
+            RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(r, next(remaining)) for r in group.rollouts])
             for group in groups
             if group.rollouts
         ]
-        scores: list[float] = []
         places = iter([loaded.places(own) for own in ends])
-        for batch, states_TD in self._network.states(loaded.model, inserted):
+        head = score_head(loaded.model, "TokenClassification")
+        scores: list[float] = []
+        for batch, states_TD in self._network.states(loaded.model, marked):
             index_S = _positions(batch, [next(places) for _ in batch.rollout_lengths])
-            logits_SC = score_head(loaded.model, "TokenClassification")(states_TD.index_select(0, index_S)).float()
+            logits_SC = head(states_TD.index_select(0, index_S)).float()
             probabilities_SC = logits_SC.softmax(dim=1) if logits_SC.shape[1] > 1 else logits_SC
             scores += probabilities_SC[:, loaded.label].tolist()
-        remaining, rows = iter(scores), []
-        for rollout, own in zip(rollouts, ends, strict=True):
-            row: list[float | None] = [None] * len(rollout.token_ids)
-            for end in own:
-                row[end] = next(remaining)
-            rows.append(row)
-        of_rollouts = iter(rows)
-        return [[next(of_rollouts) for _ in group.rollouts] for group in groups]
+        return scores
 
     def run_options(self) -> dict[str, Any]:
         """The options that decide its rewards; the others only change their cost."""
@@ -233,6 +233,14 @@ class _Loaded:
     def places(self, ends: list[int]) -> list[int]:
         """Where the scores are read, counted from the completion's first token, step tokens included."""
         return ends if self.step_id is None else [end + number + 1 for number, end in enumerate(ends)]
+
+
+def _spread(scores: Iterator[float], ends: list[int], length: int) -> list[float | None]:
+    """A completion's reward per token, taking the scores of its steps."""
+    row: list[float | None] = [None] * length
+    for end in ends:
+        row[end] = next(scores)
+    return row
 
 
 def _positions(batch: ScoringBatch, places: list[list[int]]) -> Tensor:

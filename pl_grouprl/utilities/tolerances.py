@@ -61,7 +61,7 @@ TOLERANCES = {
 def computing_dtype(model: Any) -> torch.dtype:
     """The dtype that a transformers model computes in: autocast's if it is on, otherwise that of its weights.
 
-    The narrowest one, if quantized layers compute in another.
+    If quantized layers compute in other dtypes, the narrowest.
     """
     device_type = model.device.type
     if torch.is_autocast_enabled(device_type):
