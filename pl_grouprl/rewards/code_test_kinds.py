@@ -19,7 +19,9 @@ class CodeTest(Protocol):
 
 
 class StdinTest:
-    """Expects a program that reads `input` to write `output`, ignoring whitespace at the ends of lines, and not to crash.
+    """Expects a program that reads `input` to write `output` and to end without an error.
+
+    Whitespace at the ends of lines is ignored.
 
     Args:
         input: Standard input.
