@@ -40,7 +40,7 @@ def _from_json(given: Any, what: str) -> Any:
         return given
     try:
         return json.loads(given)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{what} is a string that is not JSON ({error}); write a list of {_FORMS}.") from error
 
 
@@ -61,15 +61,19 @@ def _read_test(test: Any, where: str) -> CodeTest:
 
 
 def _call(function: str, args: Any, expected: Any, where: str) -> ValueTest:
+    if not isinstance(args, list | tuple):
+        raise ValueError(f"{where}: args is {args!r:.80}; write a list of arguments.")
     try:
-        return ValueTest({"function": function, "args": list(args)}, expected)
+        return ValueTest({"function": function, "args": args}, expected)
     except TypeError as error:
         raise ValueError(f"{where}: {args!r:.80} or {expected!r:.80} is not JSON ({error}).") from error
 
 
 def _read_pairs(given: Mapping[str, Any], what: str) -> list[CodeTest]:
     """Verl's form: without `fn_name`, texts or lists of lines; with it, arguments and value, a line of JSON each."""
-    inputs, outputs = list(given["inputs"]), list(given["outputs"])
+    inputs, outputs = given["inputs"], given["outputs"]
+    if not all(isinstance(own, list | tuple) for own in (inputs, outputs)):
+        raise ValueError(f"{what} has the inputs {inputs!r:.80} and the outputs {outputs!r:.80}; write two lists.")
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"{what} has {len(inputs)} inputs and {len(outputs)} outputs; write as many, at least one.")
     pairs = [(f"{what}, test {number}", *pair) for number, pair in enumerate(zip(inputs, outputs, strict=True))]
@@ -104,7 +108,7 @@ def _read_assert(text: str, where: str) -> ValueTest:
         assert isinstance(statement, ast.Assert)
         expression, expected = _sides(statement.test)
         return ValueTest({"expression": ast.unparse(expression)}, expected)
-    except (SyntaxError, ValueError, TypeError, AssertionError) as error:
+    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError) as error:
         raise ValueError(
             f"{where} is {text!r:.120}; of assert statements, only `assert CALL == VALUE` and `assert CALL` can be "
             "split into what a program computes and an answer that it never sees. Any other one it could pass without "
@@ -130,9 +134,14 @@ def _sides(test: ast.expr) -> tuple[ast.expr, Any]:
 
 
 def _check_plain_call(node: ast.expr) -> None:
-    """Refuse a truth value of anything but one call with plain arguments: `isclose(f(2), 1.4)` shows the answer."""
+    """Refuse a truth value of anything but one call with plain arguments.
+
+    `isclose(f(2), 1.4)` and `f(2).__eq__(1.4)` show the answer.
+    """
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
+    if any(isinstance(inner, ast.Call) and (inner.args or inner.keywords) for inner in ast.walk(node.func)):
+        raise ValueError("a method of a result")  # of an object without arguments, as in Solution().f(1), it is not
     for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
         _value(argument)
 

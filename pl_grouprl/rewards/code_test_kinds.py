@@ -19,7 +19,9 @@ class CodeTest(Protocol):
 
 
 class StdinTest:
-    """Expects a program that reads `input` to write `output`, ignoring whitespace at the ends of lines.
+    """Expects a program that reads `input` to write `output` and to end without an error.
+
+    Whitespace at the ends of lines is ignored.
 
     Args:
         input: Standard input.
@@ -33,7 +35,7 @@ class StdinTest:
     def passes(self, sandbox: Sandbox, code: str) -> bool:
         """Run the code as a script."""
         result = sandbox.run(code, self.input)
-        return result.ending == "exit" and _lines(result.stdout) == _lines(self.output)
+        return result.exit_code == 0 and _lines(result.stdout) == _lines(self.output)
 
 
 class ValueTest:

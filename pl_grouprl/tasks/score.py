@@ -85,6 +85,8 @@ class ReasoningGymScore:
         task = self._task(extra_info)
         try:
             score = float(task.score_answer(readable, entry))
+        except MemoryError:  # a failure, which is counted
+            raise
         except Exception:  # scorers expect answers of some form, and completions may have any
             return 0.0
         return float(score >= 1) if self.exact else score

@@ -10,6 +10,7 @@ from pl_grouprl.rewards import CodeTests, SandboxLimits
 from pl_grouprl.rewards.code_test_formats import read_tests
 from pl_grouprl.rewards.code_test_kinds import StdinTest
 from pl_grouprl.rewards.sandbox import SandboxUnavailableError
+from pl_grouprl.rewards.sandbox.function_call import plain
 
 LINES = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
 CALLS = {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]}
@@ -72,6 +73,8 @@ def test_an_assert_is_split_into_what_the_program_sees_and_its_answer():
     [
         "assert math.isclose(f(2), 1.4)",
         "assert isclose(f(2), 1.4) == True",
+        "assert f(2).__eq__(1.4)",
+        "assert not f(2).startswith('1.4')",
         "assert (f(1) == 2) == 3",
         "assert f(1) == 2 or True",
         "assert 1 < f(1) < 3",
@@ -81,6 +84,7 @@ def test_an_assert_is_split_into_what_the_program_sees_and_its_answer():
         "f(1) == 2",
         "assert f(1) == 2\nassert f(2) == 3",
         "assert f(",
+        pytest.param("assert f(1) == " + "-" * 5000 + "1", id="too deep"),
         "assert True",
     ],
 )
@@ -96,12 +100,17 @@ def test_an_assert_that_could_be_passed_without_an_answer_is_refused(text):
         ({"inputs": [], "outputs": []}, "has 0 inputs and 0 outputs"),
         ({"inputs": [1], "outputs": ["1"]}, "test 0 is 1; write a string, or a list of lines"),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "test 0 is a string that is not JSON"),
-        ({"inputs": [3], "outputs": [4], "fn_name": "f"}, "3"),
+        ({"inputs": [3], "outputs": [4], "fn_name": "f"}, "test 0 is 3; write a list of arguments"),
+        ({"inputs": None, "outputs": None}, "has the inputs None and the outputs None; write two lists"),
+        ({"inputs": "12", "outputs": "34"}, "has the inputs '12' and the outputs '34'; write two lists"),
+        ([{"function": "f", "args": "ab", "expected": 1}], "test 0: args is 'ab'; write a list of arguments"),
+        ([{"function": "f", "args": {"a": 1}, "expected": 1}], "test 0: args is .*; write a list of arguments"),
+        ("[" * 100_000, "is a string that is not JSON"),
         ({"ground_truth": None}, "is None; write a list"),
     ],
 )
 def test_malformed_rows_are_refused(given, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         read_tests(given, "tests")
 
 
@@ -118,6 +127,25 @@ def test_malformed_rows_are_refused(given, message):
 )
 def test_programs_are_run_against_them(code, tests, expected):
     assert share(code, tests) == expected
+
+
+def test_a_program_that_crashes_passes_nothing():
+    assert share("print(3)\nraise ValueError", {"inputs": [""], "outputs": ["3"]}) == 0.0
+    assert share("syntax error(", {"inputs": [""], "outputs": [""]}) == 0.0
+
+
+class Shown(frozenset):
+    """A set whose text, as that of any set of strings, differs between processes."""
+
+    def __repr__(self):
+        return self.text
+
+
+@pytest.mark.parametrize("texts", ["ab", "ba"])
+def test_equal_sets_of_sets_are_the_same_json(texts):
+    two, one = Shown("xy"), Shown("z")
+    two.text, one.text = texts
+    assert plain({two, one}) == {"set": [frozenset("xy"), frozenset("z")]}
 
 
 FORGERIES = {

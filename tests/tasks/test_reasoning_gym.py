@@ -101,7 +101,7 @@ def test_the_scorer_is_a_reward_function_of_verls_signature(rows):
 
 
 def test_answers_vote_in_the_form_of_their_row(rows, score):
-    row = rows["test"][0]
+    row = next(row for row in rows["test"] if row["data_source"] == "chain_sum")
     texts = ["1 + 2 is 3.\nAnswer: 3\nand more", "Answer:  3 ", "3"]
     assert [score.extract_answer(text, row) for text in texts] == ["3", "3", None]
 
@@ -138,6 +138,16 @@ def test_an_answer_that_the_scorer_cannot_read_scores_zero(score):
     with pytest.raises(TypeError):
         dataset.score_answer("5", dataset[0])
     assert score("", "5", info) == 0.0
+
+
+def test_a_scorer_out_of_memory_has_failed(rows, monkeypatch):
+    def score_answer(answer, entry):
+        raise MemoryError
+
+    score, row = ReasoningGymScore(), rows["val"][0]
+    monkeypatch.setattr(score._task(row["extra_info"]), "score_answer", score_answer)
+    with pytest.raises(MemoryError):
+        score("", f"Answer: {row['answer']}", row["extra_info"])
 
 
 def test_rows_of_another_source_are_refused(score):

@@ -148,10 +148,13 @@ class _Session:
 
     async def _post(self, body: bytes) -> tuple[int, Any, bytes]:
         async with self._http.stream("POST", self._url, content=body) as response:
-            return response.status_code, response.headers, await _read_limited(response)
+            content = await _read_limited(response)
+        if self._api_key:  # before it is cut to size, remembered or shown
+            content = content.replace(self._api_key.encode(), b"***")
+        return response.status_code, response.headers, content
 
     def _without_key(self, text: str) -> str:
-        """Take out the key, which a server might repeat."""
+        """Take out the key, which an error might repeat."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
 
@@ -181,7 +184,7 @@ def _read_reply(content: bytes) -> Reply:
         text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
         usage = answer.get("usage") or {}
         counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise NoReplyError(f"the answer is no chat completion: {content[:_SHOWN]!r}") from error
     if finish_reason == "length":
         raise NoReplyError("the reply was cut off; raise max_tokens")
@@ -197,7 +200,7 @@ def _retry_after(header: str) -> float:
     except ValueError:
         pass
     try:
-        date = parsedate_to_datetime(header)
-    except ValueError:
+        date = parsedate_to_datetime(header).astimezone(timezone.utc)
+    except (ValueError, OverflowError):
         return 0.0
-    return max(0.0, (date.astimezone(timezone.utc) - datetime.now(timezone.utc)).total_seconds())
+    return max(0.0, (date - datetime.now(timezone.utc)).total_seconds())

@@ -10,7 +10,8 @@ ReplyFormat = Literal["text", "json", "json_schema"]
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
 _LINE = re.compile(
-    rf"^[\s*_#>`-]*grade[\s*_`:=]*({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?[\s*_`.]*$", re.IGNORECASE | re.MULTILINE
+    rf"^[ \t*_#>`-]*grade[\s*_`:=]*({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?[\s*_`.]*$",
+    re.IGNORECASE | re.MULTILINE,
 )
 _BARE = re.compile(_NUMBER)
 _FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
@@ -32,9 +33,9 @@ def read_grade(reply: str, reply_format: ReplyFormat, scale: tuple[float, float]
         ValueError: If there is no grade, or it is outside the scale; grades are never clamped.
     """
     grade = _grade_of_text(reply, scale[1]) if reply_format == "text" else _grade_of_json(reply)
-    if not scale[0] <= grade <= scale[1]:
+    if not scale[0] <= grade <= scale[1]:  # an integer in JSON may be too large for a float
         raise ValueError(f"the grade {grade} is not from {format_number(scale[0])} to {format_number(scale[1])}")
-    return grade
+    return float(grade)
 
 
 def response_format(scale: tuple[float, float]) -> dict[str, Any]:
@@ -77,5 +78,5 @@ def _grade_of_json(reply: str) -> float:
             continue
         score = found.get("score") if isinstance(found, dict) else None
         if isinstance(score, int | float) and not isinstance(score, bool):
-            return float(score)
+            return score
     raise ValueError('there is no JSON object with a number as "score"')

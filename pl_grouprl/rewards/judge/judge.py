@@ -244,7 +244,8 @@ class Judge:
 
     def _known(self, body: bytes) -> _Verdict | None:
         reply = self._cache.get(_digest(body))
-        return None if reply is None else replace(self._read(reply), cached=True)
+        verdict = _Verdict() if reply is None else self._read(reply)
+        return None if verdict.grade is None else replace(verdict, cached=True)
 
     async def _ask(self, session: Any, body: bytes) -> _Verdict:
         try:

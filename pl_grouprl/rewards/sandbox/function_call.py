@@ -16,9 +16,9 @@ from typing import Any
 
 
 def plain(value: object) -> dict[str, list[object]]:
-    """A set as JSON."""
+    """A set as JSON, the same for equal sets, even of sets."""
     if isinstance(value, (set, frozenset)):
-        return {"set": sorted(value, key=repr)}
+        return {"set": sorted(value, key=lambda own: json.dumps(own, default=plain))}
     raise TypeError(f"{value!r:.80} is not JSON")
 
 

@@ -36,6 +36,7 @@ def test_of_text(reply, grade):
         ("Grade: 11", "11.0 is not from 0 to 10"),
         ("Grade: -3", "-3.0 is not from 0 to 10"),
         ("1e3", "no line"),
+        pytest.param("\n" * 500_000 + "x", "no line", id="blank lines"),  # in linear time
     ],
 )
 def test_text_without_one_is_refused(reply, message):
@@ -61,7 +62,17 @@ def test_of_json(reply, reply_format):
 
 
 @pytest.mark.parametrize(
-    "reply", ["Grade: 3", "3", '{"grade": 3}', '{"score": "3"}', '{"score": true}', "[" * 100_000, '{"score": NaN}']
+    "reply",
+    [
+        "Grade: 3",
+        "3",
+        '{"grade": 3}',
+        '{"score": "3"}',
+        '{"score": true}',
+        "[" * 100_000,
+        '{"score": NaN}',
+        pytest.param(f'{{"score": 1{"0" * 400}}}', id="beyond float64"),
+    ],
 )
 def test_json_without_one_is_refused(reply):
     with pytest.raises(ValueError, match=r"score|is not from 1 to 5"):

@@ -101,6 +101,10 @@ def test_structured_output_is_asked_for_and_fields_may_be_left_out():
         (reply(None), "the reply has no text"),
         (Answer(b"<html>"), "the answer is no chat completion: b'<html>'"),
         (Answer(b'{"choices": []}'), "the answer is no chat completion"),
+        (
+            Answer(b'{"choices": [{"message": {"content": "Grade: 1"}}], "usage": {"prompt_tokens": 1e999}}'),
+            "the answer is no chat completion",
+        ),
         (Answer(b" " * 5_000_000), "the answer has more than 4194304 bytes"),
         (Answer(b'{"error": "context too long"}', 400), 'status 400: \'{"error": "context too long"}\''),
         (Answer(b"elsewhere", 302, {"Location": "http://127.0.0.1:1/"}), "status 302"),
@@ -143,6 +147,7 @@ def test_a_server_says_how_long_to_wait(waits):
     assert waits[0] == 7.0
     assert 8.0 < waits[1] <= 40.0
     assert 2.0 <= waits[2] <= 4.0
+    assert client._retry_after("Fri, 31 Dec 9999 23:59:59 -1200") == 0.0  # later than the last year there is
 
 
 def test_a_wait_beyond_a_minute_is_a_failure(waits, caplog):
@@ -216,7 +221,7 @@ def test_replies_are_remembered_on_disk(tmp_path):
     assert len(server.requests) == 5
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"reply": 3}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"reply": 3}', b'{"reply": "no grade"}'])
 def test_a_damaged_file_is_asked_for_again(tmp_path, content):
     with judge_server(by_length) as (server, url):
         for _ in range(2):
@@ -252,7 +257,7 @@ def test_memory_keeps_the_latest_replies(monkeypatch):
 
 def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog):
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    answers = in_turn(reply("Grade: 1"), Answer(f"wrong key {KEY}".encode(), 401), Answer(f"key {KEY}".encode()))
+    answers = in_turn(reply("Grade: 1"), Answer(f"wrong key {KEY}".encode(), 401), Answer(f"{' ' * 290}{KEY}".encode()))
     with caplog.at_level(logging.DEBUG), judge_server(answers) as (server, url):
         judge = Judge(url, "m", "Count.", api_key_env="JUDGE_KEY")
         apply_rewards([make_group("x")], judge)
@@ -260,7 +265,7 @@ def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog):
             apply_rewards([make_group(text)], judge, max_failed_share=1.0)
     assert [request.headers["Authorization"] for request in server.requests] == [f"Bearer {KEY}"] * 3
     assert "status 401: 'wrong key ***'" in caplog.text
-    assert KEY not in caplog.text
+    assert KEY[:8] not in caplog.text  # nor a part of it, where an answer is cut
     assert KEY not in repr(vars(judge)) + repr(judge.run_options()) + str(pickle.dumps(judge))
 
 
