@@ -33,7 +33,8 @@ class LevelSchedule:
         begun = [(first, level) for first, level in self._changes if first <= rollout_number]
         ends = [first for first, _ in begun[1:]] + [rollout_number]
         current = begun[-1][1]
-        return current, sum(end - first for (first, level), end in zip(begun, ends, strict=True) if level == current)
+        before = sum(end - first for (first, level), end in zip(begun, ends, strict=True) if level == current)
+        return current, before
 
     def change_to(self, level: int) -> int:
         """Change the level; return the first rollout at the new one."""

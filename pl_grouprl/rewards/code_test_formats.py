@@ -119,12 +119,14 @@ def _read_assert(text: str, where: str) -> ValueTest:
 def _sides(test: ast.expr) -> tuple[ast.expr, Any]:
     """The expression that is computed in the sandbox, and its expected value."""
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
-        computed, expected = test.left, _value(test.comparators[0])
-    else:
-        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        computed, expected = (test.operand if negated else test), not negated  # type: ignore[attr-defined]
-        _check_plain_call(computed)
-        return ast.parse(f"not not ({ast.unparse(computed)})", mode="eval").body, expected
+        return _equality(test.left, _value(test.comparators[0]))
+    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    computed = test.operand if negated else test  # type: ignore[attr-defined]
+    _check_plain_call(computed)
+    return ast.parse(f"not not ({ast.unparse(computed)})", mode="eval").body, not negated
+
+
+def _equality(computed: ast.expr, expected: Any) -> tuple[ast.expr, Any]:
     if isinstance(expected, bool):
         _check_plain_call(computed)
     known = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda)  # would show the program what its result is compared with
@@ -141,7 +143,7 @@ def _check_plain_call(node: ast.expr) -> None:
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
     if any(isinstance(inner, ast.Call) and (inner.args or inner.keywords) for inner in ast.walk(node.func)):
-        raise ValueError("a method of a result")  # of an object without arguments, as in Solution().f(1), it is not
+        raise ValueError("a method of a result")  # but Solution().f(1) is fine
     for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
         _value(argument)
 
