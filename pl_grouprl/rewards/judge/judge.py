@@ -127,7 +127,7 @@ class Judge:
         self.max_retries = max_retries
         self.cache_dir = cache_dir
         self._rubric = Rubric(rubric, scale, reply_format)
-        self._answers = False
+        self._trial_passed = False
         self._connect()
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Judge:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out replies and connections."""
         kept = {name: value for name, value in vars(self).items() if name not in ("_client", "_cache")}
-        return kept | {"_answers": False}
+        return kept | {"_trial_passed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -153,11 +153,11 @@ class Judge:
         Raises:
             RewardConfigurationError: If the server does not answer it with a grade.
         """
-        if self._answers:
+        if self._trial_passed:
             return
         loop = BackgroundLoop("judge-trial")  # a notebook has one running on this thread
         try:
-            verdict = loop.submit("Judge", self._try()).result()
+            verdict = loop.submit("Judge", self._make_trial()).result()
         finally:
             loop.close()
         if verdict.grade is None:
@@ -165,7 +165,7 @@ class Judge:
                 f"{self!r}: a trial request to {self._client.url} gave no grade: {verdict.failure}. Check base_url "
                 "(which ends in /v1 on most servers), model, api_key_env and reply_format."
             )
-        self._answers = True
+        self._trial_passed = True
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
         """Refuse a row that lacks what the rubric shows.
@@ -234,7 +234,7 @@ class Judge:
         return json.dumps({name: value for name, value in body.items() if value is not None}, sort_keys=True).encode()
 
     async def _grade_all(self, bodies: Sequence[bytes]) -> dict[bytes, _Verdict]:
-        verdicts = {body: verdict for body in bodies if (verdict := self._known(body)) is not None}
+        verdicts = {body: verdict for body in bodies if (verdict := self._cached_verdict(body)) is not None}
         unknown = [body for body in bodies if body not in verdicts]
         if unknown:
             async with self._client.session(self._api_key()) as session:
@@ -242,7 +242,7 @@ class Judge:
             verdicts |= zip(unknown, graded, strict=True)
         return verdicts
 
-    def _known(self, body: bytes) -> _Verdict | None:
+    def _cached_verdict(self, body: bytes) -> _Verdict | None:
         reply = self._cache.get(_digest(body))
         verdict = _Verdict() if reply is None else self._read(reply)
         return None if verdict.grade is None else replace(verdict, cached=True)
@@ -265,7 +265,7 @@ class Judge:
         except ValueError as error:
             return _Verdict(failure=f"{error} in the reply {reply[-200:]!r}")
 
-    async def _try(self) -> _Verdict:
+    async def _make_trial(self) -> _Verdict:
         async with self._client.session(self._api_key()) as session:
             return await self._ask(session, self._body(dict.fromkeys(self._rubric.fields, _TRIAL)))
 
