@@ -98,7 +98,7 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def select(points: Mapping[str, Sequence[Point]], wanted: Sequence[str]) -> list[str]:
-    """Names that match those wanted, with stars resolved, at most eight."""
+    """Names that match those wanted, with stars resolved, at most eight. Of equal lines only the first is shown."""
     shown = [name for name in points if not name.startswith(_NOT_SCORES)]
     names = [
         name
@@ -106,4 +106,7 @@ def select(points: Mapping[str, Sequence[Point]], wanted: Sequence[str]) -> list
         for name in shown
         if (name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern)
     ]
-    return names[:_MOST_LINES]
+    lines: dict[tuple[Point, ...], str] = {}
+    for name in names:
+        lines.setdefault(tuple((step, round(value, 6)) for step, value in points[name]), name)
+    return list(lines.values())[:_MOST_LINES]

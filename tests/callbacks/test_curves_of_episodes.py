@@ -5,7 +5,7 @@ from pl_grouprl.callbacks.curves import PANELS, select
 
 def test_the_panel_of_validation_has_scores_only():
     names = ["val/episode/turns", "val/tools/call_frequency", "val/reward", "val/math/mean@4"]
-    points = {name: [(0, 1.0)] for name in names}
+    points = {name: [(0, float(number))] for number, name in enumerate(names)}
     assert select(points, PANELS["validation"]) == ["val/reward", "val/math/mean@4"]
 
 

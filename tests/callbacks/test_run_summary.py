@@ -79,8 +79,13 @@ def test_text_names_rates_ratio_and_seconds_of_each_part(tmp_path):
 
 
 def test_panels_take_names_with_stars():
-    points = {"val/b": [], "val/a": [], "kl": [], "reward": []}
+    points = {"val/b": [(0, 1.0)], "val/a": [(0, 2.0)], "kl": [(0, 3.0)], "reward": [(0, 4.0)]}
     assert select(points, ("kl", "val/*")) == ["kl", "val/b", "val/a"]
+
+
+def test_of_equal_lines_a_panel_shows_the_first():
+    points = {"val/mean@2": [(0, 0.1), (9, 0.3)], "val/pass@1": [(0, 0.1), (9, 0.1 + 0.2)], "val/best@2": [(0, 0.1)]}
+    assert select(points, ("val/*",)) == ["val/mean@2", "val/best@2"]
 
 
 def test_a_peak_does_not_flatten_a_panel():
