@@ -81,6 +81,8 @@ class HubDataset:
         self.columns = dict(columns or {})
         self.keep_other_columns = keep_other_columns
         self.extract = {column: _compile(column, pattern) for column, pattern in (extract or {}).items()}
+        if messages == []:
+            raise ValueError("HubDataset.messages is empty; write at least one, or leave it out.")
         self.messages = messages
         self._named_in_messages = _columns_of(messages or [])
         self.data_source = data_source
@@ -120,7 +122,7 @@ class HubDataset:
             yield
         except Exception as error:
             reason = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None
-            text = " ".join(str(reason or error).split()).rstrip(".")
+            text = " ".join(str(reason or error).split()).rstrip(".") or type(reason or error).__name__
             if isinstance(error, ConnectionError):
                 remedy = (
                     f"there is no folder {self.path!r} in {Path.cwd()}, and the hub cannot be asked; load it once with "
@@ -262,11 +264,12 @@ def _compile(column: str, pattern: str) -> re.Pattern[str]:
 
 def _last_match(pattern: re.Pattern[str], value: Any, what: str) -> str:
     matches = list(pattern.finditer(value)) if isinstance(value, str) else []
-    if not matches:
+    found = matches[-1].group(1 if pattern.groups else 0) if matches else None
+    if found is None:
         raise ValueError(
             f"{what} is {shorten(value)}, where extract finds no {pattern.pattern!r}; correct the pattern or the row."
         )
-    return (matches[-1].group(1 if pattern.groups else 0) or "").strip()
+    return found.strip()
 
 
 def _columns_of(messages: Sequence[Mapping[str, str]]) -> set[str]:
@@ -296,5 +299,5 @@ def _columns_of(messages: Sequence[Mapping[str, str]]) -> set[str]:
 def _format(messages: Sequence[Mapping[str, str]], row: Mapping[str, Any], where: str) -> Messages:
     try:
         return [{"role": own["role"], "content": own["content"].format_map(row)} for own in messages]
-    except (ValueError, TypeError) as error:  # a format such as {number:.2f} that does not fit the value
+    except (ValueError, TypeError, KeyError) as error:  # a format such as {number:.2f} that does not fit the value
         raise ValueError(f"{where}: messages cannot be filled in ({error}); correct them or the row.") from error

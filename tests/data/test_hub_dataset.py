@@ -216,6 +216,11 @@ def test_what_the_data_set_does_not_have(source, options, text):
             r"split 'train', row 0: column 'answer' is '0 #### 0.*finds no '#### \(7\)'",
         ),
         ({"extract": {"level": "."}}, "row 0: column 'level' is 0, where extract finds no"),
+        ({"extract": {"answer": "(7)?####"}}, "row 0: column 'answer' is '0 #### 0.*finds no"),  # the group is optional
+        (
+            {"messages": [{"role": "user", "content": "{question:{width}}"}]},
+            r"row 0: messages cannot be filled in \('width'",
+        ),
         (
             {"messages": [{"role": "user", "content": "{question:d}"}]},
             r"row 0: messages cannot be filled in \(Unknown format code 'd'",
@@ -252,6 +257,7 @@ def test_no_such_data_set(tmp_path):
     [
         ({"split": {"validation": "test"}}, "split has 'validation'; it maps train, val, test to splits"),
         ({"extract": {"answer": "("}}, r"extract has '\(' for 'answer', which is no regular expression \(missing \)"),
+        ({"messages": []}, "messages is empty; write at least one"),
         ({"messages": [{"content": "x"}]}, "messages has {'content': 'x'}; each message has 'role' and 'content'"),
         (
             {"messages": [{"role": "user", "content": r"\boxed{}"}]},
