@@ -1,9 +1,9 @@
 """What quantizing the weights of a model to 4 bits changes: log-probabilities, greedy answers and bytes, on the CPU.
 
-    python benchmarks/four_bit.py --model data/smollm2/hf
+    python benchmarks/four_bit.py --model data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Each prompt is answered greedily by the unquantized model in float32; the answers' tokens are then scored by the
-quantized ones. Without an adapter's training, which makes up for some of it (arXiv:2305.14314).
+Each prompt is answered greedily by the unquantized model in float32; the quantized ones then score the answers' tokens.
+No adapter is trained, which would make up for some of the difference (arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", required=True, help="folder or hub name of a chat model")
+    parser.add_argument("--model", required=True, help="folder, hub name or GGUF file of a chat model")
     parser.add_argument("--tokens", type=int, default=24, help="longest answer (default: 24)")
     options = parser.parse_args(arguments)
     source = as_policy_source(options.model)

@@ -1,6 +1,6 @@
 """Scoring, updates and whole GRPO steps of a pretrained model, against repeated rows and against TRL's trainer.
 
-The task are sums of two numbers, behind as many worked examples as the prompt's length asks for. README.md says how to
+The task is sums of two numbers, after as many worked examples as the prompt's length asks for. README.md says how to
 read the tables.
 """
 
