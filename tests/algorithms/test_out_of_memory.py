@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from pl_grouprl.algorithms import GRPO
-from pl_grouprl.types import SamplingConfig
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.memory import is_out_of_memory, naming_memory
 
 PASS = r"max_tokens_per_micro_batch=\w+ tokens .*; lower it, which changes no result, or raise sequence_parallel_size\."
@@ -109,15 +109,15 @@ def test_the_check_before_training_says_how_to_leave_it_out(make_module, make_da
 
 
 def test_a_reward_model_names_its_budget(monkeypatch):
-    from pl_grouprl.rewards import model_reward
+    from pl_grouprl.rewards import ModelReward, frozen_model
 
-    monkeypatch.setattr(model_reward, "hidden_states", out_of_memory)
-    monkeypatch.setattr(model_reward, "pack", lambda *args, **kwargs: Batch())
-    own = model_reward.ModelReward("name-on-the-hub", max_tokens_per_pass=99, sharing="repeated")
+    monkeypatch.setattr(frozen_model, "hidden_states", out_of_memory)
+    monkeypatch.setattr(frozen_model, "pack", lambda *args, **kwargs: Batch())
+    own = ModelReward("name-on-the-hub", max_tokens_per_pass=99, sharing="repeated")
     with pytest.raises(
         RuntimeError, match="ModelReward with max_tokens_per_pass=99; lower it, or put the reward model"
     ):
-        own._score_pass(Model(), 0, [])
+        next(own._network.states(Model(), [RolloutGroup([1], [Rollout([2])])]))
 
 
 class Batch:

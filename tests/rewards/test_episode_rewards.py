@@ -201,7 +201,9 @@ def test_cosine_reward_passes_on_what_its_function_takes():
 
 
 def test_programs_are_of_the_last_message(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.rewards.code_tests.StdinTest.passes", lambda own, sandbox, code: code == "right\n")
+    monkeypatch.setattr(
+        "pl_grouprl.rewards.code_test_kinds.StdinTest.passes", lambda own, sandbox, code: code == "right\n"
+    )
     block = "```python\n{}\n```\n".format
     episodes = [
         make_episode(messages=turns_of(block("wrong"), block("right"))),
