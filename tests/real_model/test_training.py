@@ -36,7 +36,7 @@ def train(kind, sharing, converted, folder):
         PretrainedPolicy(str(converted), **source),
         rewards_right,
         num_generations=4,
-        sampling=SamplingConfig(max_new_tokens=12),
+        sampling=SamplingConfig(max_new_tokens=12, temperature=1.5),  # so that rollouts of the question differ
         optimizer=OptimizerConfig(learning_rate=1e-5),
         sharing=sharing,
         verify=False,
@@ -60,7 +60,7 @@ def test_sharing_changes_nothing_and_the_export_is_an_ordinary_model(kind, conve
     assert len(shared) == len(repeated) == 2
     assert shared[0]["prefix/token_ratio"] > 2
     assert repeated[0]["prefix/token_ratio"] <= 1
-    assert shared[0]["grad_norm"] > 0.1  # the loss itself is about 0 at the first update
+    assert max(own["grad_norm"] for own in shared) > 0.1  # the loss itself is about 0
     for one, other in zip(shared, repeated, strict=True):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
         for name in ("loss", "reward", "completions/mean_length", "entropy"):

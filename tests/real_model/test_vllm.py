@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,6 +28,15 @@ llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=512, max_nu
 outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=count), use_tqdm=False)
 print("RESULT", json.dumps([[output.prompt_token_ids, list(output.outputs[0].token_ids)] for output in outputs]))
 """
+
+
+@pytest.fixture(autouse=True)
+def _httpx_logs_as_before():
+    """vLLM's engine lowers what its HTTP client logs."""
+    logger = logging.getLogger("httpx2")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
