@@ -35,6 +35,12 @@ LEVEL_SECONDS = 5.0
 TAGS = "<answer>{answer}</answer>"
 PROMPT = f"Write your answer as {TAGS.replace('{answer}', 'answer')}."
 
+FAULTY = {
+    "base_conversion": "some questions have an empty reference, which scores 0",
+    "game_of_life_halting": "its scorer takes any text for True, so any answer to half of the questions scores 1",
+}
+"""Tasks of the library that do not pass, with the reason; the page shows it."""
+
 NOT_TASKS = {"composite": "mixes other tasks; name several in `ReasoningGym.tasks` instead"}
 """Names that the library lists, but that are no tasks, with the reason."""
 
@@ -205,7 +211,7 @@ def page(found: Mapping[str, Findings]) -> str:
     good = [name for name, findings in found.items() if not findings.problems]
     lines = [_HEADER.format(conditions=conditions(), good=len(good), all=len(found), seconds=LEVEL_SECONDS, **SIZES)]
     lines += [_row(name, found[name]) for name in good]
-    bad = {name: "; ".join(found[name].problems) for name in found if name not in good} | NOT_TASKS
+    bad = {name: FAULTY.get(name, "; ".join(found[name].problems)) for name in found if name not in good} | NOT_TASKS
     lines += [_REFUSED, *(f"| `{name}` | {reason} |" for name, reason in bad.items())]
     return "\n".join(lines) + "\n"
 

@@ -81,7 +81,7 @@ class ReasoningGymScore:
         answer = _find_answer(solution_str, extra_info["answer_format"], entry)
         if answer is None:
             return 0.0
-        readable = answer if is_harmless(extra_info["task"], answer) else None
+        readable = answer if answer == entry["answer"] or is_harmless(extra_info["task"], answer) else None
         task = self._task(extra_info)
         try:
             score = float(task.score_answer(readable, entry))

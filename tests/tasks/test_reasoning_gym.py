@@ -226,3 +226,12 @@ def test_examples_of_a_task_without_reference_answers():
         source._examples("boxnet", [{"question": "?", "answer": None}])
     with pytest.raises(ValueError, match="ReasoningGym has no split 'dev'"):
         source.rows("dev")
+
+
+def test_a_reference_that_the_scorer_would_not_evaluate_is_right(score):
+    from reasoning_gym.factory import create_dataset
+
+    entry = create_dataset("string_insertion", seed=1, size=1)[0]  # its answer looks like the name of a variable
+    info = {"task": "string_insertion", "config": "{}", "entry": encode_entry(entry), "answer_format": "{answer}"}
+    assert score("", entry["answer"], info) == 1.0
+    assert score("", "A" + entry["answer"], info) == 0.0
