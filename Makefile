@@ -17,7 +17,7 @@ test: .venv/installed lint types
 test-vllm: .venv-vllm/installed
 	$(VLLM)/python -m pytest -m 'vllm and not slow and not gpu'
 
-# Parity, rollouts and training with SmolLM2-135M-Instruct, which it fetches: about ten minutes.
+# Parity, rollouts and training with SmolLM2-135M-Instruct, which it fetches: about a quarter of an hour.
 test-real-model: .venv/installed
 	$(BIN)/python -m pytest -m 'slow and not gpu and not vllm' tests/real_model
 

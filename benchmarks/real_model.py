@@ -73,7 +73,7 @@ class RealCase(Case):
 
 @dataclass(frozen=True)
 class Task:
-    """Sums behind worked examples.
+    """Sums after worked examples.
 
     Attributes:
         path: Of the model.
