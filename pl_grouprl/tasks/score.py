@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pl_grouprl.tasks.answer_format import extract_answer
+from pl_grouprl.tasks.answer_format import extract_answer, has_only_answer
 from pl_grouprl.tasks.entries import decode_entry
 from pl_grouprl.tasks.harmless import is_harmless
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -29,14 +29,17 @@ class ReasoningGymScore:
 
     Args:
         exact: 1 for a full score, 0 for anything less.
+        only_answer: 0 for a completion that says anything before or after its answer. Otherwise a policy may learn to
+            write on after the answer, which costs it nothing.
     """
 
     reads_final_answer = True
     """Of an episode, the content of the last assistant message is the completion."""
 
-    def __init__(self, exact: bool = False) -> None:
+    def __init__(self, exact: bool = False, only_answer: bool = False) -> None:
         require(REASONING_GYM_AVAILABLE, "ReasoningGymScore", "tasks")
         self.exact = exact
+        self.only_answer = only_answer
         self._tasks: dict[tuple[str, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,8 +81,9 @@ class ReasoningGymScore:
             ground_truth: Not used: the entry in `extra_info` has the answer.
         """
         entry = decode_entry(extra_info["entry"])
-        answer = _find_answer(solution_str, extra_info["answer_format"], entry)
-        if answer is None:
+        template, num_lines = extra_info["answer_format"], _num_lines(entry)
+        answer = extract_answer(template, solution_str, num_lines)
+        if answer is None or (self.only_answer and not has_only_answer(template, solution_str, num_lines)):
             return 0.0
         readable = answer if answer == entry["answer"] or is_harmless(extra_info["task"], answer) else None
         task = self._task(extra_info)
@@ -94,7 +98,7 @@ class ReasoningGymScore:
     def extract_answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
         """The answer in a completion, for majority votes; None if the completion is not in the form of its row."""
         info = columns["extra_info"]
-        return _find_answer(text, info["answer_format"], decode_entry(info["entry"]))
+        return extract_answer(info["answer_format"], text, _num_lines(decode_entry(info["entry"])))
 
     def _task(self, info: Mapping[str, Any]) -> Any:
         key = (info["task"], info["config"])
@@ -105,8 +109,7 @@ class ReasoningGymScore:
         return self._tasks[key]
 
 
-def _find_answer(text: str, answer_format: str, entry: Mapping[str, Any]) -> str | None:
-    """The answer in a completion, with as many lines as the reference."""
+def _num_lines(entry: Mapping[str, Any]) -> int | None:
+    """Lines of the reference; an answer has as many. None if there is no reference."""
     reference = entry["answer"]
-    num_lines = None if reference is None else str(reference).strip().count("\n") + 1
-    return extract_answer(answer_format, text, num_lines)
+    return None if reference is None else str(reference).strip().count("\n") + 1
