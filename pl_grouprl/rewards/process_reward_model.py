@@ -146,21 +146,19 @@ class ProcessRewardModel:
         """
         loaded = self._load()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        ends = [self._step_ends(loaded.tokenizer, rollout) for rollout in rollouts]
+        for rollout in rollouts:
+            self._check_rollout(loaded.tokenizer, rollout)
+        ends = [step_ends(rollout.token_ids, loaded.tokenizer, self.separator) for rollout in rollouts]
         scores = iter(self._score_steps(loaded, groups, ends))
-        rewards = iter(
-            [
-                _token_rewards(scores, ends_of_rollout, len(rollout.token_ids))
-                for rollout, ends_of_rollout in zip(rollouts, ends, strict=True)
-            ]
-        )
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        rewards = iter([_token_rewards(scores, *steps) for steps in zip(ends, lengths, strict=True)])
         return [[next(rewards) for _ in group.rollouts] for group in groups]
 
     def _score_steps(self, loaded: _Loaded, groups: Sequence[RolloutGroup], ends: list[list[int]]) -> list[float]:
         """The scores of all steps, rollout after rollout, given where the steps of each rollout end."""
-        remaining = iter(ends)
+        next_ends = iter(ends)
         marked = [
-            RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(r, next(remaining)) for r in group.rollouts])
+            RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(r, next(next_ends)) for r in group.rollouts])
             for group in groups
             if group.rollouts
         ]
@@ -179,8 +177,8 @@ class ProcessRewardModel:
         parts = {name: getattr(self, name) for name in ("model", "separator", "label", "tokenizer", "step_token")}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 
-    def _step_ends(self, tokenizer: Any, rollout: Rollout) -> list[int]:
-        """The index of the last token of each step, after checking that the rollout has the model's tokens."""
+    def _check_rollout(self, tokenizer: Any, rollout: Rollout) -> None:
+        """Refuse completions of several turns, and tokens that are not the model's."""
         if rollout.messages is not None:
             raise RewardConfigurationError(
                 f"{self!r} scores completions of one turn, and this one has several; write a reward function of groups "
@@ -192,7 +190,6 @@ class ProcessRewardModel:
                 f"{self!r}: its tokenizer decodes a completion as {text!r:.80}, and the policy's as "
                 f"{rollout.text!r:.80}; a process reward model must have the policy's tokens."
             )
-        return step_ends(rollout.token_ids, tokenizer, self.separator)
 
     def _load(self) -> _Loaded:
         if self._loaded is None:
