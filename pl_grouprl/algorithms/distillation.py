@@ -78,7 +78,7 @@ class Distillation(GRPO):
                 "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
             }
         )
-        super().__init__(policy, _at_least_one_counts(rewards), **kwargs)
+        super().__init__(policy, _ensure_one_counts(rewards), **kwargs)
         if self.dynamic_sampling:
             raise ValueError(
                 "dynamic_sampling=True drops groups whose rewards are all equal, but a teacher teaches on them too; "
@@ -178,7 +178,7 @@ def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _at_least_one_counts(rewards: Any) -> list[Weighted | RewardFunction]:
+def _ensure_one_counts(rewards: Any) -> list[Weighted | RewardFunction]:
     """Add `no_task_reward` if no function has a weight: rollouts without a reward are not trained on."""
     functions = [] if rewards is None else as_weighted(rewards)
     constant = [] if any(function.weight for function in functions) else [Weighted(no_task_reward)]
