@@ -52,11 +52,11 @@ def complete(model: Any, tokenizer: Any, prompts: list[Any], max_new_tokens: int
 
 
 def is_correct(completion: str, row: dict[str, Any]) -> bool:
-    """Whether reasoning-gym gives the full score to what follows the last `Answer:`."""
-    found = re.findall(r"Answer:(.*)", completion)
+    """Whether the completion is a line `Answer: X`, and reasoning-gym gives X the full score."""
+    found = re.fullmatch(r"\s*Answer:(.*)\s*", completion)
     info = row["extra_info"]
     entry = {"answer": row["answer"], "metadata": {"source_dataset": info["task"]}}
-    return bool(found) and get_score_answer_fn(info["task"])(found[-1].strip(), entry) == 1
+    return found is not None and get_score_answer_fn(info["task"])(found[1].strip(), entry) == 1
 
 
 def evaluate(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -44,22 +44,17 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
     return "\n".join(rest.strip().split("\n")[:num_lines]).strip()
 
 
-def has_only_answer(template: str, completion: str, num_lines: int | None = None) -> bool:
-    """Whether a completion is one answer in its template, and nothing else but white space.
+def is_only_answer(template: str, completion: str, answer: str) -> bool:
+    """Whether a completion says nothing before or after its answer.
 
     Args:
         template: As for `extract_answer`.
         completion: What the model wrote.
-        num_lines: As for `extract_answer`: lines beyond it are not part of the answer.
+        answer: What `extract_answer` found in it.
     """
     before, after = text_around(template)
     text = completion.strip()
-    if len(text) < len(before) + len(after) or not (text.startswith(before) and text.endswith(after)):
-        return False
-    answer = text[len(before) : len(text) - len(after)].strip()
-    continues = not after and num_lines is not None and answer.count("\n") >= num_lines
-    repeats = any(part in answer for part in (before, after) if part)
-    return not continues and not repeats
+    return text.startswith(before) and text.removeprefix(before).removesuffix(after).strip() == answer
 
 
 def text_around(template: str) -> tuple[str, str]:
