@@ -1,14 +1,14 @@
-"""On-policy distillation against GRPO, from the same student on the same prompts: accuracy by sampled tokens.
+"""On-policy distillation against GRPO, with the same student and prompts: accuracy by sampled tokens.
 
     python cli.py fit --config grpo_pg.yaml                     # trains the teacher, once
     python examples/compare_distillation.py                     # 2 algorithms x 3 seeds, on the CPU
     python examples/compare_distillation.py --only GRPO         # one of them, for another process
     python examples/compare_distillation.py --resume            # only the runs that are missing, and the report
 
-Distillation is configs/distillation.yaml, whose task reward has the weight 0. GRPO is the same file without the
-teacher, with a weight of 1 and with the clipping and KL penalty of grpo_pg.yaml. `compare_algorithms.py` runs both. The
-output folder holds its files, and `distillation.png` and `distillation.json`: the tokens that each run sampled until a
-validation was within 0.05 of the accuracy of the teacher on the same prompts.
+Distillation is configs/distillation.yaml, whose task reward has a weight of 0. GRPO is the same file without the
+teacher, with a weight of 1, and with the clipping and KL penalty of grpo_pg.yaml. `compare_algorithms.py` runs both and
+writes its files to the output folder. Next to them, `distillation.png` and `distillation.json` have the number of
+tokens that each run sampled until a validation was within 0.05 of the teacher's accuracy on the same prompts.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pl_grouprl.cli import RLCLI, find_config  # noqa: E402
 LABELS = ("Distillation", "GRPO")
 METRIC = "val/rewards/exact_match/mean"
 WITHIN = 0.05
-"""Distance to the teacher's accuracy that counts as reached."""
+"""How far below the teacher's accuracy still counts as reaching it."""
 
 GRPO_OPTIONS = {"epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.01}
-"""Those of grpo_pg.yaml."""
+"""Clipping and KL penalty of grpo_pg.yaml."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run what is asked for and write the report."""
+    """Run both algorithms, or those asked for, and write the report."""
     options = parse(arguments)
     configs = configurations(options.config, options.teacher)
     algorithms = [f"{label}={json.dumps(configs[label])}" for label in options.only]
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def configurations(config: str, teacher: str | None) -> dict[str, dict[str, Any]]:
-    """Complete configurations by label; they differ in what the algorithms differ in."""
+    """Complete configurations by label, which differ only where the algorithms do."""
     distillation = yaml.safe_load(Path(find_config(config)).read_text(encoding="utf-8"))
     if teacher is not None:
         distillation["model"]["init_args"]["teacher"] = teacher
@@ -115,33 +115,39 @@ def write_report(runs: Sequence[Run], accuracy: float, folder: Path) -> dict[str
     """Write figure and numbers, print the table, and return the numbers."""
     threshold = accuracy - WITHIN
     summary: dict[str, Any] = {"teacher": accuracy, "threshold": threshold, "conditions": conditions(runs)}
-    rows = []
-    for label in dict.fromkeys(run["label"] for run in runs):
-        own = [run for run in runs if run["label"] == label]
-        final = [run["curve"][-1]["reward"] for run in own]
-        reached = [tokens_to_reach(run, threshold) for run in own]
-        summary[label] = {
-            "seeds": [run["seed"] for run in own],
-            "steps": own[0]["curve"][-1]["step"],
-            "before": own[0]["curve"][0]["reward"],
-            "final": final,
-            "tokens": [tokens_at(run)[-1] for run in own],
-            "tokens_to_threshold": reached,
-            "curves": [list(zip(tokens_at(run), (p["reward"] for p in run["curve"]), strict=True)) for run in own],
-        }
-        shown = [f"{tokens:,}" if tokens is not None else "not reached" for tokens in reached]
-        rows.append(
-            [label, f"{statistics.fmean(final):.3f}", f"{min(final):.3f} to {max(final):.3f}", "; ".join(shown)]
-        )
+    labels = list(dict.fromkeys(run["label"] for run in runs))
+    for label in labels:
+        summary[label] = summarize([run for run in runs if run["label"] == label], threshold)
     (folder / "distillation.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     draw(summary, folder / "distillation.png")
+    rows = [[label, *_cells(summary[label])] for label in labels]
     print(f"Teacher {accuracy:.3f}, so the threshold is {threshold:.3f}.\n")
     print("\n".join(table(["", "final", "over the seeds", "tokens to the threshold, by seed"], rows)), flush=True)
     return summary
 
 
+def summarize(runs: Sequence[Run], threshold: float) -> dict[str, Any]:
+    """The numbers of one algorithm's runs, a list entry per seed."""
+    return {
+        "seeds": [run["seed"] for run in runs],
+        "steps": runs[0]["curve"][-1]["step"],
+        "before": runs[0]["curve"][0]["reward"],
+        "final": [run["curve"][-1]["reward"] for run in runs],
+        "tokens": [tokens_at(run)[-1] for run in runs],
+        "tokens_to_threshold": [tokens_to_reach(run, threshold) for run in runs],
+        "curves": [list(zip(tokens_at(run), (p["reward"] for p in run["curve"]), strict=True)) for run in runs],
+    }
+
+
+def _cells(summary: dict[str, Any]) -> list[str]:
+    """An algorithm's row of the printed table."""
+    final, reached = summary["final"], summary["tokens_to_threshold"]
+    tokens = "; ".join("not reached" if count is None else f"{count:,}" for count in reached)
+    return [f"{statistics.fmean(final):.3f}", f"{min(final):.3f} to {max(final):.3f}", tokens]
+
+
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """Draw the accuracy over sampled tokens: a thin line per seed, a thick one for their mean."""
+    """Draw accuracy over sampled tokens: a thin line per seed, and a thick one for their mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -153,8 +159,11 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         for curve in curves:
             axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.8, alpha=0.5)
         if curves:
-            points = [[statistics.fmean(own) for own in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=2.2, label=label)
+            mean = [
+                [statistics.fmean(coordinate) for coordinate in zip(*points, strict=True)]
+                for points in zip(*curves, strict=True)
+            ]
+            axes.plot(*zip(*mean, strict=True), color=color, linewidth=2.2, label=label)
     axes.axhline(summary["teacher"], color="black", linewidth=1)
     axes.axhline(summary["threshold"], color="black", linewidth=1, linestyle=":")
     axes.text(0, summary["teacher"], " teacher", va="bottom", fontsize=8)

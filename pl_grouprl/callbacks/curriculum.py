@@ -1,4 +1,4 @@
-"""A curriculum: levels of difficulty that follow the reward."""
+"""A curriculum: the reward decides the level of difficulty."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pl_grouprl.utilities.step_log import log_numbers
 class Curriculum(Callback):
     """Trains on prompts of one level of difficulty, and goes to the next when the reward is high enough.
 
-    Rows have their level, from 0, in a column (`ReasoningGym` writes it). Training begins with level 0. When the mean
-    reward of the last `window` batches of rollouts at the current level rises above `threshold`, the next batch is of
-    the next level; when it falls below `fall_below`, of the level before. Either way the mean starts over. Under
-    `rollout_ahead`, a batch that is already being sampled keeps its level. Logs `curriculum/level`.
+    Rows have their level, from 0, in a column (`ReasoningGym` writes it). Training begins at level 0. When the mean
+    reward of the last `window` batches of rollouts at the current level is above `threshold`, the next batch has the
+    next level; when it is below `fall_below`, the level before. The mean then starts over. With `rollout_ahead`, a
+    batch that is already being sampled keeps its level. Logs `curriculum/level`.
 
-    Validation has all levels, as without it. The level, and the rewards that decide it, are part of checkpoints, so a
-    resumed run continues exactly; it may have another `threshold`, `fall_below` or `window`, but not other rows.
+    Validation uses the prompts of all levels. Checkpoints contain the level and the rewards that decide it, so a
+    resumed run continues exactly. It may have another `threshold`, `fall_below` or `window`, but not other rows.
 
     Args:
         threshold: Mean reward above which the level rises.
         window: Number of batches of rollouts whose rewards count.
         fall_below: Mean reward below which the level falls; None: it never falls.
-        metric: The logged metric that is the reward, for example `rewards/exact/mean` in place of `reward`.
+        metric: The logged metric to take as the reward, such as `rewards/exact/mean`.
         column: Column of the level.
 
     Raises:
@@ -79,7 +79,7 @@ class Curriculum(Callback):
         """Let the data module yield one level at a time.
 
         Raises:
-            ValueError: If it cannot, or its rows have no levels.
+            ValueError: If the data module cannot, or its rows have no levels.
         """
         if stage != "fit":
             return
@@ -104,10 +104,10 @@ class Curriculum(Callback):
         reward = self._reward(rollouts.metrics)
         if level == self.level and math.isfinite(reward):
             self._rewards = [*self._rewards, reward][-self.window :]
-            self._decide()
+            self._update_level()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the levels so far and the rewards that count."""
+        """Return the levels so far, and the rewards that decide the next one."""
         return {
             "schedule": self._schedule.state_dict(),
             "rewards": list(self._rewards),
@@ -125,7 +125,8 @@ class Curriculum(Callback):
             raise ValueError(f"Curriculum.metric is {self.metric!r}; rollouts have {sorted(metrics)}.")
         return float(metrics[self.metric])
 
-    def _decide(self) -> None:
+    def _update_level(self) -> None:
+        """Go a level up or down if the mean reward says so."""
         if len(self._rewards) < self.window:
             return
         mean = math.fsum(self._rewards) / self.window

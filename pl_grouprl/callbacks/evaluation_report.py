@@ -26,38 +26,44 @@ class EvaluationRows:
         """Return one row per completion of a batch of all ranks, in the order of the prompts. Collective.
 
         Args:
-            outputs: What this rank's step returned: `groups`, whose `group_id` is the position of the prompt in the
-                batch of all ranks, and `answers`.
-            rows_of: Makes the rows of a group from it and its number.
+            outputs: What the step of this rank returned: `groups`, whose `group_id` is the position of their prompt in
+                the batch of all ranks, and their `answers`.
+            rows_of: Makes the rows of a group, given the group and that position.
             device: As for `gather_plain`.
         """
-        own = []
+        of_this_rank = []
         for place, (group, answers) in enumerate(zip(outputs["groups"], outputs["answers"], strict=True)):
-            number = place if group.group_id is None else group.group_id
-            rows = [row | {"answer": answer} for row, answer in zip(rows_of(group, number), answers, strict=True)]
-            own.append([number, json.dumps(rows, default=str)])
-        gathered = sorted(pair for of_rank in gather_plain(own, device) for pair in of_rank)
-        first, self._num_prompts = self._num_prompts, self._num_prompts + len(gathered)
-        return [row | {"group": first + number} for number, rows in gathered for row in json.loads(rows)]
+            position = place if group.group_id is None else group.group_id
+            rows = [row | {"answer": answer} for row, answer in zip(rows_of(group, position), answers, strict=True)]
+            of_this_rank.append([position, json.dumps(rows, default=str)])
+        of_all_ranks = sorted(pair for pairs in gather_plain(of_this_rank, device) for pair in pairs)
+        first = self._num_prompts
+        self._num_prompts += len(of_all_ranks)
+        return [row | {"group": first + position} for position, rows in of_all_ranks for row in json.loads(rows)]
 
 
 def source_table(metrics: Mapping[str, Any], prefix: str) -> str:
     """The metrics `{prefix}/{data_source}/{name}@{k}` as text, a line per data source; empty if there are none."""
-    table: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        source, _, metric = name.removeprefix(f"{prefix}/").rpartition("/")
-        if source and name.startswith(f"{prefix}/") and metric.partition("@")[0] in _METRICS and "@" in metric:
-            table.setdefault(source, {})[metric] = float(value)
-    if not table:
+    by_source = _metrics_by_source(metrics, prefix)
+    if not by_source:
         return ""
-    columns = sorted({metric for own in table.values() for metric in own}, key=_column_order)
-    width = max(len("data source"), *map(len, table))
+    columns = sorted({metric for values in by_source.values() for metric in values}, key=_column_order)
+    width = max(len("data source"), *map(len, by_source))
     lines = ["  ".join([f"{'data source':<{width}}", *(f"{column:>7}" for column in columns)])]
-    for source, own in sorted(table.items()):
-        cells = [f"{own[column]:.3f}" if column in own else "" for column in columns]
+    for source, values in sorted(by_source.items()):
+        cells = [f"{values[column]:.3f}" if column in values else "" for column in columns]
         row = zip(columns, cells, strict=True)
         lines.append("  ".join([f"{source:<{width}}", *(f"{cell:>{max(7, len(column))}}" for column, cell in row)]))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _metrics_by_source(metrics: Mapping[str, Any], prefix: str) -> dict[str, dict[str, float]]:
+    by_source: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        source, _, metric = name.removeprefix(f"{prefix}/").rpartition("/")
+        if source and name.startswith(f"{prefix}/") and metric.partition("@")[0] in _METRICS and "@" in metric:
+            by_source.setdefault(source, {})[metric] = float(value)
+    return by_source
 
 
 def _column_order(metric: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Training prompts of one level of difficulty at a time."""
+"""Training on prompts of one level of difficulty at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pl_grouprl.types import Prompt
 
 
 class LevelSchedule:
-    """The level of each rollout: 0 at first, then what `change_to` says.
+    """The level of each rollout: 0 at first, then the one given to `change_to`.
 
-    A change applies from the first rollout whose level nobody has asked for yet, so rollouts that were sampled ahead
+    A change begins with the first rollout whose level nobody has asked for yet, so rollouts that were sampled ahead
     keep theirs. The state contains all changes, so a resumed run has the same levels.
     """
 
@@ -30,14 +30,14 @@ class LevelSchedule:
     def at(self, rollout_number: int) -> tuple[int, int]:
         """The level of a rollout, and how many rollouts before it had the same level."""
         self._last_asked = max(self._last_asked, rollout_number)
-        begun = [(first, level) for first, level in self._changes if first <= rollout_number]
-        ends = [first for first, _ in begun[1:]] + [rollout_number]
-        current = begun[-1][1]
-        before = sum(end - first for (first, level), end in zip(begun, ends, strict=True) if level == current)
+        stretches = [(first, level) for first, level in self._changes if first <= rollout_number]
+        ends = [first for first, _ in stretches[1:]] + [rollout_number]
+        current = stretches[-1][1]
+        before = sum(end - first for (first, level), end in zip(stretches, ends, strict=True) if level == current)
         return current, before
 
     def change_to(self, level: int) -> int:
-        """Change the level; return the first rollout at the new one."""
+        """Change the level; return the number of the first rollout that has the new one."""
         first = self._last_asked + 1
         self._changes.append((first, level))
         return first
@@ -53,10 +53,10 @@ class LevelSchedule:
 
 
 class LevelPromptLoader(TrainPromptLoader):
-    """Yields batches whose prompts all have the level that a schedule gives the rollout.
+    """Yields batches whose prompts all have the level of their rollout in a schedule.
 
-    A level's prompts come in a new order in each pass over them; those that do not fill a batch are left out of that
-    pass. An epoch is as long as without levels. The rows in use must not change when a run is resumed.
+    Each pass over the prompts of a level has a new order; those that do not fill a batch are left out of that pass. An
+    epoch is as long as without levels. A resumed run must have the same rows in use.
 
     Args:
         prompts: All prompts in use, of every level, the same on every rank.
@@ -74,8 +74,8 @@ class LevelPromptLoader(TrainPromptLoader):
         self._schedule = schedule
         self._settings |= {"level_column": column, "num_prompts_in_use": len(prompts)}
         levels = [_level(prompt, column) for prompt in prompts]
-        self._counts = np.bincount(levels)
-        self._levels = np.full(self._order.num_rows, -1)
+        self._counts = np.bincount(levels)  # prompts of each level
+        self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 where it is not in use
         self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
         self._check_levels()
 
@@ -86,8 +86,8 @@ class LevelPromptLoader(TrainPromptLoader):
 
     def _rows_of(self, rollout_number: int) -> np.ndarray:
         level, number = self._schedule.at(rollout_number)
-        passes, batch_index = divmod(number, self._num_batches(int(self._counts[level])))
-        return self._batch(self._eligible(self._order.all_rows(passes), rollout_number), batch_index)
+        pass_number, batch_index = divmod(number, self._num_batches(int(self._counts[level])))
+        return self._batch(self._eligible(self._order.all_rows(pass_number), rollout_number), batch_index)
 
     def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
         return rows[self._levels[rows] == self._schedule.at(rollout_number)[0]]

@@ -1,4 +1,4 @@
-"""Loads config and tokenizer of a GGUF file, the format of llama.cpp, and gives the options to load its weights.
+"""GGUF files, the format of llama.cpp: loading config and tokenizer, and the options with which weights are loaded.
 
 The weights are dequantized, so nothing downstream (checkpoints, copies, exports, adapters) sees a quantized model.
 """
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _PACKAGES = ("gguf", "accelerate")
-"""What transformers needs to read these files."""
+"""What transformers needs to read GGUF files."""
 
 _GPT2_SPLIT = frozenset({"gpt-2", "phi-2"})
-"""Values of `tokenizer.ggml.pre` that mean GPT-2's splitting into words, the default of byte-level tokenizers."""
+"""Values of `tokenizer.ggml.pre` for GPT-2's splitting into words, the default of byte-level tokenizers."""
 
 _DIGIT_SPLIT = frozenset({"smollm", "starcoder", "refact"})
-"""Values that mean the same after each digit has been split off, a step that transformers 5.23 leaves out."""
+"""Values for the same splitting after each digit has been split off, a step that transformers 5.23 leaves out."""
 
 
 def split_location(path: str) -> tuple[str, str | None]:
-    """Split the path of a GGUF file into folder or hub name, and file name; the file name of any other path is None."""
+    """Split the path of a GGUF file into its folder or hub name, and its file name.
+
+    Any other path is returned whole, with None as the file name.
+    """
     location, _, name = path.rpartition("/")
     return (location or ".", name) if name.lower().endswith(".gguf") else (path, None)
 
@@ -58,6 +61,10 @@ def check_gguf_file(path: str, gguf_file: str | None) -> None:
         raise ValueError(f"gguf_file is {gguf_file!r}; pass the name of a .gguf file in path, {path!r}.")
     if folder.is_dir() and not (folder / gguf_file).is_file():
         raise FileNotFoundError(f"gguf_file {gguf_file!r} is not in {path!r}, which has {present or 'no GGUF file'}.")
+    _check_packages(gguf_file)
+
+
+def _check_packages(gguf_file: str) -> None:
     missing = [package for package in _PACKAGES if find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(
@@ -83,9 +90,9 @@ def dense_options(gguf_file: str) -> dict[str, Any]:
 
 
 def load_config(location: str, gguf_file: str, revision: str | None = None) -> PretrainedConfig:
-    """The config of the model in a file.
+    """Load the config of the model in a file.
 
-    Reading it takes seconds, and a run asks several times, so it is cached until the file changes.
+    This takes seconds, and a run needs it several times, so the config is cached until the file changes.
 
     Args:
         location: Folder or hub name.
@@ -102,7 +109,7 @@ def load_config(location: str, gguf_file: str, revision: str | None = None) -> P
 
 
 def load_tokenizer(location: str, gguf_file: str, revision: str | None = None) -> Any:
-    """The tokenizer in a file. It splits text into words as the model's original tokenizer does.
+    """Load the tokenizer in a file. It splits text into words as the model's original tokenizer does.
 
     Args:
         location: Folder or hub name.
@@ -117,10 +124,10 @@ def load_tokenizer(location: str, gguf_file: str, revision: str | None = None) -
 
     file = _resolve(location, gguf_file, revision)
     with naming_gguf_file(file):
-        kind, split = _tokenizer_kind(file)
+        kind, split_rules = _tokenizer_kind(file)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     if kind == "gpt2":  # byte-level BPE; others do not split text into words
-        _set_split(tokenizer, split, file)
+        _set_word_split(tokenizer, split_rules, file)
     return tokenizer
 
 
@@ -143,7 +150,7 @@ def naming_gguf_file(file: Path | str) -> Iterator[None]:
 
 @lru_cache(maxsize=4)
 def _read_config(file: str, stamp: tuple[int, int]) -> PretrainedConfig:
-    """Read the config; `stamp` makes the cache miss once the file has changed."""
+    """Read the config. `stamp` is part of the cache's key, and differs once the file has changed."""
     from transformers import AutoConfig
 
     with naming_gguf_file(file):
@@ -158,30 +165,30 @@ def _resolve(location: str, gguf_file: str, revision: str | None) -> Path:
 
 
 def _tokenizer_kind(file: Path) -> tuple[str | None, str | None]:
-    """A file's `tokenizer.ggml.model` and `tokenizer.ggml.pre`."""
+    """The kind of a file's tokenizer and its rules for splitting text: `tokenizer.ggml.model`, `tokenizer.ggml.pre`."""
     from transformers.integrations.gguf import read_gguf_metadata
 
     metadata, _ = read_gguf_metadata(str(file))
     return metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
 
 
-def _set_split(tokenizer: Any, split: str | None, file: Path) -> None:
-    """Split text into words as the original tokenizer does.
+def _set_word_split(tokenizer: Any, rules: str | None, file: Path) -> None:
+    """Make a tokenizer split text into words as the original tokenizer does.
 
     Raises:
-        ValueError: If its rules are unknown: tokens would silently differ from those the model was trained on.
+        ValueError: If the rules are unknown. Tokens would silently differ from those that the model was trained on.
     """
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    if split in _DIGIT_SPLIT:
+    if rules in _DIGIT_SPLIT:
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    elif split not in _GPT2_SPLIT and split not in GGUF_PRE_TOKENIZER_SPLITS:
+    elif rules not in _GPT2_SPLIT and rules not in GGUF_PRE_TOKENIZER_SPLITS:
         known = sorted(_GPT2_SPLIT | _DIGIT_SPLIT | GGUF_PRE_TOKENIZER_SPLITS.keys())
         raise ValueError(
-            f"the tokenizer in {str(file)!r} splits text by the rules {split!r} (tokenizer.ggml.pre), of which only "
+            f"the tokenizer in {str(file)!r} splits text by the rules {rules!r} (tokenizer.ggml.pre), of which only "
             f"{', '.join(known)} are known; save the model and its original tokenizer with save_pretrained, and pass "
             "that folder."
         )

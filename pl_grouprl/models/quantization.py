@@ -1,4 +1,4 @@
-"""A frozen base in 4 bits under a trained adapter (QLoRA, arXiv:2305.14314), by bitsandbytes."""
+"""Frozen base models in 4 bits, under a trained adapter (QLoRA, arXiv:2305.14314), by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @checked_arguments
 @dataclass(frozen=True)
 class FourBit:
-    """How the linear layers of a frozen model are stored: 4 bits per weight, and a scale for each 64 of them.
+    """How the linear layers of a frozen model are stored: 4 bits per weight, and a scale for every 64 weights.
 
     Embeddings, norms and the head keep the dtype of the policy.
 
     Attributes:
-        quant_type: `nf4` has a level for each 16-quantile of normally distributed weights, `fp4` is a float of 4 bits.
+        quant_type: `nf4` has levels at the 16-quantiles of a normal distribution, `fp4` is a float of 4 bits.
         double_quant: Store the scales with 8 bits: 4.127 bits per weight instead of 4.5.
         compute_dtype: Dtype in which a layer's weights are dequantized and multiplied.
 
@@ -67,32 +67,43 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def prepare_for_training(model: nn.Module) -> None:
-    """Make a model's 4-bit layers, if it has any, trainable through: with gradients, and known to PEFT.
+    """Prepare a model with 4-bit layers for an adapter: gradients flow through them, and PEFT recognizes them.
 
-    On CPUs with bfloat16 instructions, a layer of bitsandbytes that runs in evaluation mode repacks its weight
-    permanently, for a kernel that rounds to bfloat16 and has no gradient; later gradients would be zero. So that kernel
-    is switched off. PEFT looks for `is_loaded_in_4bit` on the model that gets the adapter, which may be a part of the
-    loaded one; so every part is marked.
+    Does nothing to a model without such layers.
+    """
+    if is_quantized(model):
+        _keep_gradients(model)
+        _mark_for_peft(model)
+
+
+def _keep_gradients(model: nn.Module) -> None:
+    """Switch off the kernel of bitsandbytes for CPUs with bfloat16 instructions.
+
+    It rounds to bfloat16 and has no gradient, and a layer that has used it, in evaluation mode, has repacked its weight
+    for good: later gradients would be zero.
     """
     for _, layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
-    if is_quantized(model):
-        for module in model.modules():
-            if hasattr(module, "get_input_embeddings"):
-                module.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def _mark_for_peft(model: nn.Module) -> None:
+    """Set `is_loaded_in_4bit` on every part that may get the adapter, not only on the model that was loaded."""
+    for module in model.modules():
+        if hasattr(module, "get_input_embeddings"):
+            module.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
 def whole_shape(parameter: Tensor) -> Sequence[int]:
-    """A parameter's shape; of a 4-bit one, that before packing."""
+    """A parameter's shape; for a 4-bit one, its shape before packing."""
     state = getattr(parameter, "quant_state", None)
     return parameter.shape if state is None else state.shape
 
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> None:
-    """Replace a model's 4-bit layers, in place, by linear layers with the same dequantized weights.
+    """Replace a model's 4-bit layers, in place, by linear layers with the dequantized weights.
 
-    PEFT's layers around them become those for linear layers, so merging an adapter rounds nothing to 4 bits.
+    PEFT's layers around them become layers around linear ones, so merging an adapter rounds nothing to 4 bits.
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -120,7 +131,7 @@ def _dequantized(layer: Any) -> nn.Linear:
 
 
 def _unmark(model: Any) -> None:
-    """Remove the marks of a quantized model, which transformers refuses to save or cast."""
+    """Remove the marks of a quantized model: transformers refuses to save or cast a model that has them."""
     for name in ("is_loaded_in_4bit", "is_quantized", "hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.config.__dict__.pop("quantization_config", None)

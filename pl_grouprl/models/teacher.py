@@ -12,31 +12,31 @@ from pl_grouprl.utilities.text import first_names
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:
-    """Refuse a teacher whose tokenizer gives other ids to the same tokens, or has other tokens.
+    """Refuse a teacher whose tokenizer has other tokens, or other ids for the same tokens.
 
     Raises:
-        ValueError: Names tokens that differ.
+        ValueError: If one token differs.
     """
-    own, theirs = student.get_vocab(), teacher.get_vocab()
-    differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differing:
         token = differing[0]
         raise ValueError(
             f"teacher has another tokenizer than policy: {len(differing)} tokens differ ({first_names(differing, 6)}); "
-            f"{token!r} has the id {theirs.get(token)} there and {own.get(token)} in the policy's. The teacher would "
+            f"{token!r} has the id {theirs.get(token)} there and {ours.get(token)} in the policy's. The teacher would "
             "score other text than was sampled; use one with the policy's tokenizer."
         )
 
 
 def check_pair(student: nn.Module, teacher: nn.Module) -> float:
-    """Refuse a teacher that cannot score the student's tokens, or that is the student.
+    """Refuse a teacher that cannot score the student's tokens, or is the student itself.
 
     Args:
         student: As loaded, before any training.
         teacher: As loaded.
 
     Returns:
-        The teacher's fingerprint.
+        The teacher's fingerprint, by which a resumed run recognizes it.
 
     Raises:
         ValueError: If the teacher's vocabulary is smaller, or the teacher is the student's initial or base model.
@@ -47,10 +47,10 @@ def check_pair(student: nn.Module, teacher: nn.Module) -> float:
             f"teacher has logits of {sizes[1]} tokens and policy of {sizes[0]}, so it could not score all that the "
             "policy may sample; use a teacher with as many."
         )
-    own = fingerprint(teacher)
-    if own == fingerprint(student, frozen_only=has_adapters(student)):
+    teacher_fingerprint = fingerprint(teacher)
+    if teacher_fingerprint == fingerprint(student, frozen_only=has_adapters(student)):
         raise ValueError(
             "teacher is the model that policy starts from, so there is nothing to learn from it; pass another model. "
             "To keep the policy near its start, set beta of GRPO."
         )
-    return own
+    return teacher_fingerprint

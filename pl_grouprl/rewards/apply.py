@@ -180,7 +180,7 @@ def apply_rewards(
     returns for another one of the group is the reward of the last token. A completion begins after the observation of
     its environment, so its tokens are `Rollout.completion_ids`.
 
-    Of an episode, functions of TRL's signature get the messages as `completions`, calls and results of tools included.
+    For an episode, functions of TRL's signature get the messages as `completions`, calls and results of tools included.
     They may also take `completion_mask`, per completion 1 for each token that the model wrote and 0 for the others, and
     `environments`, the environments themselves rather than copies; `environments` not in worker processes. As
     `solution_str`, functions of verl's signature get the whole completion decoded, results of tools included, as verl

@@ -43,7 +43,7 @@ raises ValueError if it cannot score it. An object with a true attribute `stays_
 processes, nor is an `async` function; every other one must then give a group's rewards whatever the other groups are,
 since workers call it once per group.
 
-Of an episode, functions see more: see `pl_grouprl.rewards.apply_rewards`. A function of verl's signature with a true
+For an episode, functions see more: see `pl_grouprl.rewards.apply_rewards`. A function of verl's signature with a true
 attribute `reads_final_answer` gets the content of the last assistant message as `solution_str`; one with an attribute
 `ground_truth_column` gets its reference from that column. A run refuses a function with a true attribute
 `needs_time_limit` unless workers run it with a `reward_timeout`. A method `extract_answer(text)`, or

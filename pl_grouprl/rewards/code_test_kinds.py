@@ -1,4 +1,4 @@
-"""Tests of programs: what is run in the sandbox, and the answer it is compared with, which never enters it."""
+"""Tests of programs: what runs in the sandbox, and the expected answer, which never enters it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pl_grouprl.rewards.sandbox.function_call import plain
 
 
 class CodeTest(Protocol):
-    """One test of a program: what is run, and the expected answer, which the program never sees."""
+    """One test of a program."""
 
     def passes(self, sandbox: Sandbox, code: str) -> bool:
-        """Run the code and judge its answer."""
+        """Run the code, and compare its answer with the expected one."""
         ...
 
 
@@ -39,14 +39,14 @@ class StdinTest:
 
 
 class ValueTest:
-    """Expects what is computed with a program's names to equal `expected`, compared as JSON: tuples count as lists.
+    """Expects a value computed with the program's names to equal `expected`. As JSON is compared, tuples equal lists.
 
     Args:
         request: What `sandbox/function_call.py` computes: a call of a function, or an expression.
-        expected: The expected value; it may have sets.
+        expected: The expected value; it may contain sets.
 
     Raises:
-        TypeError: If they are not JSON.
+        TypeError: If JSON cannot express one of them.
     """
 
     _driver = Path(__file__).with_name("sandbox") / "function_call.py"
@@ -58,16 +58,16 @@ class ValueTest:
     def passes(self, sandbox: Sandbox, code: str) -> bool:
         """Run the code and compute the value."""
         result = sandbox.run(self._driver.read_text(), self.request, {"/solution.py": code})
-        found, value = _returned(result)
-        return found and bool(value == self.expected)
+        returned, value = _read_value(result)
+        return returned and bool(value == self.expected)
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _returned(result: ProgramResult) -> tuple[bool, Any]:
-    """Whether a program returned an answer, and the answer."""
+def _read_value(result: ProgramResult) -> tuple[bool, Any]:
+    """Whether a program returned a value, and the value."""
     if result.ending != "exit":
         return False, None
     try:

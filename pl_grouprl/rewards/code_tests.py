@@ -22,9 +22,8 @@ class CodeTests:
     """The share of tests that the program in a completion passes. Has TRL's signature.
 
     The program is the completion's last block between lines of three backticks; without one the reward is 0. Each test
-    runs it afresh in a sandbox; see `pl_grouprl.rewards.sandbox.Sandbox` for what that prevents and requires. Answers
-    are compared in this process: a program's exit code and anything it claims about itself do not count, and it cannot
-    read the expected answers.
+    runs it in a new sandbox; see `pl_grouprl.rewards.sandbox.Sandbox` for what that prevents and requires. Answers are
+    compared in this process, so a program cannot read the expected ones, and what it claims about itself is ignored.
 
     Args:
         column: Data column with the tests of each prompt: a list (or its JSON) of
@@ -33,7 +32,7 @@ class CodeTests:
             or verl's `{"inputs": [...], "outputs": [...], "fn_name": ...}`, also as the `ground_truth` of
             `reward_model`. The reward does not apply to rows where it is None.
         all_or_nothing: Give 1 if all tests pass, otherwise 0, and stop at the first that fails.
-        max_concurrent: Programs that run at a time in each process.
+        max_concurrent: Number of programs that each process runs at a time.
         limits: Limits of each program, or a mapping of them.
 
     Raises:
@@ -94,13 +93,14 @@ class CodeTests:
             stopped.set()
             executor.shutdown(cancel_futures=True)
 
-    def _score(self, text: str, given: Any, stopped: threading.Event) -> float | None:
-        if given is None:
+    def _score(self, text: str, value: Any, stopped: threading.Event) -> float | None:
+        """The share of tests that a completion passes, given the value of the column."""
+        if value is None:
             return None
         code = extract_code(text)
         if code is None:
             return 0.0
-        tests, passed = read_tests(given, self.column), 0
+        tests, passed = read_tests(value, self.column), 0
         for test in tests:
             if stopped.is_set():
                 break

@@ -49,7 +49,7 @@ class CosineLengthReward:
         max_value_correct: Reward of a correct answer of length 0.
         exceed_value: Reward at `max_len` and beyond, right or wrong (the paper's r_e). None: no such penalty.
         threshold: Largest reward of `correct` that still counts as wrong.
-        unit: What lengths count: `token` (the paper) or `character` of the text (open-r1). Of an episode, only
+        unit: What lengths count: `token` (the paper) or `character` of the text (open-r1). In an episode, only
             those that the model wrote.
     """
 

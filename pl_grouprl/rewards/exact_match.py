@@ -17,7 +17,7 @@ class ExactMatch:
     """
 
     reads_final_answer = True
-    """Of an episode, the content of the last assistant message is the completion."""
+    """For an episode, the completion is the content of the last assistant message."""
 
     def __init__(self, strip: bool = True, ignore_case: bool = False) -> None:
         self.strip = strip

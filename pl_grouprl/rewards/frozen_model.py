@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["SequenceClassification", "TokenClassification"]
 
+_CLASSIFIES = {"SequenceClassification": "sequence", "TokenClassification": "token"}
+
 
 class FrozenModel:
     """A classifier of sequences or tokens, by name or already loaded, with the options of `ModelReward`.
@@ -34,15 +36,15 @@ class FrozenModel:
         owner: Name of the reward's class, for errors.
         kind: Which of transformers' classifiers it must be.
         model: Name, folder, or transformers model.
-        max_tokens_per_pass: Most tokens of a forward pass, unless a group has more.
-        sharing: Whether shared prefixes are encoded once.
+        max_tokens_per_pass: Limit on the tokens of a forward pass. A group with more of them has a pass to itself.
+        sharing: `shared` encodes prompts once, `repeated` once per rollout.
         attention_backend: As in `pl_grouprl.attention.shared_prefix`.
-        device: Where it runs; `auto` is this process's GPU, or where a model that was passed already is.
-        dtype: As in `PretrainedPolicy`, as are the others.
+        device: Where it runs. `auto` is this process's GPU, or for a model that was passed, where it already is.
+        dtype: As in `PretrainedPolicy`, as are all options below.
         attn_implementation: As in transformers.
-        revision: Branch, tag or commit.
-        trust_remote_code: Run code of the checkpoint.
-        allow_mismatched_weights: Patterns of weights.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run model code that comes with the checkpoint.
+        allow_mismatched_weights: Weights that may be missing, unexpected or of another shape.
 
     Raises:
         FileNotFoundError: If `model` is a path that is no folder.
@@ -72,7 +74,7 @@ class FrozenModel:
             raise ValueError(f"{owner}.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
         check_patterns(allow_mismatched_weights, owner)
         _check_type(model, owner)
-        get_backend(attention_backend, "attention_backend")  # an unknown name is an error here, not at the first reward
+        get_backend(attention_backend, "attention_backend")  # refuses an unknown name now, not at the first reward
         self.owner = owner
         self.kind = kind
         self.model = model
@@ -100,7 +102,7 @@ class FrozenModel:
         Raises:
             OSError, ValueError: If it cannot be loaded or used.
         """
-        model = self._load().eval()
+        model = self._load_or_move().eval()
         head = score_head(model, self.kind)
         if self.sharing == "shared":
             with shared_prefix(model, self.attention_backend):  # refuses a model that cannot share
@@ -118,25 +120,25 @@ class FrozenModel:
             ValueError: If it is None and the model has several, or it is out of range.
         """
         labels = model.config.num_labels
-        settled = 0 if label is None and labels == 1 else label
-        if settled is None or not 0 <= settled < labels:
+        chosen = 0 if label is None and labels == 1 else label
+        if chosen is None or not 0 <= chosen < labels:
             raise ValueError(
                 f"{self.owner}.label is {label}, and {type(model).__name__} has {labels} labels; pass a label from "
                 f"0 to {labels - 1}."
             )
-        return settled
+        return chosen
 
     def states(self, model: Any, groups: list[RolloutGroup]) -> Iterator[tuple[ScoringBatch, Tensor]]:
-        """Run groups in passes; yields each batch and the hidden states of its positions, shape [T, D].
+        """Run the model over groups, pass by pass; yields each pass's batch and its hidden states, shape [T, D].
 
-        Iterate under `torch.no_grad()`. The loop's body runs inside the context of its pass: prefixes are shared, and
-        autocast is off.
+        Iterate under `torch.no_grad()`. The body of the caller's loop runs in the context of its pass: prefixes are
+        shared, and autocast is off.
 
         Raises:
             RewardConfigurationError: If a token id is beyond the model's embeddings.
         """
-        for part in _passes(groups, self.sharing, self.max_tokens_per_pass):
-            batch = pack(part, self.sharing, device=model.device)
+        for groups_of_pass in _passes(groups, self.sharing, self.max_tokens_per_pass):
+            batch = pack(groups_of_pass, self.sharing, device=model.device)
             self._check_tokens(model, batch)
             context = nullcontext() if self.sharing == "repeated" else shared_prefix(model, self.attention_backend)
             memory = naming_memory(
@@ -159,21 +161,21 @@ class FrozenModel:
                 f"policy's, so pass its own tokenizer: {self.owner}(..., tokenizer=...)."
             )
 
-    def _load(self) -> Any:
+    def _load_or_move(self) -> Any:
         if self.checkpoint is None:
             return self.model if self.device == "auto" else self.model.to(self.device)
         if not is_classifier(self.checkpoint.load_config(), self.kind):
             raise ValueError(
-                f"{self!r} is not a {'sequence' if self.kind[0] == 'S' else 'token'} classifier, so it has no head "
-                f"that scores; pass a checkpoint of a ...For{self.kind} model."
+                f"{self!r} is not a {_CLASSIFIES[self.kind]} classifier, so it has no head that scores; pass a "
+                f"checkpoint of a ...For{self.kind} model."
             )
-        cuda = torch.cuda.is_available()
-        device = ("cuda" if cuda else "cpu") if self.device == "auto" else self.device  # "cuda": this rank's
+        available = "cuda" if torch.cuda.is_available() else "cpu"  # "cuda" is the GPU of this rank
+        device = available if self.device == "auto" else self.device
         return self.checkpoint.load_as(f"AutoModelFor{self.kind}").to(device)
 
 
 def load_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of a name or folder; any other object as it is."""
+    """Load a tokenizer by name or folder; return any other object as it is."""
     return PretrainedPolicy(tokenizer).load_tokenizer() if isinstance(tokenizer, str) else tokenizer
 
 
@@ -181,7 +183,7 @@ def check_label(label: int | None, owner: str) -> None:
     """Refuse anything but None or an integer from 0.
 
     Raises:
-        ValueError: Names the option.
+        ValueError: If it is anything else.
     """
     if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
         raise ValueError(f"{owner}.label is {label!r}; pass the number of a label, counted from 0.")
@@ -190,8 +192,13 @@ def check_label(label: int | None, owner: str) -> None:
 def check_tokenizer(tokenizer: Any, owner: str, otherwise: str) -> None:
     """Refuse anything but None, a name or a tokenizer.
 
+    Args:
+        tokenizer: The option.
+        owner: Name of the reward's class.
+        otherwise: What None means, for the error.
+
     Raises:
-        TypeError: Names the option, and what None means.
+        TypeError: If it is anything else.
     """
     if tokenizer is not None and not isinstance(tokenizer, str) and not callable(tokenizer):
         raise TypeError(
@@ -208,19 +215,20 @@ def _check_type(model: Any, owner: str) -> None:
         )
 
 
-def _passes(groups: list[RolloutGroup], sharing: Sharing, budget: int) -> Iterator[list[RolloutGroup]]:
-    """Divide groups, in order, into passes of at most `budget` tokens, or of one group."""
-    part: list[RolloutGroup] = []
+def _passes(groups: list[RolloutGroup], sharing: Sharing, max_tokens: int) -> Iterator[list[RolloutGroup]]:
+    """Divide groups, in order, into passes of at most `max_tokens` tokens, or of one group."""
+    current: list[RolloutGroup] = []
     for group in groups:
-        if part and _tokens_run([*part, group], sharing) > budget:
-            yield part
-            part = []
-        part.append(group)
-    if part:
-        yield part
+        if current and _num_tokens([*current, group], sharing) > max_tokens:
+            yield current
+            current = []
+        current.append(group)
+    if current:
+        yield current
 
 
-def _tokens_run(groups: list[RolloutGroup], sharing: Sharing) -> int:
+def _num_tokens(groups: list[RolloutGroup], sharing: Sharing) -> int:
+    """The tokens of a pass; with repeated prefixes, rows are padded to the longest."""
     if sharing == "shared":
         return sum(len(group.prompt_ids) + sum(len(r.token_ids) for r in group.rollouts) for group in groups)
     lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts]

@@ -26,7 +26,7 @@ class LeadingCorrectCharacters:
     """
 
     reads_final_answer = True
-    """Of an episode, the content of the last assistant message is the completion."""
+    """For an episode, the completion is the content of the last assistant message."""
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None

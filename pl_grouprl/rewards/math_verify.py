@@ -23,10 +23,9 @@ class MathVerify:
     `accuracy_reward`; with `reference="answer"` the reference is read as verl's `math_verify.compute_score` reads it. A
     reference in which nothing can be parsed gives None: the reward does not apply.
 
-    Comparing `9^{9^{9}}` with anything takes forever. The library's time limit works by a signal, only on a main
-    thread, and calls the answer wrong. It is therefore off here, which makes the reward usable from any thread, and a
-    run must set `reward_workers` and `reward_timeout`: a worker that takes too long is killed, and the rollout has no
-    reward instead of 0.
+    Comparing `9^{9^{9}}` with anything takes forever. The library's own time limit is off here: it uses a signal, so it
+    works only on a main thread, and it calls the answer wrong. Instead, a run must set `reward_workers` and
+    `reward_timeout`: a worker that takes too long is killed, and the rollout has no reward, rather than 0.
 
     Args:
         reference: `answer`: the reference is the bare answer, such as `x^2+1`. `solution`: it is text that contains
@@ -41,7 +40,7 @@ class MathVerify:
     """
 
     reads_final_answer = True
-    """Of an episode, the content of the last assistant message is the completion."""
+    """For an episode, the completion is the content of the last assistant message."""
 
     needs_time_limit = True
     """Runs are refused without `reward_workers` and `reward_timeout`."""
@@ -59,11 +58,11 @@ class MathVerify:
 
     @property
     def ground_truth_column(self) -> str | None:
-        """Where reward functions of verl's signature say which column has their reference."""
+        """The attribute in which functions of verl's signature name the column of their reference."""
         return self.column
 
     def set_up(self) -> None:
-        """Import the library before the first call, whose time is limited."""
+        """Import the library now: the time of a call is limited."""
         self("", r"\boxed{1}", "1")
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
@@ -91,8 +90,8 @@ class MathVerify:
     def extract_answer(self, text: str) -> str | None:
         r"""The answer in a completion as text, for majority votes; None if there is none.
 
-        That is the content of the last `\boxed{...}`, or with `extraction="any"` the last number if there is no box.
-        Nothing is evaluated, so no time limit is needed.
+        It is the content of the last `\boxed{...}`. Without a box, `extraction="any"` takes the last number. Nothing is
+        evaluated, so no time limit is needed.
         """
         boxed = _last_boxed(text)
         if boxed is not None or self.extraction == "latex":
@@ -135,7 +134,7 @@ def _library() -> Any:
 
 def _last_boxed(text: str) -> str | None:
     r"""The content of the `\boxed{...}` that closes last, without white space at its ends; one pass over the text."""
-    opened: list[int | None] = []  # of each open brace: where the content of its box begins, if it is a box
+    opened: list[int | None] = []  # for each open brace: where its content begins, or None if it does not open a box
     last: str | None = None
     for match in _BRACES.finditer(text):
         if match[0] != "}":

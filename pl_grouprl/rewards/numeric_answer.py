@@ -45,7 +45,7 @@ class NumericAnswer:
     """
 
     reads_final_answer = True
-    """Of an episode, the content of the last assistant message is the completion."""
+    """For an episode, the completion is the content of the last assistant message."""
 
     def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
         if method not in ("strict", "flexible"):

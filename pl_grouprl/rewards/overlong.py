@@ -20,7 +20,7 @@ class OverlongPenalty:
         penalty * ((L - C) - y) / C      L - C < y <= L
         -penalty                         y > L
 
-    Of an episode, only tokens that the model wrote count. Add it to a reward for correctness; by itself it only teaches
+    In an episode, only tokens that the model wrote count. Add it to a reward for correctness; by itself it only teaches
     brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
     `overlong_buffer_cfg` (`len`, `penalty_factor`, with `max_resp_len`) give the same numbers.
 

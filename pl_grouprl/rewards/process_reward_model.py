@@ -1,4 +1,4 @@
-"""A process reward model: a token classifier that scores each step of completions, with shared prefixes encoded once.
+"""A process reward model: a token classifier that scores each step of a completion. Shared prefixes are encoded once.
 
 Legend: S steps of a pass, D hidden size, C labels.
 """
@@ -25,12 +25,12 @@ from pl_grouprl.utilities.describe import identity, is_plain
 
 @checked_arguments
 class ProcessRewardModel:
-    """The probability that a `...ForTokenClassification` model gives to each step of a completion being right.
+    """The probability that each step of a completion is right, by a `...ForTokenClassification` model.
 
-    Returns a reward per token: the probability of `label` (softmax over labels) at the last token of each step, None at
-    all other tokens. A step ends with `separator`, or with the completion; the end token belongs to no step. By default
-    scores are read at the last token of a step, where TRL's `PRMTrainer` trains them. With `step_token`, that token is
-    inserted after each step and the score is read at it, as Qwen2.5-Math-PRM does with `<extra_0>`.
+    Returns a reward per token: at the last token of each step the probability of `label` (softmax over labels), at all
+    other tokens None. A step ends with `separator`, or with the completion; the end token belongs to no step. By
+    default, scores are read at the last token of a step, where TRL's `PRMTrainer` trains them. With `step_token`, that
+    token is inserted after each step and the score is read there, as Qwen2.5-Math-PRM does with `<extra_0>`.
 
     The model reads the policy's token ids, prompt included, so it must have the policy's tokenizer. It is loaded when
     the run is set up, or at the first call, stays in evaluation mode and is never trained. Completions of several turns
@@ -39,10 +39,10 @@ class ProcessRewardModel:
     Args:
         model: Name on the model hub or a local folder; or a transformers model, which is put into evaluation mode.
         separator: Text at which a step ends.
-        label: The label whose probability is the reward; 1 is "right" in TRL's data. None for a model with one label,
-            whose logit is then the reward.
-        tokenizer: Decodes completions to find where steps end: the policy's, or its name or folder. None: that of the
-            folder `model`.
+        label: The label whose probability is the reward; 1 is "right" in TRL's data. None is for a model with one
+            label, whose logit is then the reward.
+        tokenizer: Decodes completions, to find where steps end: the policy's tokenizer, or its name or folder. None:
+            that of the folder `model`.
         step_token: Text of the token to insert after each step.
         max_tokens_per_pass: As in `ModelReward`, as are all options below.
         sharing: `shared` encodes prompts once, `repeated` once per rollout.
@@ -126,7 +126,7 @@ class ProcessRewardModel:
 
         Raises:
             RewardConfigurationError: If one cannot be loaded, the model is no token classifier or cannot share
-                prefixes, its label is not settled, or `step_token` is no single token.
+                prefixes, `label` does not fit it, or `step_token` is no single token.
         """
         self._load()
 
@@ -135,10 +135,10 @@ class ProcessRewardModel:
         """Score every step of every rollout.
 
         Args:
-            groups: Prompts with their rollouts; they are left as they are.
+            groups: Prompts with their rollouts; not modified.
 
         Returns:
-            For each group and each rollout one number or None per token of its completion.
+            For each group and each of its rollouts, one number or None per token of the completion.
 
         Raises:
             RewardConfigurationError: As `set_up` does; also if the model's tokens are not the policy's, or a completion
@@ -146,24 +146,27 @@ class ProcessRewardModel:
         """
         loaded = self._load()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        ends = [self._steps(loaded.tokenizer, rollout) for rollout in rollouts]
+        for rollout in rollouts:
+            self._check_rollout(loaded.tokenizer, rollout)
+        ends = [step_ends(rollout.token_ids, loaded.tokenizer, self.separator) for rollout in rollouts]
         scores = iter(self._score_steps(loaded, groups, ends))
-        rows = iter([_spread(scores, own, len(rollout.token_ids)) for rollout, own in zip(rollouts, ends, strict=True)])
-        return [[next(rows) for _ in group.rollouts] for group in groups]
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        rewards = iter([_token_rewards(scores, *steps) for steps in zip(ends, lengths, strict=True)])
+        return [[next(rewards) for _ in group.rollouts] for group in groups]
 
     def _score_steps(self, loaded: _Loaded, groups: Sequence[RolloutGroup], ends: list[list[int]]) -> list[float]:
-        """The score of each step, rollout after rollout; `ends` has the steps of each rollout."""
-        remaining = iter(ends)
+        """The scores of all steps, rollout after rollout, given where the steps of each rollout end."""
+        next_ends = iter(ends)
         marked = [
-            RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(r, next(remaining)) for r in group.rollouts])
+            RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(r, next(next_ends)) for r in group.rollouts])
             for group in groups
             if group.rollouts
         ]
-        places = iter([loaded.places(own) for own in ends])
+        read_at = iter([loaded.read_at(ends_of_rollout) for ends_of_rollout in ends])
         head = score_head(loaded.model, "TokenClassification")
         scores: list[float] = []
         for batch, states_TD in self._network.states(loaded.model, marked):
-            index_S = _positions(batch, [next(places) for _ in batch.rollout_lengths])
+            index_S = _batch_positions(batch, [next(read_at) for _ in batch.rollout_lengths])
             logits_SC = head(states_TD.index_select(0, index_S)).float()
             probabilities_SC = logits_SC.softmax(dim=1) if logits_SC.shape[1] > 1 else logits_SC
             scores += probabilities_SC[:, loaded.label].tolist()
@@ -174,8 +177,8 @@ class ProcessRewardModel:
         parts = {name: getattr(self, name) for name in ("model", "separator", "label", "tokenizer", "step_token")}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 
-    def _steps(self, tokenizer: Any, rollout: Rollout) -> list[int]:
-        """The last token of each step of a completion."""
+    def _check_rollout(self, tokenizer: Any, rollout: Rollout) -> None:
+        """Refuse completions of several turns, and tokens that are not the model's."""
         if rollout.messages is not None:
             raise RewardConfigurationError(
                 f"{self!r} scores completions of one turn, and this one has several; write a reward function of groups "
@@ -187,7 +190,6 @@ class ProcessRewardModel:
                 f"{self!r}: its tokenizer decodes a completion as {text!r:.80}, and the policy's as "
                 f"{rollout.text!r:.80}; a process reward model must have the policy's tokens."
             )
-        return step_ends(rollout.token_ids, tokenizer, self.separator)
 
     def _load(self) -> _Loaded:
         if self._loaded is None:
@@ -212,6 +214,8 @@ class ProcessRewardModel:
 
 @dataclass(frozen=True)
 class _Loaded:
+    """The model and what depends on it; `step_id` is the id of the step token, None if there is none."""
+
     model: Any
     tokenizer: Any
     label: int
@@ -221,34 +225,33 @@ class _Loaded:
         """The rollout with the step token after each step."""
         if self.step_id is None:
             return Rollout(rollout.token_ids)
-        last = set(ends)
-        return Rollout(
-            [
-                token
-                for index, own in enumerate(rollout.token_ids)
-                for token in ((own, self.step_id) if index in last else (own,))
-            ]
-        )
+        last_of_steps = set(ends)
+        token_ids: list[int] = []
+        for index, token in enumerate(rollout.token_ids):
+            token_ids.append(token)
+            if index in last_of_steps:
+                token_ids.append(self.step_id)
+        return Rollout(token_ids)
 
-    def places(self, ends: list[int]) -> list[int]:
-        """Where the scores are read, counted from the completion's first token, step tokens included."""
+    def read_at(self, ends: list[int]) -> list[int]:
+        """The tokens at which scores are read, counted from the completion's first, step tokens included."""
         return ends if self.step_id is None else [end + number + 1 for number, end in enumerate(ends)]
 
 
-def _spread(scores: Iterator[float], ends: list[int], length: int) -> list[float | None]:
-    """A completion's reward per token, taking the scores of its steps."""
-    row: list[float | None] = [None] * length
+def _token_rewards(scores: Iterator[float], ends: list[int], length: int) -> list[float | None]:
+    """A completion's reward per token; takes the scores of its steps from the iterator."""
+    rewards: list[float | None] = [None] * length
     for end in ends:
-        row[end] = next(scores)
-    return row
+        rewards[end] = next(scores)
+    return rewards
 
 
-def _positions(batch: ScoringBatch, places: list[list[int]]) -> Tensor:
-    """Positions in the batch of the given tokens of each rollout, counted from its first response token."""
+def _batch_positions(batch: ScoringBatch, tokens: list[list[int]]) -> Tensor:
+    """Positions in the batch of tokens of its rollouts, each counted from its rollout's first response token."""
     predicting, final = batch.predict_index_N.tolist(), batch.final_index_B.tolist()
     index, start = [], 0
-    for length, last, own in zip(batch.rollout_lengths, final, places, strict=True):
-        states = [*predicting[start + 1 : start + length], last]
-        index += [states[place] for place in own]
+    for length, last, tokens_of_rollout in zip(batch.rollout_lengths, final, tokens, strict=True):
+        positions = [*predicting[start + 1 : start + length], last]  # a token is where its successor is predicted
+        index += [positions[token] for token in tokens_of_rollout]
         start += length
     return torch.tensor(index, dtype=torch.long, device=batch.final_index_B.device)

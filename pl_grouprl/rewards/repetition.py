@@ -33,7 +33,7 @@ class RepetitionPenalty:
     """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
 
     On words it gives the numbers of open-r1's `get_repetition_penalty_reward`: words are what white space separates,
-    upper and lower case are the same. Languages without spaces between words need `unit="token"`. Of an episode, only
+    upper and lower case are the same. Languages without spaces between words need `unit="token"`. In an episode, only
     what the model wrote counts, all turns as one text.
 
     Args:

@@ -11,20 +11,17 @@ _BYTES_PER_CHARACTER = 4
 def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[int]:
     """Return the index of the last token of each step.
 
-    A step ends at the token that completes `separator`, whatever else is in that token, and at the last token of the
-    completion before its final special tokens. White space and separators alone are no step: they belong to the next
-    step, or at the end to none.
+    A step ends at the token that completes `separator`, whatever else that token contains. The last step ends with the
+    completion, before its final special tokens. White space and separators alone are no step: they belong to the next
+    step, and at the end of the completion to none.
 
     Args:
         token_ids: The completion.
         tokenizer: Decodes the token ids.
         separator: Text at which a step ends, not empty.
     """
-    special = set(tokenizer.all_special_ids)
-    length = len(token_ids)
-    while length and token_ids[length - 1] in special:
-        length -= 1
-    may_complete = _Completes(tokenizer, separator[-1])
+    length = _length_before_final(token_ids, set(tokenizer.all_special_ids))
+    may_complete = _MayComplete(tokenizer, separator[-1])
     window = _BYTES_PER_CHARACTER * len(separator)  # a token has at least one byte
     ends: list[int] = []
     start = 0
@@ -32,8 +29,8 @@ def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[
         if not may_complete(token_ids[index]):
             continue
         tail = token_ids[max(start, index + 1 - window) : index + 1]
-        before, now = (_decode(tokenizer, own).count(separator) for own in (tail[:-1], tail))
-        if now > before and _has_content(tokenizer, token_ids[start : index + 1], separator):
+        without, count = (_decode(tokenizer, tokens).count(separator) for tokens in (tail[:-1], tail))
+        if count > without and _has_content(tokenizer, token_ids[start : index + 1], separator):
             ends.append(index)
             start = index + 1
     if _has_content(tokenizer, token_ids[start:length], separator):
@@ -41,8 +38,16 @@ def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[
     return ends
 
 
-class _Completes:
-    """Whether a token may complete the separator: it contains its last character, or part of one."""
+def _length_before_final(token_ids: Sequence[int], special: set[int]) -> int:
+    """The length of a completion without its final special tokens."""
+    length = len(token_ids)
+    while length and token_ids[length - 1] in special:
+        length -= 1
+    return length
+
+
+class _MayComplete:
+    """Whether a token may complete the separator: it has the separator's last character, or part of some character."""
 
     def __init__(self, tokenizer: Any, character: str) -> None:
         self._tokenizer = tokenizer

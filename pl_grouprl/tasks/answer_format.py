@@ -1,4 +1,4 @@
-"""The form of an answer: writing one in it, and finding one in a completion."""
+"""Answer templates, such as `Answer: {answer}`: filling them in, and finding answers in completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_template(name: str, template: str, placeholder: str) -> None:
 
 
 def write_answer(template: str, answer: str) -> str:
-    """Put an answer into its template."""
+    """Fill an answer into its template."""
     return template.replace(ANSWER, answer)
 
 
@@ -29,12 +29,12 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
         template: Text with `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`. White space at its
             ends and around the answer is ignored.
         completion: What the model wrote.
-        num_lines: Number of lines of the answer if the template ends with `{answer}`; None: all that follow.
+        num_lines: Number of lines of the answer if the template ends with `{answer}`; None: all lines that follow.
 
     Returns:
-        The answer without white space at its ends, or None if the completion does not have the template's form.
+        The answer without white space at its ends, or None if the template's text is not in the completion.
     """
-    before, after = (part.strip() for part in template.split(ANSWER))
+    before, after = text_around(template)
     if after:
         found = re.findall(f"{re.escape(before)}(.*?){re.escape(after)}", completion, re.DOTALL)
         return found[-1].strip() if found else None
@@ -52,6 +52,12 @@ def is_only_answer(template: str, completion: str, answer: str) -> bool:
         completion: What the model wrote.
         answer: What `extract_answer` found in it.
     """
-    before, after = (part.strip() for part in template.split(ANSWER))
+    before, after = text_around(template)
     text = completion.strip()
     return text.startswith(before) and text.removeprefix(before).removesuffix(after).strip() == answer
+
+
+def text_around(template: str) -> tuple[str, str]:
+    """The text before and after the answer, without white space at its ends."""
+    before, _, after = template.partition(ANSWER)
+    return before.strip(), after.strip()

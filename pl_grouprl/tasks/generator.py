@@ -22,7 +22,7 @@ from pl_grouprl.tasks.entries import encode_entry
 
 _PROGRAM = "from pl_grouprl.tasks.generator import main; main()"
 _DRAWING_ORDER = ("examples", "val", "test", "train")
-"""Splits in the order in which they are drawn: a larger training split leaves the others unchanged."""
+"""Splits in the order in which they are drawn: the training split is last, so its size does not change the others."""
 
 
 class GeneratorError(ValueError):
@@ -38,15 +38,15 @@ def generate(request: dict[str, Any]) -> list[dict[str, Any]]:
             are; `seed`; `split`.
 
     Returns:
-        For each task, its `examples`, and for each level the `config` and `entries` of the split. Examples and entries
-        are dictionaries with `question`, `answer` and the encoded `entry`.
+        For each task, its `examples` and its `levels`, each with its `config` and its `entries` in the split. Examples
+        and entries are dictionaries with `question`, `answer` and the encoded `entry`.
 
     Raises:
         GeneratorError: If a task is unknown, refuses its configuration, or has too few different questions.
         RuntimeError: If the process dies.
     """
     path = os.pathsep.join(folder for folder in sys.path if folder)
-    process = subprocess.run(  # noqa: S603 (our own)
+    process = subprocess.run(  # noqa: S603 (our own program)
         [sys.executable, "-c", _PROGRAM],
         input=json.dumps(request),
         capture_output=True,
@@ -82,7 +82,7 @@ def respond(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Task:
-    """One task: draws entries whose questions are all different."""
+    """One task of a request. Draws entries whose questions are all different."""
 
     def __init__(self, task: dict[str, Any], request: dict[str, Any]) -> None:
         self.name = task["name"]
@@ -93,7 +93,7 @@ class _Task:
         self.configs = task["configs"]
         if request["levels"] is not None:
             self.configs = library_levels(self.name, task["configs"][0], request["levels"])
-        self._seen: set[str] = set()
+        self._drawn_questions: set[str] = set()
 
     def generate(self) -> dict[str, Any]:
         drawn: dict[str, list[list[dict[str, Any]]]] = {}
@@ -108,27 +108,29 @@ class _Task:
             return drawn
         attempts = 20 * count + 1000
         for entry in self._entries(split, level, attempts):
-            if entry["question"] not in self._seen:
-                self._seen.add(entry["question"])
+            if entry["question"] not in self._drawn_questions:
+                self._drawn_questions.add(entry["question"])
                 drawn.append({name: entry[name] for name in ("question", "answer")} | {"entry": encode_entry(entry)})
             if len(drawn) == count:
                 return drawn
+        drawn_before = len(self._drawn_questions) - len(drawn)
         raise GeneratorError(
             f"task {self.name!r} with {self.configs[level]} has too few different questions: {len(drawn)} of {count} "
-            f"for {split!r} in {attempts} attempts, besides {len(self._seen) - len(drawn)} drawn before. Ask for fewer "
+            f"for {split!r} in {attempts} attempts, besides {drawn_before} drawn before. Ask for fewer "
             "(size, val_size, test_size), or widen the task's options."
         )
 
     def _entries(self, split: str, level: int, count: int) -> Iterator[dict[str, Any]]:
         text = json.dumps([self.seed, self.name, level, split])
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2  # the index is added: below 2**32
+        # Halved, so that the index can be added: NumPy takes seeds below 2**32.
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2
         dataset = _create(self.name, self.configs[level], seed=seed, size=count)
         for index in range(count):
-            _seed_global_numbers(seed + index)
+            _seed_global_generators(seed + index)
             yield dataset[index]
 
 
-def _seed_global_numbers(seed: int) -> None:
+def _seed_global_generators(seed: int) -> None:
     import numpy as np
 
     random.seed(seed)
@@ -162,7 +164,18 @@ def _options(name: str) -> list[str]:
 
 
 def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:
-    """Options of the first levels of the library's curriculum; a level leaves out the ranges of those below it."""
+    """Options of the first levels of the library's curriculum of a task.
+
+    Where a level is a range of values, it leaves out the ranges of the levels below it.
+
+    Args:
+        name: The task.
+        config: Options that the curriculum leaves open.
+        levels: Number of levels.
+
+    Raises:
+        GeneratorError: If there is no curriculum, it has fewer different levels, or it sets an option of `config`.
+    """
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
     from reasoning_gym.factory import create_curriculum, has_curriculum
 
@@ -170,18 +183,23 @@ def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[
         raise GeneratorError(f"the library has no curriculum for task {name!r}; list the options of each level.")
     context = DefaultCurriculumContext(RangeAttributeMode.UPPER_BOUND)
     curriculum = create_curriculum(name)
-    found: list[dict[str, Any]] = []
+    configs: list[dict[str, Any]] = []
     for level in range(levels):
         curriculum.set_global_level(level)
         chosen = dataclasses.asdict(curriculum.generate_configuration(context=context))
-        names = set(curriculum.get_global_level() or {}) | {
-            attribute.lower_field_name
-            for attribute in curriculum.attributes.values()
-            if hasattr(attribute, "lower_field_name")
-        }
-        if both := sorted(names & config.keys()):
-            raise GeneratorError(f"{both[0]!r} of task {name!r} is set by its curriculum; leave it out, or `levels`.")
-        found.append(config | {option: chosen[option] for option in sorted(names)})
-    if len({json.dumps(options) for options in found}) < levels:
+        names = _names_set_by(curriculum)
+        if clashing := sorted(names & config.keys()):
+            raise GeneratorError(
+                f"{clashing[0]!r} of task {name!r} is set by its curriculum; leave it out, or leave out `levels`."
+            )
+        configs.append(config | {option: chosen[option] for option in sorted(names)})
+    if len({json.dumps(options) for options in configs}) < levels:
         raise GeneratorError(f"the library's curriculum of task {name!r} has fewer than {levels} different levels.")
-    return found
+    return configs
+
+
+def _names_set_by(curriculum: Any) -> set[str]:
+    """The options that a curriculum sets; one with a range sets its lower bound, too."""
+    attributes = curriculum.attributes.values()
+    lower_bounds = {range_.lower_field_name for range_ in attributes if hasattr(range_, "lower_field_name")}
+    return lower_bounds | set(curriculum.get_global_level() or {})

@@ -25,9 +25,9 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
 def is_harmless(task: str, answer: str) -> bool:
     """Whether a task's scorer can read an answer without running code from it.
 
-    True for every task whose scorer evaluates nothing. For `LITERAL_TASKS` the answer must be a literal (numbers,
-    strings, lists) or no Python at all, which `eval` refuses to parse; for `FORMULA_TASKS` a formula of numbers, names
-    and elementary functions whose numbers stay below 4096 bits.
+    Always true of tasks whose scorer evaluates nothing. Of `LITERAL_TASKS`, the answer must be a literal (numbers,
+    strings, lists), or no Python at all, so that `eval` cannot even parse it. Of `FORMULA_TASKS`, it must be a formula
+    of numbers, names and elementary functions whose numbers stay below 4096 bits.
     """
     if task not in LITERAL_TASKS | FORMULA_TASKS:
         return True
@@ -63,14 +63,14 @@ def _bits(node: ast.expr) -> float:
         return _bits(node.operand)
     if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
         left, right = _bits(node.left), _bits(node.right)
-        return left * _largest_exponent(node.right, right) if isinstance(node.op, ast.Pow) else left + right
+        return left * _max_exponent(node.right, right) if isinstance(node.op, ast.Pow) else left + right
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         return math.inf if node.keywords else 64 + sum(map(_bits, node.args))
     return math.inf
 
 
-def _largest_exponent(node: ast.expr, bits: float) -> float:
-    """Upper bound on the value of an exponent that has so many bits."""
+def _max_exponent(node: ast.expr, bits: float) -> float:
+    """Upper bound on the value of an exponent, given the bound on its bits."""
     if isinstance(node, ast.Constant):
         return max(abs(node.value), 1)  # type: ignore[arg-type, type-var]
     return 2.0**bits if bits < 64 else math.inf

@@ -17,34 +17,34 @@ _EXTRA_INFO = ("task", "config", "entry", "answer_format")
 
 @checked_arguments
 class ReasoningGymScore:
-    """The score, from 0 to 1, that reasoning-gym gives to the answer in a completion. Has verl's signature.
+    """The score, from 0 to 1, that reasoning-gym gives the answer in a completion. Has verl's signature.
 
-    The answer is looked for in the form that the row asks for (`ReasoningGym.answer_format`). The score is 0 if there
-    is none, or the library's scorer cannot read it. Several scorers give partial credit to an answer that is nearly
-    right, or right in another form.
+    The answer is found by the template in its row (`ReasoningGym.answer_format`). The score is 0 if there is none, or
+    if the library's scorer cannot read it. Several scorers give partial credit to an answer that is nearly right, or
+    right in another form.
 
-    Some scorers evaluate answers as Python code. They get only literals or formulas of elementary functions, without
-    large powers; any other answer counts as none. Simplifying a formula may still take long, so run scorers in reward
-    workers with a time limit.
+    Some scorers evaluate answers as Python code. They get only literals, or formulas of elementary functions without
+    large powers; they get any other answer as None. Simplifying a formula may still take long, so run this reward in
+    reward workers with a time limit.
 
     Args:
         exact: 1 for a full score, 0 for anything less.
         only_answer: 0 for a completion that says anything before or after its answer. Otherwise a policy may learn to
-            write on after the answer, which costs it nothing.
+            keep writing after the answer, since that costs it nothing.
     """
 
     reads_final_answer = True
-    """Of an episode, the content of the last assistant message is the completion."""
+    """For an episode, the completion is the content of the last assistant message."""
 
     def __init__(self, exact: bool = False, only_answer: bool = False) -> None:
         require(REASONING_GYM_AVAILABLE, "ReasoningGymScore", "tasks")
         self.exact = exact
         self.only_answer = only_answer
-        self._tasks: dict[tuple[str, str], Any] = {}
+        self._scorers: dict[tuple[str, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the library's objects, which are made again."""
-        return vars(self) | {"_tasks": {}}
+        """Leave out the library's objects, which are made again when they are needed."""
+        return vars(self) | {"_scorers": {}}
 
     def set_up(self) -> None:
         """Import the library."""
@@ -62,7 +62,7 @@ class ReasoningGymScore:
             raise ValueError(
                 f"ReasoningGymScore: `extra_info` of the row lacks {missing}; use rows made by ReasoningGym."
             )
-        self._task(info)
+        self._scorer(info)
         decode_entry(info["entry"])
 
     def __call__(
@@ -78,20 +78,20 @@ class ReasoningGymScore:
             data_source: Not used.
             solution_str: The completion.
             extra_info: As `ReasoningGym` writes it.
-            ground_truth: Not used: the entry in `extra_info` has the answer.
+            ground_truth: Not used; the entry in `extra_info` has the answer.
         """
         entry = decode_entry(extra_info["entry"])
         template = extra_info["answer_format"]
         answer = extract_answer(template, solution_str, _num_lines(entry))
         if answer is None or (self.only_answer and not is_only_answer(template, solution_str, answer)):
             return 0.0
-        readable = answer if answer == entry["answer"] or is_harmless(extra_info["task"], answer) else None
-        task = self._task(extra_info)
+        passed_on = answer if answer == entry["answer"] or is_harmless(extra_info["task"], answer) else None
+        scorer = self._scorer(extra_info)
         try:
-            score = float(task.score_answer(readable, entry))
-        except MemoryError:  # a failure, which is counted
+            score = float(scorer.score_answer(passed_on, entry))
+        except MemoryError:  # counted as a failed reward rather than a score of 0
             raise
-        except Exception:  # scorers expect answers of some form, and completions may have any
+        except Exception:  # scorers expect some form, and an answer may have any
             return 0.0
         return float(score >= 1) if self.exact else score
 
@@ -100,16 +100,17 @@ class ReasoningGymScore:
         info = columns["extra_info"]
         return extract_answer(info["answer_format"], text, _num_lines(decode_entry(info["entry"])))
 
-    def _task(self, info: Mapping[str, Any]) -> Any:
-        key = (info["task"], info["config"])
-        if key not in self._tasks:
+    def _scorer(self, info: Mapping[str, Any]) -> Any:
+        """The library's data set of a row's task, which scores its answers."""
+        task, config = info["task"], info["config"]
+        if (task, config) not in self._scorers:
             from reasoning_gym.factory import create_dataset
 
-            self._tasks[key] = create_dataset(key[0], **json.loads(key[1]))
-        return self._tasks[key]
+            self._scorers[task, config] = create_dataset(task, **json.loads(config))
+        return self._scorers[task, config]
 
 
 def _num_lines(entry: Mapping[str, Any]) -> int | None:
-    """Lines of the reference; an answer has as many. None if there is no reference."""
+    """Number of lines of the reference, and so of an answer; None if there is no reference."""
     reference = entry["answer"]
     return None if reference is None else str(reference).strip().count("\n") + 1

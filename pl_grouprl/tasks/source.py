@@ -1,4 +1,4 @@
-"""Prompts of tasks that reasoning-gym generates, in splits without common questions."""
+"""Rows of tasks that reasoning-gym generates, in splits without common questions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pl_grouprl.tasks.answer_format import ANSWER, QUESTION, check_template, write_answer
+from pl_grouprl.tasks.answer_format import ANSWER, QUESTION, check_template, text_around, write_answer
 from pl_grouprl.tasks.generator import generate
 from pl_grouprl.tasks.task_options import divide, read_tasks
 from pl_grouprl.types import Messages
@@ -20,8 +20,8 @@ from pl_grouprl.utilities.options import check_options
 class ReasoningGym:
     """Rows of tasks from the library reasoning-gym, to be rewarded by `ReasoningGymScore`.
 
-    No question occurs twice, within a split or in two, or among the worked examples. The same arguments give the same
-    rows on every machine, and `val` and `test` do not depend on `size`.
+    No question occurs twice, be it in the same split, in different splits or among the worked examples. The same
+    arguments give the same rows on every machine, and `val` and `test` do not depend on `size`.
 
     Rows have the columns `prompt`, `answer` (the library's; None for tasks without a single right answer),
     `data_source` (the task's name, with `_level_1` and so on if there are levels), `level` (from 0) and `extra_info`,
@@ -31,9 +31,9 @@ class ReasoningGym:
         tasks: A task's name, a list of names, or a mapping of names to options of their generators. An option `weight`
             (1 by default) is the task's share of the rows. A list of options in place of one makes levels of rising
             difficulty, for the callback `Curriculum`; every task must then have as many.
-        size: Rows of split `train`, over all tasks and levels.
-        val_size: Rows of split `val`.
-        test_size: Rows of split `test`.
+        size: Number of rows of the split `train`, over all tasks and levels.
+        val_size: Number of rows of the split `val`.
+        test_size: Number of rows of the split `test`.
         seed: Determines all rows.
         levels: Take this many levels of difficulty from the library's own curriculum of each task; options of a task
             then set only what the curriculum leaves open.
@@ -72,9 +72,9 @@ class ReasoningGym:
         num_levels = levels or len(next(iter(self.tasks.values()))["configs"])
         fewest = len(self.tasks) * num_levels
         sizes = {"size": size, "val_size": val_size, "test_size": test_size}
-        at_least = f"0, or at least {fewest}: a row for each of {len(self.tasks)} tasks and {num_levels} levels"
+        allowed = f"0, or at least {fewest}: a row for each of {len(self.tasks)} tasks and {num_levels} levels"
         check_options(
-            {f"ReasoningGym.{name}": (n, n == 0 or n >= fewest, at_least) for name, n in sizes.items()}
+            {f"ReasoningGym.{name}": (n, n == 0 or n >= fewest, allowed) for name, n in sizes.items()}
             | {
                 "ReasoningGym.seed": (seed, seed >= 0, "0 or larger"),
                 "ReasoningGym.num_examples": (num_examples, num_examples >= 0, "0 or larger"),
@@ -82,7 +82,7 @@ class ReasoningGym:
         )
         check_template("ReasoningGym.question_format", question_format, QUESTION)
         check_template("ReasoningGym.answer_format", answer_format, ANSWER)
-        _check_mentioned(answer_format, (system_prompt, question_format), num_examples)
+        _check_shown(answer_format, (system_prompt, question_format), num_examples)
         self.sizes = {"train": size, "val": val_size, "test": test_size}
         self.seed = seed
         self.levels = levels
@@ -113,12 +113,12 @@ class ReasoningGym:
     def _request(self) -> dict[str, Any]:
         """The request to `generate`, without the split."""
         weights = [task["weight"] for task in self.tasks.values() for _ in range(self.num_levels)]
-        rows = {split: divide(size, weights) for split, size in self.sizes.items()}  # tasks in order, levels of each
+        shares = {split: divide(size, weights) for split, size in self.sizes.items()}  # by task, then by level
         tasks = []
         for index, (name, task) in enumerate(self.tasks.items()):
-            own = slice(index * self.num_levels, (index + 1) * self.num_levels)
-            counts = {split: numbers[own] for split, numbers in rows.items()}
-            counts["examples"] = [self.num_examples] + [0] * (self.num_levels - 1)
+            levels = slice(index * self.num_levels, (index + 1) * self.num_levels)
+            counts = {split: numbers[levels] for split, numbers in shares.items()}
+            counts["examples"] = [self.num_examples] + [0] * (self.num_levels - 1)  # of the easiest level
             tasks.append({"name": name, "configs": task["configs"], "counts": counts})
         return {"tasks": tasks, "seed": self.seed, "levels": self.levels}
 
@@ -129,15 +129,15 @@ class ReasoningGym:
                 yield self._row(name, level, part["config"], entry, examples)
 
     def _examples(self, name: str, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """Questions and answers as the model sees them."""
+        """The worked examples of a task: questions and answers as the model sees them."""
         if any(entry["answer"] is None for entry in entries):
             raise ValueError(
                 f"ReasoningGym.num_examples is {self.num_examples}, and task {name!r} has no reference answers; set it "
                 "to 0, or leave the task out."
             )
-        return [(self._ask(entry), write_answer(self.answer_format, entry["answer"])) for entry in entries]
+        return [(self._question(entry), write_answer(self.answer_format, entry["answer"])) for entry in entries]
 
-    def _ask(self, entry: Mapping[str, Any]) -> str:
+    def _question(self, entry: Mapping[str, Any]) -> str:
         return self.question_format.replace(QUESTION, entry["question"])
 
     def _row(
@@ -150,7 +150,7 @@ class ReasoningGym:
     ) -> dict[str, Any]:
         write = self._messages if self.chat else self._text
         return {
-            "prompt": write(examples, self._ask(entry)),
+            "prompt": write(examples, self._question(entry)),
             "answer": entry["answer"],
             "data_source": f"{name}_level_{level}" if self.num_levels > 1 else name,
             "level": level,
@@ -172,9 +172,9 @@ class ReasoningGym:
         return "\n\n".join([*before, *(f"{q}\n{a}" for q, a in examples), f"{question}\n"])
 
 
-def _check_mentioned(answer_format: str, texts: Sequence[str | None], num_examples: int) -> None:
-    """Refuse an answer format that the model is not shown."""
-    parts = [part.strip() for part in answer_format.split(ANSWER)]
+def _check_shown(answer_format: str, texts: Sequence[str | None], num_examples: int) -> None:
+    """Refuse an answer format that neither these texts nor examples show to the model."""
+    parts = text_around(answer_format)
     if num_examples == 0 and not all(any(part in (text or "") for text in texts) for part in parts):
         raise ValueError(
             f"ReasoningGym.answer_format is {answer_format!r}, and nothing tells the model so: say it in system_prompt "

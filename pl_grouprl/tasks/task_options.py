@@ -7,14 +7,14 @@ from typing import Any
 
 
 def read_tasks(tasks: str | list[str] | dict[str, Any], levels: int | None) -> dict[str, dict[str, Any]]:
-    """Bring the tasks into one form.
+    """Check the option `tasks`, and bring its forms into one.
 
     Args:
         tasks: A name, a list of names, or a mapping of names to options, as in `ReasoningGym`.
-        levels: Levels of the library's curriculum; None: the levels are those of the options.
+        levels: Number of levels of the library's curriculum; None: the levels are those listed in the options.
 
     Returns:
-        By name, its `weight` and its `configs`: the options of each level, without the weight.
+        For each name, the `weight`, and as `configs` the options of each level, without the weight.
 
     Raises:
         ValueError: If they are malformed, or tasks differ in their number of levels.
@@ -28,14 +28,7 @@ def read_tasks(tasks: str | list[str] | dict[str, Any], levels: int | None) -> d
     if not tasks:
         raise ValueError("ReasoningGym.tasks is empty; name at least one task.")
     read = {name: _read_task(name, options) for name, options in tasks.items()}
-    if levels is not None and levels < 1:
-        raise ValueError(f"ReasoningGym.levels is {levels}; it must be at least 1.")
-    numbers = {name: len(task["configs"]) for name, task in read.items()}
-    if len(set(numbers.values())) > 1 or (levels is not None and set(numbers.values()) != {1}):
-        raise ValueError(
-            f"ReasoningGym.tasks has these numbers of levels: {numbers}, with levels={levels}; list as many options "
-            "for every task, or set `levels` and list none."
-        )
+    _check_levels({name: len(task["configs"]) for name, task in read.items()}, levels)
     return read
 
 
@@ -48,12 +41,29 @@ def divide(total: int, weights: Sequence[float]) -> list[int]:
     """
     if total == 0:
         return [0] * len(weights)
-    exact = [(total - len(weights)) * weight / sum(weights) for weight in weights]
+    exact = [(total - len(weights)) * weight / sum(weights) for weight in weights]  # besides the row that each one gets
     shares = [1 + int(share) for share in exact]
     largest_remainders = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
     for i in largest_remainders[: total - sum(shares)]:
         shares[i] += 1
     return shares
+
+
+def _check_levels(listed: dict[str, int], levels: int | None) -> None:
+    """Refuse tasks with different numbers of levels, or with levels from two places.
+
+    Args:
+        listed: By task, for how many levels options are listed.
+        levels: As for `read_tasks`.
+    """
+    if levels is not None and levels < 1:
+        raise ValueError(f"ReasoningGym.levels is {levels}; it must be at least 1.")
+    different = set(listed.values())
+    if len(different) > 1 or (levels is not None and different != {1}):
+        raise ValueError(
+            f"ReasoningGym.tasks has these numbers of levels: {listed}, with levels={levels}; list as many options "
+            "for every task, or set `levels` and list none."
+        )
 
 
 def _read_task(name: str, options: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from bitsandbytes.optim import AdamW
 class AdamW8bit(AdamW):
     """AdamW with moments quantized in blocks (arXiv:2110.02861) in the groups whose `state_bits` is 8.
 
-    bitsandbytes has one number of bits for the whole optimizer, and a process-wide table of exceptions for single
-    weights, which would outlive a run.
+    bitsandbytes itself has one number of bits for the whole optimizer. Its table of exceptions for single weights is
+    process-wide, so it would outlive the run.
 
     Args:
-        groups: Parameter groups, each with `state_bits` and all options of AdamW.
+        groups: Parameter groups, each with `state_bits` (8 or 32) and all options of AdamW.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Finds the answers in completions, which vote in maj@k."""
+"""Finds the answers in completions, whose majority decides maj@k."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Answers = list[str | None]
 
 
 class AnswerExtractor:
-    """Finds the answer in a completion as a reward function does; without one that can, the whole text is the answer.
+    """Finds the answer in a completion as a reward function does, or else takes the whole text as the answer.
 
-    Of an episode, the text is the content of the last assistant message.
+    For an episode, the text is the content of the last assistant message.
 
     Args:
-        rewards: The first one with a method `extract_answer(text)`, or `extract_answer(text, columns)` with the columns
-            of the row, finds the answers. Without one, they are the texts, stripped.
+        rewards: Answers are found by the first one with a method `extract_answer(text)`, or
+            `extract_answer(text, columns)` with the columns of the row. Without one, they are the texts, stripped.
     """
 
     def __init__(self, rewards: Sequence[PreparedReward] = ()) -> None:

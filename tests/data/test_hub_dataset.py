@@ -137,7 +137,7 @@ def test_a_run_reads_and_resumes_by_the_rows(source):
 
 
 def test_blocks_are_read_when_indexed(source, monkeypatch):
-    monkeypatch.setattr("pl_grouprl.data.hub_dataset.BLOCK", 2)
+    monkeypatch.setattr("pl_grouprl.data.hub_loading.BLOCK", 2)
     rows = source().rows("train")
     assert [rows[index]["question"] for index in (4, 0, 1, 3)] == [f"train {index}?" for index in (4, 0, 1, 3)]
     rows[0]["question"] = "changed"

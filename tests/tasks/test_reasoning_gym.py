@@ -180,7 +180,7 @@ def test_a_scorer_out_of_memory_has_failed(rows, monkeypatch):
         raise MemoryError
 
     score, row = ReasoningGymScore(), rows["val"][0]
-    monkeypatch.setattr(score._task(row["extra_info"]), "score_answer", score_answer)
+    monkeypatch.setattr(score._scorer(row["extra_info"]), "score_answer", score_answer)
     with pytest.raises(MemoryError):
         score("", f"Answer: {row['answer']}", row["extra_info"])
 
@@ -250,7 +250,7 @@ def answer_to(tasks):
     ],
 )
 def test_tasks_that_are_refused(tasks, message, monkeypatch):
-    monkeypatch.setattr(generator, "_seed_global_numbers", lambda seed: None)
+    monkeypatch.setattr(generator, "_seed_global_generators", lambda seed: None)
     refused = answer_to(tasks)["refused"]
     assert all(part in refused for part in message.split(".*"))
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pl_grouprl.utilities.writes import OptionalWrites
 
 _MOST_IN_MEMORY = 16_384
-"""Number of replies; beyond it the least recently used are forgotten."""
+"""Number of replies; with more, the least recently used are forgotten."""
 
 
 class ReplyCache:

@@ -21,24 +21,23 @@ if TYPE_CHECKING:
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the first retry, doubled for each further one; and the longest wait that a server may ask for."""
 
-_LARGEST_ANSWER = 4 << 20
-"""In bytes."""
+_MAX_ANSWER_BYTES = 4 << 20
 
-_SHOWN = 300
-"""Bytes of an unexpected answer that errors show."""
+_SHOWN_BYTES = 300
+"""How much of an unexpected answer errors show."""
 
-_jitter = random.Random()  # the seeds of the run must not depend on the server
+_jitter = random.Random()  # the run's random numbers must not depend on how often the server fails
 
 
 class NoReplyError(RuntimeError):
     """A request that got no usable reply."""
 
 
-class _TryAgain(Exception):
-    """A failure that may pass; `wait` is the least number of seconds that the server asks to wait."""
+class _TransientError(Exception):
+    """A failure that a retry may overcome; `wait` is the number of seconds that the server asks to wait before it."""
 
-    def __init__(self, what: str, wait: float = 0.0) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
         self.wait = wait
 
 
@@ -52,14 +51,14 @@ class Reply:
 
 
 class ChatClient:
-    """Posts requests to one endpoint. Those of one event loop share connections, closed after the last of them.
+    """Posts requests to one endpoint. Those of one event loop share connections, which close after the last request.
 
     Statuses 429 and 5xx, broken connections and timeouts are retried, after pauses that double from one second to
     sixty, with jitter, and are no shorter than `Retry-After` asks for.
 
     Args:
         url: Of the endpoint, `.../chat/completions`.
-        max_concurrent: Requests under way at a time on one event loop, pauses included.
+        max_concurrent: Requests in flight on one event loop; a request that waits for its retry counts.
         timeout: Seconds for each attempt.
         max_retries: How often a request is retried.
     """
@@ -73,7 +72,7 @@ class ChatClient:
 
     @asynccontextmanager
     async def session(self, api_key: str | None) -> AsyncIterator[_Session]:
-        """The session of this event loop. It is closed when the last of those who share it leaves."""
+        """The session of this event loop, shared by all who ask for it and closed when the last of them leaves."""
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None:
@@ -91,6 +90,8 @@ class ChatClient:
 
 
 class _Session:
+    """Connections of one event loop, and the limit on the requests in flight; `users` counts those who share it."""
+
     def __init__(self, url: str, api_key: str | None, max_concurrent: int, timeout: float, max_retries: int) -> None:
         self.users = 0
         self._url, self._api_key, self._timeout, self._max_retries = url, api_key, timeout, max_retries
@@ -121,7 +122,7 @@ class _Session:
             tick()
             try:
                 return await self._attempt(body)
-            except _TryAgain as error:
+            except _TransientError as error:
                 if attempt == self._max_retries:
                     raise NoReplyError(f"{error} (attempt {attempt + 1} of {attempt + 1})") from error
                 if error.wait > _LONGEST_WAIT:
@@ -136,15 +137,15 @@ class _Session:
         try:
             status, headers, content = await asyncio.wait_for(self._post(body), self._timeout)
         except asyncio.TimeoutError as error:
-            raise _TryAgain(f"no answer within {self._timeout:g} seconds") from error
+            raise _TransientError(f"no answer within {self._timeout:g} seconds") from error
         except RequestError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+            raise _TransientError(f"{type(error).__name__}: {error}") from error
         if status == 200:
             return _read_reply(content)
-        what = f"status {status}: {content[:_SHOWN].decode(errors='replace')!r}"
+        reason = f"status {status}: {content[:_SHOWN_BYTES].decode(errors='replace')!r}"
         if status == 429 or status >= 500:
-            raise _TryAgain(what, _retry_after(headers.get("retry-after", "")))
-        raise NoReplyError(what)
+            raise _TransientError(reason, _retry_after(headers.get("retry-after", "")))
+        raise NoReplyError(reason)
 
     async def _post(self, body: bytes) -> tuple[int, Any, bytes]:
         async with self._http.stream("POST", self._url, content=body) as response:
@@ -154,7 +155,7 @@ class _Session:
         return response.status_code, response.headers, content
 
     def _without_key(self, text: str) -> str:
-        """Take out the key, which an error might repeat."""
+        """Mask the key, which an error might repeat."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
 
@@ -172,8 +173,8 @@ async def _read_limited(response: Response) -> bytes:
     content = bytearray()
     async for chunk in response.aiter_bytes():
         content += chunk
-        if len(content) > _LARGEST_ANSWER:
-            raise NoReplyError(f"the answer has more than {_LARGEST_ANSWER} bytes")
+        if len(content) > _MAX_ANSWER_BYTES:
+            raise NoReplyError(f"the answer has more than {_MAX_ANSWER_BYTES} bytes")
     return bytes(content)
 
 
@@ -185,7 +186,7 @@ def _read_reply(content: bytes) -> Reply:
         usage = answer.get("usage") or {}
         counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise NoReplyError(f"the answer is no chat completion: {content[:_SHOWN]!r}") from error
+        raise NoReplyError(f"the answer is no chat completion: {content[:_SHOWN_BYTES]!r}") from error
     if finish_reason == "length":
         raise NoReplyError("the reply was cut off; raise max_tokens")
     if not isinstance(text, str):
@@ -194,7 +195,7 @@ def _read_reply(content: bytes) -> Reply:
 
 
 def _retry_after(header: str) -> float:
-    """Seconds that a `Retry-After` asks to wait: a number, or a date; 0 if it is neither."""
+    """Seconds to wait by a `Retry-After`, which is a number or a date; 0 if it is neither."""
     try:
         return max(0.0, float(header))
     except ValueError:

@@ -21,7 +21,7 @@ _FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 def read_grade(reply: str, reply_format: ReplyFormat, scale: tuple[float, float]) -> float:
     """Return the grade in a reply.
 
-    In text, it is in the last line `Grade: N` (or `Grade: N/MAX`), or the whole reply is a number. In JSON, it is the
+    A text has it in its last line `Grade: N` (or `Grade: N/MAX`), or is nothing but a number. In JSON, it is the
     `score` of an object: the whole reply, the last fenced block, or the last object without nested braces.
 
     Args:
@@ -57,15 +57,15 @@ def format_number(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
 
 
-def _grade_of_text(reply: str, most: float) -> float:
+def _grade_of_text(reply: str, highest: float) -> float:
     if _BARE.fullmatch(reply.strip()):
         return float(reply)
     lines = list(_LINE.finditer(reply))
     if not lines:
         raise ValueError("there is no line `Grade: N`")
-    grade, of = lines[-1].groups()
-    if of is not None and float(of) != most:
-        raise ValueError(f"the grade is out of {of} rather than {format_number(most)}")
+    grade, maximum = lines[-1].groups()
+    if maximum is not None and float(maximum) != highest:
+        raise ValueError(f"the grade is out of {maximum} rather than {format_number(highest)}")
     return float(grade)
 
 

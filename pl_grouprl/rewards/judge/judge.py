@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
+import functools
 import json
 import logging
 import math
-import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.rewards.conventions import ground_truth_of
 from pl_grouprl.rewards.judge.cache import ReplyCache
-from pl_grouprl.rewards.judge.client import ChatClient, NoReplyError
+from pl_grouprl.rewards.judge.client import ChatClient
+from pl_grouprl.rewards.judge.endpoint import chat_url, check_base_url, check_key_variable, read_key
 from pl_grouprl.rewards.judge.grade import ReplyFormat, read_grade, response_format
 from pl_grouprl.rewards.judge.rubric import Rubric
+from pl_grouprl.rewards.judge.verdicts import Grader, Verdict
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.background_loop import BackgroundLoop
 from pl_grouprl.utilities.optional import HTTPX_AVAILABLE, require
@@ -27,35 +24,27 @@ from pl_grouprl.utilities.options import check_options
 
 log = logging.getLogger(__name__)
 
-_FIXED = ("messages", "model", "n", "stream")
-_TRIAL = "(This only tests the connection. Any grade on the scale will do.)"
+_SET_BY_JUDGE = ("messages", "model", "n", "stream")
+"""Fields of a request that `extra_body` may not have."""
 
-
-@dataclass(frozen=True)
-class _Verdict:
-    """The outcome of one request: a grade, or why there is none, and numbers to log."""
-
-    grade: float | None = None
-    failure: str = ""
-    cached: bool = False
-    numbers: dict[str, float] = field(default_factory=dict)
+_TRIAL_TEXT = "(This only tests the connection. Any grade on the scale will do.)"
 
 
 @checked_arguments
 class Judge:
-    """The grade that a language model gives to a completion by a rubric, from 0 (lowest) to 1 (highest).
+    """The grade that a language model gives a completion by a rubric, scaled to 0 (lowest) to 1 (highest).
 
     The model is asked over HTTP (`POST {base_url}/chat/completions`, the protocol of OpenAI, which vLLM, llama.cpp and
     others serve), at temperature 0. Has TRL's signature and is async: all completions of a rank are graded at the same
     time, `max_concurrent` requests at once.
 
     Prompts, completions and columns are marked as data in the request, by a marker that they cannot contain, and the
-    model is told to follow no instruction in them. A completion without a readable grade on the scale has failed: it
-    gets no reward, is counted in `rewards/Judge/invalid` and by the run's `max_failed_share`. Logged with each batch:
-    `grade` (on the scale), `cached` (share of grades that needed no request), and per request `latency` (seconds),
-    `prompt_tokens` and `completion_tokens`.
+    model is told to follow no instruction in them. A completion for which the reply has no grade on the scale has
+    failed: it gets no reward, is counted in `rewards/Judge/invalid`, and counts towards the run's `max_failed_share`.
+    Logged with each batch: `grade` (on the scale), `cached` (share of grades that needed no request), and per request
+    `latency` (seconds), `prompt_tokens` and `completion_tokens`.
 
-    When a run is set up, one trial request is made, so that a wrong address, model, key or format fails there.
+    A trial request when the run is set up finds a wrong address, model, key or format.
 
     Args:
         base_url: Address of the API, with its version: `http://localhost:8000/v1`.
@@ -63,7 +52,7 @@ class Judge:
         rubric: What earns which grade. Plain text, after which prompt and completion follow; or a template with
             `{completion}` and, if wanted, `{prompt}`, `{reference}` (the row's reference, found as for functions of
             verl's signature) and any column. `{{name}}` stands for a literal `{name}`. The reward does not apply to
-            rows in which one of the values is None.
+            rows where one of these is None.
         scale: The lowest and the highest grade.
         reply_format: `text` asks for a last line `Grade: N`, `json` for an object with a `score`; `json_schema` also
             makes the server enforce it (structured output), which not every server can.
@@ -72,12 +61,12 @@ class Judge:
             `max_tokens`: `{max_tokens: null, max_completion_tokens: 2048}`.
         api_key_env: Name of the environment variable with the API key, if the server wants one. The key itself is read
             for each batch, and never stored, logged or saved.
-        max_concurrent: Requests under way at a time, per process.
+        max_concurrent: Requests in flight at a time, per process.
         timeout: Seconds for each attempt at a request.
         max_retries: How often a request is retried after status 429 or 5xx, a broken connection or a timeout, with
             exponential pauses up to a minute, or as long as `Retry-After` says. Other statuses are not retried.
-        cache_dir: A folder that keeps the replies, for all ranks and for later runs. None: only this process remembers
-            its latest replies. Requests are looked up by their whole body.
+        cache_dir: A folder that keeps the replies, for all ranks and for later runs. None: each process remembers only
+            its own latest replies. A reply is reused only for an identical request.
 
     Raises:
         ModuleNotFoundError: If httpx is not installed (extra `judge`).
@@ -110,10 +99,10 @@ class Judge:
                 "Judge.max_retries": (max_retries, max_retries >= 0, "0 or larger"),
             }
         )
-        _check_url(base_url)
-        _check_variable(api_key_env)
-        if fixed := sorted(set(extra_body or {}) & set(_FIXED)):
-            raise ValueError(f"Judge.extra_body has {fixed}, which Judge sets itself; leave them out.")
+        check_base_url(base_url)
+        check_key_variable(api_key_env)
+        if reserved := sorted(set(extra_body or {}) & set(_SET_BY_JUDGE)):
+            raise ValueError(f"Judge.extra_body has {reserved}, which Judge sets itself; leave them out.")
         self.base_url = base_url
         self.model = model
         self.rubric = rubric
@@ -128,19 +117,19 @@ class Judge:
         self.cache_dir = cache_dir
         self._rubric = Rubric(rubric, scale, reply_format)
         self._trial_passed = False
-        self._connect()
+        self._grader = self._make_grader()
 
     def __repr__(self) -> str:
         return f"Judge({self.base_url!r}, {self.model!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out replies and connections."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("_client", "_cache")}
+        """Leave out connections and cached replies."""
+        kept = {name: value for name, value in vars(self).items() if name != "_grader"}
         return kept | {"_trial_passed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._connect()
+        self._grader = self._make_grader()
 
     def run_options(self) -> dict[str, Any]:
         """The options that decide its rewards; the others only change how they are obtained."""
@@ -155,15 +144,16 @@ class Judge:
         """
         if self._trial_passed:
             return
-        loop = BackgroundLoop("judge-trial")  # a notebook has one running on this thread
+        body = self._encode(dict.fromkeys(self._rubric.fields, _TRIAL_TEXT))
+        loop = BackgroundLoop("judge-trial")  # this thread may already run a loop, as in a notebook
         try:
-            verdict = loop.submit("Judge", self._make_trial()).result()
+            verdict = loop.submit("Judge", self._grader.ask([body])).result()[body]
         finally:
             loop.close()
         if verdict.grade is None:
             raise RewardConfigurationError(
-                f"{self!r}: a trial request to {self._client.url} gave no grade: {verdict.failure}. Check base_url "
-                "(which ends in /v1 on most servers), model, api_key_env and reply_format."
+                f"{self!r}: a trial request to {chat_url(self.base_url)} gave no grade: {verdict.failure}. Check "
+                "base_url (which ends in /v1 on most servers), model, api_key_env and reply_format."
             )
         self._trial_passed = True
 
@@ -173,7 +163,7 @@ class Judge:
         Raises:
             ValueError: Names what is missing.
         """
-        values = _values(columns)
+        values = _with_reference(columns)
         missing = sorted(self._rubric.fields - values.keys() - {"prompt", "completion"})
         if missing:
             raise ValueError(
@@ -187,130 +177,66 @@ class Judge:
         """Grade completions.
 
         Returns:
-            For each completion its reward as `score` (NaN if it failed), and numbers to log; None where the reward does
+            For each completion, its reward as `score` (NaN if it failed) and numbers to log; None where the reward does
             not apply.
 
         Raises:
             RewardConfigurationError: If the environment variable with the key is not set.
             ValueError: As `check_row` does.
         """
-        requests = [
+        bodies = [
             self._request(prompt, completion, {name: values[index] for name, values in columns.items()})
             for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
-        verdicts = await self._grade_all(list(dict.fromkeys(body for body in requests if body is not None)))
-        failures = [verdicts[body].failure for body in requests if body is not None and verdicts[body].failure]
-        if failures:
-            log.warning(
-                "%r gave no grade for %d of %d completions: %s.", self, len(failures), len(requests), failures[0]
-            )
+        verdicts = await self._grader.grade(list(dict.fromkeys(body for body in bodies if body is not None)))
+        self._warn_of_failures([None if body is None else verdicts[body] for body in bodies])
         scores: list[dict[str, Any] | None] = []
-        for body in requests:
-            scores.append(None if body is None else self._score(verdicts[body]))
-            if body is not None:  # the same completion again costs no request
-                verdicts[body] = replace(verdicts[body], cached=True, numbers={})
+        for body in bodies:
+            if body is None:
+                scores.append(None)
+                continue
+            scores.append(self._score(verdicts[body]))
+            verdicts[body] = verdicts[body].repeated()  # for a completion that occurs again
         return scores
 
-    def _score(self, verdict: _Verdict) -> dict[str, Any]:
+    def _warn_of_failures(self, verdicts: Sequence[Verdict | None]) -> None:
+        failures = [verdict.failure for verdict in verdicts if verdict is not None and verdict.failure]
+        if failures:
+            log.warning(
+                "%r gave no grade for %d of %d completions: %s.", self, len(failures), len(verdicts), failures[0]
+            )
+
+    def _score(self, verdict: Verdict) -> dict[str, Any]:
         if verdict.grade is None:
             return {"score": math.nan}
-        least, most = self.scale
-        score = (verdict.grade - least) / (most - least)
-        return {"score": score, "grade": verdict.grade, "cached": float(verdict.cached), **verdict.numbers}
+        lowest, highest = self.scale
+        score = (verdict.grade - lowest) / (highest - lowest)
+        return {"score": score, "grade": verdict.grade, "cached": float(verdict.cached), **verdict.cost}
 
     def _request(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> bytes | None:
-        """The body of a request; None where the reward does not apply."""
+        """The request for one completion's grade; None where the reward does not apply."""
         self.check_row(columns)
-        values = {**_values(columns), "prompt": prompt, "completion": completion}
-        if any(values[name] is None for name in self._rubric.fields):
-            return None
-        return self._body(values)
+        values = {**_with_reference(columns), "prompt": prompt, "completion": completion}
+        return None if any(values[name] is None for name in self._rubric.fields) else self._encode(values)
 
-    def _body(self, values: Mapping[str, Any]) -> bytes:
+    def _encode(self, values: Mapping[str, Any]) -> bytes:
+        """The body of a request that shows these values of the rubric's fields."""
         body: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
         if self.reply_format == "json_schema":
             body["response_format"] = response_format(self.scale)
         body |= {**self.extra_body, "messages": self._rubric.messages(values)}
         return json.dumps({name: value for name, value in body.items() if value is not None}, sort_keys=True).encode()
 
-    async def _grade_all(self, bodies: Sequence[bytes]) -> dict[bytes, _Verdict]:
-        verdicts = {body: verdict for body in bodies if (verdict := self._cached_verdict(body)) is not None}
-        unknown = [body for body in bodies if body not in verdicts]
-        if unknown:
-            async with self._client.session(self._api_key()) as session:
-                graded = await asyncio.gather(*(self._ask(session, body) for body in unknown))
-            verdicts |= zip(unknown, graded, strict=True)
-        return verdicts
-
-    def _cached_verdict(self, body: bytes) -> _Verdict | None:
-        reply = self._cache.get(_digest(body))
-        verdict = _Verdict() if reply is None else self._read(reply)
-        return None if verdict.grade is None else replace(verdict, cached=True)
-
-    async def _ask(self, session: Any, body: bytes) -> _Verdict:
-        try:
-            reply, seconds = await session.ask(body)
-        except NoReplyError as error:
-            return _Verdict(failure=str(error))
-        verdict = self._read(reply.text)
-        if verdict.grade is None:
-            return verdict
-        self._cache.put(_digest(body), reply.text)
-        tokens = {"prompt_tokens": float(reply.prompt_tokens), "completion_tokens": float(reply.completion_tokens)}
-        return replace(verdict, numbers={"latency": seconds, **tokens})
-
-    def _read(self, reply: str) -> _Verdict:
-        try:
-            return _Verdict(read_grade(reply, self.reply_format, self.scale))
-        except ValueError as error:
-            return _Verdict(failure=f"{error} in the reply {reply[-200:]!r}")
-
-    async def _make_trial(self) -> _Verdict:
-        async with self._client.session(self._api_key()) as session:
-            return await self._ask(session, self._body(dict.fromkeys(self._rubric.fields, _TRIAL)))
-
-    def _api_key(self) -> str | None:
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not (key and key.isascii() and key.isprintable()):
-            raise RewardConfigurationError(
-                f"{self!r}: the environment variable {self.api_key_env} (api_key_env) "
-                f"{'has characters that no header may have' if key else 'is not set'}; set it to the API key."
-            )
-        return key
-
-    def _connect(self) -> None:
-        url = f"{self.base_url.rstrip('/')}/chat/completions"
-        self._client = ChatClient(url, self.max_concurrent, self.timeout, self.max_retries)
-        self._cache = ReplyCache(self.cache_dir)
+    def _make_grader(self) -> Grader:
+        return Grader(
+            ChatClient(chat_url(self.base_url), self.max_concurrent, self.timeout, self.max_retries),
+            ReplyCache(self.cache_dir),
+            functools.partial(read_grade, reply_format=self.reply_format, scale=self.scale),
+            functools.partial(read_key, self.api_key_env, repr(self)),
+        )
 
 
-def _values(columns: Mapping[str, Any]) -> dict[str, Any]:
+def _with_reference(columns: Mapping[str, Any]) -> dict[str, Any]:
     """A row's columns, and its `reference` if it has one."""
     reference = ground_truth_of(columns)
     return {**({} if reference is None else {"reference": reference}), **columns}
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid or parts.query or parts.fragment:
-        raise ValueError(f"Judge.base_url is {url!r}; it must be like http://localhost:8000/v1.")
-    if "@" in parts.netloc:
-        raise ValueError("Judge.base_url has a user name or password; put a key into a variable: api_key_env.")
-
-
-def _check_variable(name: str | None) -> None:
-    if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ValueError(
-            "Judge.api_key_env is not the name of an environment variable (its value is not shown, as it might be the "
-            "key); put the key into a variable and pass the variable's name, such as OPENAI_API_KEY."
-        )
