@@ -60,3 +60,9 @@ def has_only_answer(template: str, completion: str, num_lines: int | None = None
     parts = [part for part in (before, after) if part]
     too_long = not after and num_lines is not None and answer.count("\n") >= num_lines
     return not too_long and not any(part in answer for part in parts)
+
+
+def is_recovered(template: str, answer: str) -> bool:
+    """Whether an answer that is written in a template is found in it again, and nothing else."""
+    text, num_lines = write_answer(template, answer), answer.strip().count("\n") + 1
+    return extract_answer(template, text, num_lines) == answer.strip() and has_only_answer(template, text, num_lines)
