@@ -52,11 +52,11 @@ def complete(model: Any, tokenizer: Any, prompts: list[Any], max_new_tokens: int
 
 
 def score(completion: str, row: dict[str, Any]) -> bool:
-    """Whether the library gives the full score to what follows `Answer:`."""
-    found = re.findall(r"Answer:(.*)", completion)
+    """Whether the completion is a line `Answer: X`, and the library gives X the full score."""
+    found = re.fullmatch(r"\s*Answer:(.*)\s*", completion)
     info = row["extra_info"]
     entry = {"answer": row["answer"], "metadata": {"source_dataset": info["task"]}}
-    return bool(found) and get_score_answer_fn(info["task"])(found[-1].strip(), entry) == 1
+    return found is not None and get_score_answer_fn(info["task"])(found[1].strip(), entry) == 1
 
 
 def main() -> dict[str, float]:

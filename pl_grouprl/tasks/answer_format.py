@@ -44,25 +44,20 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
     return "\n".join(rest.strip().split("\n")[:num_lines]).strip()
 
 
-def has_only_answer(template: str, completion: str, num_lines: int | None = None) -> bool:
-    """Whether a completion is one answer in its template, and nothing else but white space.
+def is_only_answer(template: str, completion: str, answer: str) -> bool:
+    """Whether a completion says nothing before or after its answer.
 
     Args:
         template: As for `extract_answer`.
         completion: What the model wrote.
-        num_lines: As for `extract_answer`; longer answers have something else after them.
+        answer: What `extract_answer` found in it.
     """
     before, after = (part.strip() for part in template.split(ANSWER))
     text = completion.strip()
-    if len(text) < len(before) + len(after) or not (text.startswith(before) and text.endswith(after)):
-        return False
-    answer = text[len(before) : len(text) - len(after)].strip()
-    parts = [part for part in (before, after) if part]
-    too_long = not after and num_lines is not None and answer.count("\n") >= num_lines
-    return not too_long and not any(part in answer for part in parts)
+    return text.startswith(before) and text.removeprefix(before).removesuffix(after).strip() == answer
 
 
 def is_recovered(template: str, answer: str) -> bool:
-    """Whether an answer that is written in a template is found in it again, and nothing else."""
-    text, num_lines = write_answer(template, answer), answer.strip().count("\n") + 1
-    return extract_answer(template, text, num_lines) == answer.strip() and has_only_answer(template, text, num_lines)
+    """Whether `extract_answer` finds an answer that is written in a template."""
+    num_lines = answer.strip().count("\n") + 1
+    return extract_answer(template, write_answer(template, answer), num_lines) == answer.strip()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pl_grouprl.tasks.answer_format import extract_answer, has_only_answer
+from pl_grouprl.tasks.answer_format import extract_answer, is_only_answer
 from pl_grouprl.tasks.entries import decode_entry
 from pl_grouprl.tasks.harmless import is_harmless
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -81,9 +81,9 @@ class ReasoningGymScore:
             ground_truth: Not used: the entry in `extra_info` has the answer.
         """
         entry = decode_entry(extra_info["entry"])
-        template, num_lines = extra_info["answer_format"], _num_lines(entry)
-        answer = extract_answer(template, solution_str, num_lines)
-        if answer is None or (self.only_answer and not has_only_answer(template, solution_str, num_lines)):
+        template = extra_info["answer_format"]
+        answer = extract_answer(template, solution_str, _num_lines(entry))
+        if answer is None or (self.only_answer and not is_only_answer(template, solution_str, answer)):
             return 0.0
         readable = answer if answer == entry["answer"] or is_harmless(extra_info["task"], answer) else None
         task = self._task(extra_info)

@@ -30,13 +30,16 @@ class Failures(Callback):
         self.counts.append(module.last_rollouts.metrics["rewards/Hostile/invalid"])
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(set(ATTACKS), marks=pytest.mark.slow)], ids=["quick", "all"])
-def test_the_run_goes_on(names, make_module, make_data, make_trainer, parameters, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("names", "timeout"),
+    [pytest.param(QUICK, 8.0, id="quick"), pytest.param(set(ATTACKS), 30.0, id="all", marks=pytest.mark.slow)],
+)
+def test_the_run_goes_on(names, timeout, make_module, make_data, make_trainer, parameters, tmp_path, capfd):
     reward, failures = Hostile(tmp_path, sorted(names)), Failures()
     module = make_module(
         rewards=reward,
         reward_workers=2,
-        reward_timeout=8.0,
+        reward_timeout=timeout,
         reward_memory_limit_mb=1024,
         reward_retries=0,
         max_failed_share=1.0,

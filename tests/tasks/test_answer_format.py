@@ -1,6 +1,6 @@
 import pytest
 
-from pl_grouprl.tasks.answer_format import extract_answer, has_only_answer, is_recovered, write_answer
+from pl_grouprl.tasks.answer_format import extract_answer, is_recovered, write_answer
 
 TAGS, LINE = "<answer>{answer}</answer>", "Answer: {answer}"
 
@@ -40,24 +40,6 @@ def test_tags_are_read_as_the_library_reads_them(completion):
 
 def test_braces_of_an_answer_stay():
     assert extract_answer(LINE, write_answer(LINE, '{"a": {answer}}'), 1) == '{"a": {answer}}'
-
-
-@pytest.mark.parametrize(
-    ("template", "completion", "num_lines", "expected"),
-    [
-        (LINE, " Answer: 12\n", 1, True),
-        (LINE, "Answer: 12\nas asked", 1, False),
-        (LINE, "So: Answer: 12", 1, False),
-        (LINE, "Answer: 1 Answer: 2", 1, False),
-        (LINE, "Answer:\n1 2\n3 4", 2, True),
-        (TAGS, "<answer> 12\n</answer>", 1, True),
-        (TAGS, "<answer>12</answer>.", 1, False),
-        (TAGS, "<answer>1</answer><answer>2</answer>", 1, False),
-        ("|{answer}|", "|", 1, False),
-    ],
-)
-def test_an_answer_and_nothing_else(template, completion, num_lines, expected):
-    assert has_only_answer(template, completion, num_lines) is expected
 
 
 @pytest.mark.parametrize(

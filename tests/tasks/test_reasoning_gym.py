@@ -8,6 +8,7 @@ from pl_grouprl.data.digest import digest_rows
 from pl_grouprl.data.sources import read_source
 from pl_grouprl.rewards import apply_rewards
 from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore, generator, source
+from pl_grouprl.tasks.answer_format import extract_answer, is_only_answer
 from pl_grouprl.tasks.entries import decode_entry, encode_entry
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -98,6 +99,40 @@ def test_the_scorer_is_a_reward_function_of_verls_signature(rows):
         apply_rewards([group], pickle.loads(pickle.dumps(ReasoningGymScore(exact))))
         rewards[exact] = [rollout.reward for rollout in rollouts]
     assert rewards == {False: [1.0, 0.5, 0.0], True: [1.0, 0.0, 0.0]}  # the library: 1 of 2 characters are the answer
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        ("Answer: {answer}", " Answer:  3\n", True),
+        ("Answer: {answer}", "Answer: 3\nfor 1 + 2 is 3", False),
+        ("Answer: {answer}", "So Answer: 3", False),
+        ("Answer: {answer}", "Answer: Answer: 3", False),
+        ("Answer: {answer}", "Answer:", True),
+        ("Answer: {answer}", "", False),
+        ("{answer}", "3", True),
+        ("{answer}", "3\n4", False),
+        ("<a>{answer}</a>", "<a>3</a>", True),
+        ("<a>{answer}</a>", "<a>3\n4</a>", True),  # its end is marked, so an answer may have any number of lines
+        ("<a>{answer}</a>", "<a>3</a>.", False),
+        ("<a>{answer}</a>", "<a>3</a><a>3</a>", False),
+        ("<a>{answer}</a>", "<a>", False),
+        ("|{answer}|", "|", False),
+        ("{answer}.", "3.", True),
+        ("{answer}.", "3. 3.", False),
+    ],
+)
+def test_a_completion_is_only_an_answer(template, text, expected):
+    answer = extract_answer(template, text, num_lines=1)
+    assert (answer is not None and is_only_answer(template, text, answer)) == expected
+
+
+def test_a_completion_that_says_more_than_its_answer_may_score_0(rows):
+    row = next(row for row in rows["train"] if row["data_source"] == "chain_sum")
+    strict = ReasoningGymScore(only_answer=True)
+    right = f"Answer: {row['answer']}"
+    texts = {right: 1.0, f"{right}\nThat was easy.": 0.0, f"I say {right}": 0.0, "Answer: ": 0.0, "": 0.0}
+    assert {text: strict("", text, row["extra_info"]) for text in texts} == texts
 
 
 def test_answers_vote_in_the_form_of_their_row(rows, score):
