@@ -153,6 +153,7 @@ class PromptDataModule(LightningDataModule):
             if self._source(split) is not None and split not in self.prompts:
                 self._load(split)
         if "train" in splits:
+            self._levels = {}  # those of an earlier fit
             self.train_dataloader()  # run its checks before anything else of the run
         for split in (split for split in splits if split in self.kept):
             left_out = len(self.prompts[split]) % self.batch_size if split == "train" and self.drop_last else 0

@@ -133,14 +133,17 @@ def load_tokenizer(location: str, gguf_file: str, revision: str | None = None) -
 
 @contextmanager
 def naming_gguf_file(file: Path | str) -> Iterator[None]:
-    """Name the file if reading it fails.
+    """Name the file if its content cannot be read.
 
     Raises:
+        OSError: If the system refuses to read it.
         ValueError: Names the file and the cause.
     """
     try:
         yield
-    except (ValueError, IndexError, KeyError, struct.error, NotImplementedError) as error:
+    except (ValueError, LookupError, OverflowError, struct.error, NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         cause = f"{' '.join(str(error).split()):.500} ({type(error).__name__})"
         raise ValueError(
             f"the GGUF file {str(file)!r} cannot be loaded: {cause}. If it is damaged, copy it again; if transformers "

@@ -101,9 +101,9 @@ def whole_shape(parameter: Tensor) -> Sequence[int]:
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> None:
-    """Replace a model's 4-bit layers, in place, by linear layers with the dequantized weights.
+    """Replace a model's 4-bit layers, in place, by layers of the original class with the same dequantized weights.
 
-    PEFT's layers around them become layers around linear ones, so merging an adapter rounds nothing to 4 bits.
+    PEFT's layers around them become those for such layers, so merging an adapter rounds nothing to 4 bits.
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -116,18 +116,34 @@ def dequantize(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is lora.Linear4bit:
             module.__class__ = lora.Linear
+            _tell_orientation(module)
         if getattr(module, "is_loaded_in_4bit", False):
             _unmark(module)
 
 
-def _dequantized(layer: Any) -> nn.Linear:
+def _dequantized(layer: Any) -> nn.Module:
     from bitsandbytes.functional import dequantize_4bit
+    from transformers.pytorch_utils import Conv1D
 
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    plain: nn.Module
+    if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):  # GPT-2's, which was transposed to be quantized
+        plain, weight = Conv1D(layer.out_features, layer.in_features), weight.T.contiguous()
+    else:
+        plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
     plain.bias = layer.bias
     return plain
+
+
+def _tell_orientation(adapter: Any) -> None:
+    """Tell the parts of a PEFT layer whether the weight that it wraps is transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    is_transposed = isinstance(adapter.get_base_layer(), Conv1D)
+    for part in adapter.modules():
+        if hasattr(part, "fan_in_fan_out"):
+            part.fan_in_fan_out = is_transposed
 
 
 def _unmark(model: Any) -> None:

@@ -48,7 +48,7 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
             if set_up := hook_of(rewards[name].function, "set_up"):
                 set_up()
         except Exception as error:
-            _send(pipe, {"configuration": _unloadable(name, error), "trace": traceback.format_exc()})
+            _send(pipe, {"configuration": _unloadable(name, error, memory_limit_mb), "trace": traceback.format_exc()})
             return
     _send(pipe, {"scores": []})
     while True:
@@ -97,12 +97,18 @@ def _serve(reward: PreparedReward, call: Call) -> dict[str, Any]:
     return {"scores": [dataclasses.asdict(score) for score in outcome]}
 
 
-def _unloadable(name: str, error: BaseException) -> str:
+def _unloadable(name: str, error: BaseException, memory_limit_mb: int | None) -> str:
     if isinstance(error, RewardConfigurationError):
         return str(error)
+    limit = (
+        ""
+        if memory_limit_mb is None
+        else f"raise reward_memory_limit_mb={memory_limit_mb} if its imports need more memory, "
+    )
     return (
-        f"Reward function {name!r} could not be loaded in a worker ({type(error).__name__}: {error}); define it at the "
-        "top level of a module that can be imported, or of a file (FunctionFromFile), or set reward_workers to 0."
+        f"Reward function {name!r} could not be loaded in a worker ({type(error).__name__}: {error}); {limit}define it "
+        "at the top level of a module that can be imported, or of a file (FunctionFromFile), or set reward_workers to "
+        "0."
     )
 
 

@@ -57,6 +57,12 @@ def is_only_answer(template: str, completion: str, answer: str) -> bool:
     return text.startswith(before) and text.removeprefix(before).removesuffix(after).strip() == answer
 
 
+def is_recovered(template: str, answer: str) -> bool:
+    """Whether `extract_answer` finds an answer that is written in a template."""
+    num_lines = answer.strip().count("\n") + 1
+    return extract_answer(template, write_answer(template, answer), num_lines) == answer.strip()
+
+
 def text_around(template: str) -> tuple[str, str]:
     """The text before and after the answer, without white space at its ends."""
     before, _, after = template.partition(ANSWER)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pl_grouprl.tasks.answer_format import ANSWER, QUESTION, check_template, text_around, write_answer
+from pl_grouprl.tasks.answer_format import ANSWER, QUESTION, check_template, is_recovered, text_around, write_answer
 from pl_grouprl.tasks.generator import generate
 from pl_grouprl.tasks.task_options import divide, read_tasks
 from pl_grouprl.types import Messages
@@ -101,7 +101,7 @@ class ReasoningGym:
 
         Raises:
             ValueError: If there is no such split, a task is unknown or refuses its options, there are too few different
-                questions, or an example has no answer.
+                questions, an example has no answer, or an answer contains what surrounds it.
         """
         if split not in self.sizes:
             raise ValueError(f"ReasoningGym has no split {split!r}; it has {sorted(self.sizes)}.")
@@ -124,6 +124,7 @@ class ReasoningGym:
 
     def _rows_of_task(self, name: str, generated: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         examples = self._examples(name, generated["examples"])
+        self._check_answers(name, generated)
         for level, part in enumerate(generated["levels"]):
             for entry in part["entries"]:
                 yield self._row(name, level, part["config"], entry, examples)
@@ -136,6 +137,17 @@ class ReasoningGym:
                 "to 0, or leave the task out."
             )
         return [(self._question(entry), write_answer(self.answer_format, entry["answer"])) for entry in entries]
+
+    def _check_answers(self, name: str, generated: Mapping[str, Any]) -> None:
+        """Refuse an answer that the reward would not find in its own form."""
+        entries = [entry for part in generated["levels"] for entry in part["entries"]]
+        for answer in (entry["answer"] for entry in [*generated["examples"], *entries]):
+            if answer is not None and not is_recovered(self.answer_format, str(answer)):
+                raise ValueError(
+                    f"ReasoningGym.answer_format is {self.answer_format!r}, in which an answer of task {name!r}, "
+                    f"{answer!r}, could not be told from what surrounds it; use another, such as "
+                    "'<answer>{answer}</answer>'."
+                )
 
     def _question(self, entry: Mapping[str, Any]) -> str:
         return self.question_format.replace(QUESTION, entry["question"])

@@ -57,11 +57,13 @@ def check_quantized(module: Any) -> None:
             f"state_bits=8 of an optimizer does not work under {strategy}, which shards weights and moments; leave it "
             "out, or use a single device or ddp."
         )
-    if getattr(module.policy_source, "quantization", None) is not None:
-        raise ValueError(
-            f"policy has a quantization, which does not work under {strategy}, which shards weights; leave it out, or "
-            "use a single device or ddp."
-        )
+    sources = {name.removesuffix("_source"): own for name, own in vars(module).items() if name.endswith("_source")}
+    for name, source in sources.items():
+        if getattr(source, "quantization", None) is not None:
+            raise ValueError(
+                f"{name} has a quantization, which does not work under {strategy}, which shards weights; leave it out, "
+                "or use a single device or ddp."
+            )
 
 
 def check_prompts_of_model(module: Any) -> None:

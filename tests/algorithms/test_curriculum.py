@@ -25,7 +25,7 @@ class Steps(Callback):
         self.levels.append({prompt.columns["level"] for prompt in batch.prompts})
         self.prompts.append([prompt.prompt for prompt in batch.prompts])
         self.rewards.append(module.last_rollouts.metrics["reward"])
-        self.logged.append(float(trainer.callback_metrics["curriculum/level"]))
+        self.logged.append(float(trainer.callback_metrics.get("curriculum/level", -1)))
 
 
 def by_hand(rewards, ahead, threshold, window, fall_below):
@@ -75,6 +75,14 @@ def test_resume_is_exact(run, tmp_path, options):
         assert record.prompts == whole.prompts[step:]
         assert record.logged == whole.logged[step:]
         assert all(torch.equal(left, right) for left, right in zip(weights, resumed, strict=True))
+
+
+def test_a_later_run_with_the_same_data_has_all_levels_again(make_module, make_trainer):
+    data, record = PromptDataModule(ROWS, batch_size=2), Steps()
+    for callbacks in ([Curriculum(), record], [record]):
+        make_trainer(max_steps=6, callbacks=callbacks, enable_checkpointing=False).fit(make_module(), data)
+    assert record.levels[:6] == [{0}] * 6
+    assert set().union(*record.levels[6:]) == {0, 1, 2}
 
 
 def test_a_metric_that_rollouts_lack_and_rows_without_levels(run):

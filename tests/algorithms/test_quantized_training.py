@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
-from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
+from pl_grouprl.algorithms import GRPO, PPO, Distillation, OptimizerConfig
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.models import LoRACritic, PretrainedPolicy
 from pl_grouprl.models.quantization import quantized_layers
@@ -91,14 +91,18 @@ def test_validation_and_sampling_ahead(make_module, make_data, make_trainer, fol
     assert "val/reward" in trainer.callback_metrics
 
 
+@pytest.mark.parametrize("part", ["policy", "teacher"])
 @pytest.mark.parametrize("strategy", [ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy])
-def test_strategies_that_shard_are_refused(make_module, monkeypatch, folder, strategy):
-    module = make_module(policy=quantized_policy(folder))
+def test_strategies_that_shard_are_refused(make_module, monkeypatch, folder, strategy, part):
+    models = {"policy": PretrainedPolicy(folder), "teacher": PretrainedPolicy(folder)} | {
+        part: quantized_policy(folder)
+    }
+    module = make_module(Distillation, **models)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     monkeypatch.setattr(trainer.strategy, "__class__", strategy)
     monkeypatch.setattr(trainer.strategy, "config", {}, raising=False)
     module.trainer = trainer
-    with pytest.raises(ValueError, match=f"policy has a quantization, which does not work under {strategy.__name__}"):
+    with pytest.raises(ValueError, match=f"{part} has a quantization, which does not work under {strategy.__name__}"):
         check_quantized(module)
 
 

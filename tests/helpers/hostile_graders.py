@@ -133,6 +133,16 @@ GRADES = {leave_a_child, fork_and_return_twice, flood, close_streams, leave_an_a
 ATTACKS = {attack.__name__: attack for attack in FAILS | GRADES}
 
 
+class Heavy:
+    """Needs a GiB to start. Has verl's signature."""
+
+    def set_up(self):
+        self.taken = bytearray(1 << 30)
+
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        return 0.0
+
+
 class Hostile:
     """Counts the letters of a completion, but attacks in its first calls: once in each way. Has verl's signature.
 

@@ -212,3 +212,18 @@ def test_a_damaged_file_is_named(kept, folder, written, tmp_path):
     if kept != 0.9:  # whose metadata are whole
         with pytest.raises(ValueError, match=r"the GGUF file '.*/a.gguf' cannot be loaded"):
             source.load_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("place", "damage"),
+    [
+        (b"llama.block_count", b"\xff"),  # text that is not UTF-8
+        (b"general.architecture", b"\xff" * 40),  # a length of 64 bits
+    ],
+)
+def test_a_file_with_wrong_bytes_is_named(place, damage, folder, written, tmp_path):
+    content = (folder / FILE).read_bytes()
+    start = content.index(place)
+    (tmp_path / "a.gguf").write_bytes(content[:start] + damage + content[start + len(damage) :])
+    with pytest.raises(ValueError, match=r"the GGUF file '.*/a.gguf' cannot be loaded: .*copy it again"):
+        PretrainedPolicy(str(tmp_path), gguf_file="a.gguf").load()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.quantized import FLOAT, move_adapter, quantized_policy, save_policy
+from helpers.tiny_models import tiny_model
 
 from pl_grouprl.attention import check_parity, find_decoder
 from pl_grouprl.models import FourBit, LoRAAdapter, LoRACritic, ModelCost, PolicyCopyCritic, PretrainedPolicy
@@ -111,6 +112,17 @@ def test_merging_rounds_nothing_to_4_bits(folder, tmp_path, use_dora):
     again = PretrainedPolicy(str(tmp_path)).load().eval()  # a plain checkpoint
     assert not is_quantized(again)
     torch.testing.assert_close(again(IDS).logits, merged(IDS).logits)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_merging_keeps_transposed_weights_transposed(tmp_path, use_dora):
+    tiny_model("gpt2").save_pretrained(tmp_path / "base")
+    adapter = LoRAAdapter(r=4, use_dora=use_dora)
+    model = move_adapter(PretrainedPolicy(str(tmp_path / "base"), adapter=adapter, quantization=FLOAT).load()).eval()
+    merged_copy(model).save_pretrained(tmp_path / "merged")
+    merged = PretrainedPolicy(str(tmp_path / "merged")).load().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_critic_shares_the_quantized_base(model):

@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.hostile_graders import ATTACKS, FAILS, Hostile, NoException
+from helpers.hostile_graders import ATTACKS, FAILS, Heavy, Hostile, NoException
 from helpers.watched_processes import runs, until, zombies
 
-from pl_grouprl.rewards import RewardWorkers, apply_rewards, prepare_rewards
+from pl_grouprl.rewards import (
+    RewardConfigurationError,
+    RewardWorkers,
+    apply_rewards,
+    prepare_rewards,
+)
 from pl_grouprl.types import Rollout, RolloutGroup
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
@@ -60,6 +65,16 @@ def test_memory_beyond_the_limit_is_named_and_given_back(tmp_path, caplog):
         assert f"'Hostile' raised MemoryError:  (reward_memory_limit_mb={MEMORY})" in caplog.text
         (worker,) = workers.process_ids
         assert worker != int((tmp_path / "keep_all_memory").read_text())
+    finally:
+        workers.close()
+
+
+def test_memory_that_a_start_needs_beyond_the_limit_is_named():
+    workers = RewardWorkers(prepare_rewards(Heavy()), 1, memory_limit_mb=MEMORY)
+    try:
+        message = rf"could not be loaded in a worker \(MemoryError: .*raise reward_memory_limit_mb={MEMORY} if its imp"
+        with pytest.raises(RewardConfigurationError, match=message):
+            grade(Heavy(), ["aa"], workers)
     finally:
         workers.close()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from pl_grouprl.tasks.answer_format import extract_answer, write_answer
+from pl_grouprl.tasks.answer_format import extract_answer, is_recovered, write_answer
 
 TAGS, LINE = "<answer>{answer}</answer>", "Answer: {answer}"
 
@@ -40,3 +40,20 @@ def test_tags_are_read_as_the_library_reads_them(completion):
 
 def test_braces_of_an_answer_stay():
     assert extract_answer(LINE, write_answer(LINE, '{"a": {answer}}'), 1) == '{"a": {answer}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (TAGS, "3.5", True),
+        (LINE, " 1 2\n\n3 4 ", True),
+        ("{answer}", "a\nb", True),
+        ("[{answer}]", "5", True),
+        ("[{answer}]", "[1, 2]", False),
+        ("{answer}.", "3.5", False),
+        (LINE, "Answer: 3", False),
+        (r"\boxed{{answer}}", r"\frac{1}{2}", False),
+    ],
+)
+def test_some_answers_cannot_be_told_from_their_template(template, answer, expected):
+    assert is_recovered(template, answer) is expected

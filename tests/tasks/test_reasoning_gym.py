@@ -7,7 +7,7 @@ import pytest
 from pl_grouprl.data.digest import digest_rows
 from pl_grouprl.data.sources import read_source
 from pl_grouprl.rewards import apply_rewards
-from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore, generator
+from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore, generator, source
 from pl_grouprl.tasks.answer_format import extract_answer, is_only_answer
 from pl_grouprl.tasks.entries import decode_entry, encode_entry
 from pl_grouprl.types import Rollout, RolloutGroup
@@ -225,6 +225,14 @@ def test_rows_of_another_source_are_refused(score):
 def test_arguments_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ReasoningGym(**{"tasks": "gcd", **options})
+
+
+def test_an_answer_that_contains_what_surrounds_it_is_refused(monkeypatch):
+    monkeypatch.setattr(source, "generate", lambda request: generator.respond(request)["tasks"])
+    options = {"size": 2, "val_size": 0, "test_size": 0, "system_prompt": "Answer in [brackets]."}
+    assert len(ReasoningGym("gcd", answer_format="[{answer}]", **options).rows("train")) == 2
+    with pytest.raises(ValueError, match=r"answer_format is '\[\{answer\}\]', in which an answer of task 'number"):
+        ReasoningGym("number_sorting", answer_format="[{answer}]", **options).rows("train")
 
 
 def answer_to(tasks):
