@@ -31,7 +31,7 @@ strategies: .venv/installed
 
 # The documentation site, to build/site; a warning, or a link that leads nowhere, is an error.
 docs: .venv-docs/installed
-	.venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 # Known vulnerabilities of the packages in .venv. Fails if the database cannot be reached.
 audit: .venv/installed .venv-audit/installed

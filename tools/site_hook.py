@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from site_pages import site_pages
+
+_CODE = re.compile(r"(?<=<code>)[^<]+")
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
@@ -21,6 +24,15 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     for uri, path in copied.items():
         _replace(files, File.generated(config, uri, abs_src_path=str(path)))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let the browser break long names in tables after a dot, an underscore or a slash."""
+    return re.sub(r"(?<=<td>).*?(?=</td>)", lambda cell: _CODE.sub(_with_breaks, cell.group()), html, flags=re.DOTALL)
+
+
+def _with_breaks(code: re.Match[str]) -> str:
+    return re.sub(r"([._/])(?=\w)", r"\1<wbr>", code.group())
 
 
 def _replace(files: Any, file: Any) -> None:

@@ -30,6 +30,11 @@ Every public name, with its docstring. `import pl_grouprl` gives these directly:
 | package | contents |
 |---|---|
 {rows}"""
+_PACKAGE = """# {name}
+
+::: {name}
+    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}
+"""
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
@@ -114,7 +119,7 @@ def reference_pages(root: Path = ROOT) -> dict[str, str]:
     for name, sections in sorted(public_names(root).items()):
         page = f"reference/{name}.md"
         body = "".join(f"\n::: {member}\n" for member in sections)
-        pages[page] = f"# {name}\n\n::: {name}\n    options: {{members: false, show_root_heading: false}}\n{body}"
+        pages[page] = _PACKAGE.format(name=name) + body
         rows.append(f"| [`{name}`]({name}.md) | {_summary(root, name)} |\n")
     pages["reference/index.md"] = _REFERENCE.format(top=", ".join(_top_level(root)), rows="".join(rows))
     return pages

@@ -10,7 +10,7 @@ PATH = Path(__file__).resolve().parents[1] / "docs" / "images" / "step.svg"
 # Title, what happens, where (an attribute of the class in WHERE), the metric with its seconds.
 ROLLOUT = (
     ("1. Sample", "G completions per prompt;", "rewards start in the background", "Collector.collect", "time/rollout"),
-    ("2. Score", "old and reference log-probabilities,", "values; without gradient", "score_rollouts_before_update",
+    ("2. Score", "policy, reference, critic", "read rollouts without gradient", "score_rollouts_before_update",
      "time/old_logprobs, ref_logprobs, values"),
     ("3. Reward", "wait for the rewards,", "mask what is not trained", "Collector.finish", "time/reward"),
     ("4. Advantages", "of rollouts or tokens;", "PPO: returns too", "compute_targets", "time/advantages"),
@@ -33,27 +33,27 @@ text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1a
 def svg() -> str:
     """The diagram; the same text on every machine."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} 470" aria-label="One step of a run">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} 490" aria-label="One step of a run">',
         f"<style>{_STYLE}</style>",
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0L10 5L0 10z" fill="#3949ab"/></marker></defs>',
-        f'<rect width="{_WIDTH}" height="470" rx="8" fill="#ffffff"/>',
-        *_panel(15, "Once for each batch of prompts: rollouts", "#eef1fb", ROLLOUT),
-        *_panel(265, "num_iterations x num_mini_batches times: updates", "#fdf3e7", UPDATE),
+        f'<rect width="{_WIDTH}" height="490" rx="8" fill="#ffffff"/>',
+        *_panel(15, 27, "Once for each batch of prompts: rollouts", "#eef1fb", ROLLOUT),
+        *_panel(265, 150, "num_iterations x num_mini_batches times: updates", "#fdf3e7", UPDATE),
         # From the last box of the rollout to the first of the updates, and back for the next prompts.
-        '<path class="arrow" d="M885 187V232H138V310"/>',
-        '<path class="arrow" d="M885 412V450H8V100H24"/>',
+        '<path class="arrow" d="M872 180V232H137V304"/>',
+        '<path class="arrow" d="M872 430V472H7V117H24"/>',
         _text("note", 150, 225, "the rollout buffer: groups, and named quantities per token"),
-        _text("note", 150, 443, "the next prompts; a sampler with a copy gets the new weights (time/weight_sync)"),
+        _text("note", 150, 465, "the next prompts; a sampler with a copy gets the new weights (time/weight_sync)"),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _panel(top: int, title: str, colour: str, boxes: tuple[tuple[str, ...], ...]) -> list[str]:
+def _panel(top: int, left: int, title: str, colour: str, boxes: tuple[tuple[str, ...], ...]) -> list[str]:
     parts = [
         f'<rect x="15" y="{top}" width="{_WIDTH - 30}" height="180" rx="8" fill="{colour}"/>',
-        _text("panel", _LEFT + 2, top + 24, title),
+        _text("panel", left, top + 24, title),
     ]
     for index, (name, first, second, where, seconds) in enumerate(boxes):
         x, y = _LEFT + index * (_BOX + _GAP), top + 40
