@@ -122,7 +122,7 @@ def test_lists_begin_after_a_blank_line(site):
     for page, text in site[0].items():
         lines = re.sub(r"^(```|~~~).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL).splitlines()
         for before, line in pairwise(lines):
-            if re.match(r"([-*]|\d+\.) ", line):
+            if re.match(r"([-*]|1\.) ", line):
                 assert not before.strip() or re.match(r"([-*]|\d+\.) |\s", before), f"{page}: {before!r}"
 
 
