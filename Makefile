@@ -5,7 +5,7 @@ VLLM := .venv-vllm/bin
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-vllm test-real-model test-all strategies audit lint types clean
+.PHONY: demo test test-vllm test-real-model test-all strategies docs audit lint types clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -28,6 +28,10 @@ test-all: .venv/installed
 # Trains under every strategy, beside a single process: about a quarter of an hour.
 strategies: .venv/installed
 	$(BIN)/python tests/strategies/table.py
+
+# The documentation site, to build/site; a warning, or a link that leads nowhere, is an error.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 # Known vulnerabilities of the packages in .venv. Fails if the database cannot be reached.
 audit: .venv/installed .venv-audit/installed
@@ -58,10 +62,16 @@ types: .venv/installed
 	! $(VLLM)/pip check | grep -vE 'requires torch(audio|codec|vision),|requirement transformers<'
 	touch $@
 
+# The site is built from the sources: neither the package nor torch is needed.
+.venv-docs/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet 'mkdocs-material>=9.6,<10' 'mkdocstrings-python>=2,<3'
+	touch $@
+
 .venv-audit/installed:
 	$(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/pip install --quiet 'pip-audit>=2.7'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-audit .cache runs
+	rm -rf .venv .venv-vllm .venv-audit .venv-docs .cache build runs

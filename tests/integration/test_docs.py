@@ -82,6 +82,7 @@ OPTIONS = {
         "graders.md",
         "evaluation.md",
         "tasks.md",
+        "coming_from_trl.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -107,6 +108,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
             "scaling.md",
             "tasks.md",
             "tools_and_environments.md",
+            "coming_from_verl.md",
             "../README.md",
         )
         for block in blocks(page, "yaml")

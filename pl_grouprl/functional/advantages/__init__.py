@@ -33,4 +33,28 @@ from pl_grouprl.functional.advantages.reinforce import (
 from pl_grouprl.functional.registry import former_classes
 from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES
 
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "REWARD_AGGREGATIONS",
+    "REWARD_SCALES",
+    "AdvantageEstimator",
+    "combine_rewards",
+    "discounted_returns",
+    "distillation_advantages",
+    "generalized_advantages",
+    "group_relative_advantages",
+    "grpo_passk_advantages",
+    "length_adaptive_lam",
+    "make_advantage_estimator",
+    "multi_reward_advantages",
+    "opo_advantages",
+    "process_supervision_advantages",
+    "register_advantage_estimator",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "remax_advantages",
+    "rloo_advantages",
+    "td_errors",
+]
+
 __getattr__ = former_classes(__name__, ESTIMATOR_CLASSES, make_advantage_estimator)

@@ -45,4 +45,25 @@ from pl_grouprl.functional.policy_loss.weighted import cispo_policy_loss, gpg_po
 from pl_grouprl.functional.registry import former_classes
 from pl_grouprl.utilities.former_classes import POLICY_LOSS_CLASSES
 
+__all__ = [
+    "MAX_LOG_RATIO",
+    "MAX_SEQUENCE_LOG_RATIO",
+    "POLICY_LOSSES",
+    "PolicyLoss",
+    "PolicyLossFunction",
+    "cispo_policy_loss",
+    "clip_cov_policy_loss",
+    "clipped_policy_loss",
+    "dppo_kl_policy_loss",
+    "dppo_tv_policy_loss",
+    "gmpo_policy_loss",
+    "gpg_policy_loss",
+    "gspo_policy_loss",
+    "gspo_token_policy_loss",
+    "kl_cov_policy_loss",
+    "make_policy_loss",
+    "register_policy_loss",
+    "sapo_policy_loss",
+]
+
 __getattr__ = former_classes(__name__, POLICY_LOSS_CLASSES, make_policy_loss)

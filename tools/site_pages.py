@@ -1,0 +1,200 @@
+"""The pages of the documentation site: those in docs/, and those made from other files of the project.
+
+    docs/*.md              as they are
+    README, CHANGELOG, ... the root's pages, under the names in ROOT_PAGES
+    reference/*.md         one page for each public package, from its `__init__`; mkdocstrings fills in the docstrings
+    project/*              every other file or folder that a page links to
+
+Links work both in the repository and on the site: `rebased` translates them. Nothing here needs mkdocs, so the fast
+tests check links and navigation without it; `site_hook` hands the pages to mkdocs.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml", ".txt": "text"}
+# Modules whose public names are documented although no `__init__` exports them.
+MODULES = {"pl_grouprl.functional": "functional/*.py", "pl_grouprl.types": "types.py"}
+
+_REFERENCE = """# Reference
+
+Every public name, with its docstring. `import pl_grouprl` gives these directly: {top}.
+
+| package | contents |
+|---|---|
+{rows}"""
+_PACKAGE = """# {name}
+
+::: {name}
+    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}
+"""
+_FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
+_HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+
+
+def site_pages(root: Path = ROOT) -> tuple[dict[str, str], dict[str, Path]]:
+    """All pages of the site as Markdown, and the files copied as they are, both by their path on the site.
+
+    Raises:
+        FileNotFoundError: If a page links to a file that does not exist.
+    """
+    pages = reference_pages(root)
+    files: dict[str, Path] = {}
+    waiting = [*ROOT_PAGES, *(path.relative_to(root).as_posix() for path in sorted((root / "docs").glob("*.md")))]
+    seen = set(waiting)
+    while waiting:
+        source = waiting.pop()
+        path = root / source
+        if _is_page(path):
+            text = _as_markdown(path)
+            pages[site_path(source, root)] = rebased(text, source, root)
+            found = {target for target, _ in links(text, source) if target} - seen
+            waiting += sorted(found)
+            seen |= found
+        elif path.is_file():
+            files[site_path(source, root)] = path
+        else:
+            raise FileNotFoundError(f"A page links to {source}, which does not exist.")
+    return pages, files
+
+
+def site_path(source: str, root: Path = ROOT) -> str:
+    """Where a file or folder of the project is on the site."""
+    if source in ROOT_PAGES:
+        return ROOT_PAGES[source]
+    if source.startswith("docs/"):
+        return source.removeprefix("docs/")
+    path = root / source
+    if path.is_dir():
+        return f"project/{source}/index.md"
+    return f"project/{source}.md" if path.suffix in LANGUAGES else f"project/{source}"
+
+
+def links(text: str, source: str) -> Iterator[tuple[str, str]]:
+    """Target, relative to the project's root ("" is the page itself), and anchor of each relative link outside code."""
+    for match in _LINK.finditer(_without_code(text)):
+        link = match.group(1)
+        if "://" not in link and not link.startswith("mailto:"):
+            target, _, anchor = link.partition("#")
+            yield (posixpath.normpath(posixpath.join(posixpath.dirname(source), target)) if target else ""), anchor
+
+
+def rebased(text: str, source: str, root: Path = ROOT) -> str:
+    """The page with its relative links pointing to where their targets are on the site."""
+    here = posixpath.dirname(site_path(source, root))
+
+    def replace(match: re.Match[str]) -> str:
+        link = match.group(1)
+        if "://" in link or link.startswith(("#", "mailto:")):
+            return link
+        target, separator, anchor = link.partition("#")
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        return posixpath.relpath(site_path(target, root), here or ".") + separator + anchor
+
+    return _outside_code(text, lambda part: _LINK.sub(replace, part))
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site form them."""
+    found: set[str] = set()
+    for match in _HEADING.finditer(_without_code(text)):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", match.group(1)).lower().strip()
+        slug = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
+        copies = sum(other == slug or other.startswith(f"{slug}_") for other in found)
+        found.add(f"{slug}_{copies}" if copies else slug)
+    return found
+
+
+def reference_pages(root: Path = ROOT) -> dict[str, str]:
+    """One page for each public package, and an index of them."""
+    pages, rows = {}, []
+    for name, sections in sorted(public_names(root).items()):
+        page = f"reference/{name}.md"
+        body = "".join(f"\n::: {member}\n" for member in sections)
+        pages[page] = _PACKAGE.format(name=name) + body
+        rows.append(f"| [`{name}`]({name}.md) | {_summary(root, name)} |\n")
+    pages["reference/index.md"] = _REFERENCE.format(top=", ".join(_top_level(root)), rows="".join(rows))
+    return pages
+
+
+def public_names(root: Path = ROOT) -> dict[str, list[str]]:
+    """The full public names of each documented package or module: its `__all__`, or its modules' public definitions."""
+    found = {}
+    for path in sorted((root / "pl_grouprl").rglob("__init__.py")):
+        package = ".".join(path.parent.relative_to(root).parts)
+        exported = _exported(path)
+        exported_above = _exported(path.parents[1] / "__init__.py") if package.count(".") > 1 else []
+        names = [f"{package}.{name}" for name in exported if name not in exported_above]
+        if names and package != "pl_grouprl":
+            found[package] = names
+    for name, pattern in MODULES.items():
+        found[name] = [
+            f"{'.'.join(path.relative_to(root).with_suffix('').parts)}.{definition}"
+            for path in sorted((root / "pl_grouprl").glob(pattern))
+            for definition in _definitions(path)
+        ]
+    return found
+
+
+def _top_level(root: Path) -> Iterator[str]:
+    """The names that the package itself exports, linked to their homes."""
+    homes = {name: package for package, names in public_names(root).items() for name in _last_parts(names)}
+    for name in _exported(root / "pl_grouprl" / "__init__.py"):
+        yield f"[`{name}`]({homes[name]}.md#{homes[name]}.{name})"
+
+
+def _last_parts(names: list[str]) -> list[str]:
+    return [name.rpartition(".")[2] for name in names]
+
+
+def _exported(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
+            return sorted(ast.literal_eval(node.value), key=str.lower)
+    return []
+
+
+def _definitions(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = ast.ClassDef, ast.FunctionDef
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def _summary(root: Path, name: str) -> str:
+    path = root.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n", 1)[0]
+
+
+def _is_page(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".md" or path.suffix in LANGUAGES
+
+
+def _as_markdown(path: Path) -> str:
+    """A page as it is, a file as one code block, a folder as a list of what is in it."""
+    if path.is_dir():
+        names = sorted(one.name for one in path.iterdir() if not one.name.startswith(("_", ".")))
+        return f"# {path.name}\n\n" + "".join(f"- [{name}]({path.name}/{name})\n" for name in names)
+    text = path.read_text(encoding="utf-8")
+    return text if path.suffix == ".md" else f"# {path.name}\n\n````{LANGUAGES[path.suffix]}\n{text}````\n"
+
+
+def _outside_code(text: str, change: Callable[[str], str]) -> str:
+    """Change what is not in a fenced block."""
+    parts, end = [], 0
+    for match in _FENCE.finditer(text):
+        parts += [change(text[end : match.start()]), match.group()]
+        end = match.end()
+    return "".join([*parts, change(text[end:])])
+
+
+def _without_code(text: str) -> str:
+    return _FENCE.sub("", text)
