@@ -82,6 +82,7 @@ OPTIONS = {
         "graders.md",
         "evaluation.md",
         "tasks.md",
+        "logging.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -107,6 +108,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
             "scaling.md",
             "tasks.md",
             "tools_and_environments.md",
+            "logging.md",
             "../README.md",
         )
         for block in blocks(page, "yaml")
@@ -163,6 +165,7 @@ def test_every_option_is_on_the_page():
         "distillation.md",
         "scaling.md",
         "graders.md",
+        "logging.md",
     ],
 )
 def test_import_paths_exist(page):
