@@ -139,25 +139,31 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
         title: A title in `PANELS`.
         runs: (step, value) pairs of each metric, by the names of the runs.
     """
-    if len(axes) == len(runs):
-        for own, (run, points) in zip(axes, runs.items(), strict=True):
-            heading = f"{title}\n{run}" if len(runs) > 1 else title
-            if title == STACKED:
-                _draw_stack(own, heading, points)
-            else:
-                names = select(points, PANELS[title])
-                labels = short_labels(names)
-                lines = [
-                    _line(points, name, label, color) for name, label, color in zip(names, labels, COLORS, strict=False)
-                ]
-                _draw_lines(own, title, heading, lines)
+    if len(axes) < len(runs):
+        _draw_lines(axes[0], title, title, _line_per_run(title, runs))
         return
-    lines = [
+    for own, (run, points) in zip(axes, runs.items(), strict=True):
+        heading = f"{title}\n{run}" if len(runs) > 1 else title
+        if title == STACKED:
+            _draw_stack(own, heading, points)
+        else:
+            _draw_lines(own, title, heading, _line_per_metric(title, points))
+
+
+def _line_per_run(title: str, runs: Mapping[str, Points]) -> list[_Line]:
+    return [
         _line(points, name, run, color)
         for (run, points), color in zip(runs.items(), COLORS * len(runs), strict=False)
         for name in select(points, PANELS[title])
     ]
-    _draw_lines(axes[0], title, title, lines)
+
+
+def _line_per_metric(title: str, points: Points) -> list[_Line]:
+    names = select(points, PANELS[title])
+    return [
+        _line(points, name, label, color)
+        for name, label, color in zip(names, short_labels(names), COLORS, strict=False)
+    ]
 
 
 def _line(points: Points, name: str, label: str, color: str) -> _Line:

@@ -55,7 +55,9 @@ def read_runs(folders: Sequence[str | Path]) -> list[RecordedRun]:
     if twice is not None:
         raise ValueError(f"{twice} is named twice; name each run once.")
     depth = next(d for d in itertools.count(2) if len({path.parts[-d:] for path in paths}) == len(paths))
-    return [read_run(path, str(Path(*path.parts[-depth:]))) for path in paths]
+    return [
+        read_run(Path(folder), str(Path(*path.parts[-depth:]))) for folder, path in zip(folders, paths, strict=True)
+    ]
 
 
 def read_run(folder: Path, name: str | None = None) -> RecordedRun:

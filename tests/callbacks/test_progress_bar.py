@@ -9,7 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from rich.progress import Progress
 
 from pl_grouprl.callbacks import RunProgressBar
-from pl_grouprl.callbacks.progress_bar import _SpeedColumn
+from pl_grouprl.callbacks.progress_bar import _PhaseColumn, _SpeedColumn
 from pl_grouprl.cli import _default_progress_bar
 from pl_grouprl.utilities.phase_display import PhaseDisplay
 from pl_grouprl.utilities.progress import PROGRESS
@@ -150,7 +150,8 @@ class SlowParts(Callback):
     def on_train_batch_start(self, *args):
         take_long(self.bar, "rollout")
         if self.bar.progress is not None:
-            self.column = self.bar.progress.columns[-1].render(None).plain
+            (column,) = (own for own in self.bar.progress.columns if isinstance(own, _PhaseColumn))
+            self.column = column.render(None).plain
 
     def on_train_end(self, *args):
         take_long(self.bar, "Exporting the policy")
