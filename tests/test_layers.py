@@ -22,8 +22,9 @@ LAYERS = [
     {"episodes"},
     {"training"},
     {"algorithms"},
+    {"loggers"},
     {"callbacks"},
-    {"cli"},
+    {"cli", "report"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 

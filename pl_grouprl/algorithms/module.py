@@ -80,6 +80,7 @@ from pl_grouprl.utilities.last_checkpoint import find_last
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
+from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
 from pl_grouprl.utilities.run_options import recorded
@@ -461,7 +462,8 @@ class RLModule(pl.LightningModule, ABC):
     def configure_model(self) -> None:
         """Load the models, and shard them if the strategy leaves that to the module. Idempotent."""
         if self.policy is None:
-            self.load_models()
+            with PROGRESS.during("Loading the models"):
+                self.load_models()
         self.support.shard(self)
         check_prompts_of_model(self)
 

@@ -1,4 +1,4 @@
-"""A table of prompts, completions and rewards: on the console, in TensorBoard, and appended to a file."""
+"""A table of prompts, completions and rewards: on the console, in the loggers, and appended to a file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from pl_grouprl.callbacks.evaluation_report import EvaluationRows, Row
-from pl_grouprl.callbacks.run_folder import claim, is_trial, run_folder
+from pl_grouprl.callbacks.logger_tables import completions_table, episodes_table, log_tables
+from pl_grouprl.callbacks.run_folder import claim, run_folder
 from pl_grouprl.callbacks.turns import turns_line
+from pl_grouprl.loggers.tables import markdown_of
 from pl_grouprl.types import Messages, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
@@ -22,7 +23,7 @@ from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 CONSOLE_WIDTH = 120
 
 _PREFIXES = {"validate": "val_", "test": "test_"}
-"""What the name of the file begins with in a stage other than fit."""
+"""What names of the file and tables begin with in a stage other than fit."""
 
 _LAYOUT: dict[str, dict[str, Any]] = {
     "prompt": {"ratio": 2},
@@ -37,18 +38,20 @@ class CompletionsTable(Callback):
 
     Works with any module with an attribute `last_rollouts`, as in `GRPO`: a list of `RolloutGroup`, or an object whose
     `groups` is one. Shows rank 0's rows, of episodes all turns: `call(...) -> result | answer`. Every completion of the
-    chosen groups is appended as a line to `completions.jsonl` in the run folder, episodes with their `messages`. A
-    failure to write is a warning.
+    chosen groups is appended as a line to `completions.jsonl` in the run folder, episodes with their `messages`, and
+    added to the table `completions` of each logger; messages of episodes are in another, `episodes`. Rows of earlier
+    steps stay; see `pl_grouprl.loggers.log_table`. A failure to write is a warning.
 
     `validate` and `test` write the completions of all prompts of all ranks, with the `answer` that votes in maj@k, to
-    `val_completions.jsonl` or `test_completions.jsonl`, and show those of the first prompts. `group` is then the number
-    of the prompt. This needs a module whose validation and test steps return `groups` and `answers`, as in `GRPO`.
+    `val_completions.jsonl` or `test_completions.jsonl` and to tables of the same names, and show those of the first
+    prompts. `group` is then the number of the prompt. This needs a module whose validation and test steps return
+    `groups` and `answers`, as in `GRPO`.
 
     Args:
         every_n_steps: Optimizer steps between tables.
         num_groups: Number of prompts to show, from the start of the batch.
         num_completions: Completions per prompt on the console and in TensorBoard, spread from the highest to the
-            lowest reward; the file has all of them.
+            lowest reward; the file and other loggers have all of them.
         max_characters: Longer prompts and completions are shortened in the middle on the console and in TensorBoard.
         filename: Name of the file in the run folder; None writes none.
         console: Print the table.
@@ -82,10 +85,12 @@ class CompletionsTable(Callback):
         self._file: Path | None = None
         self._writes = OptionalWrites("CompletionsTable")
         self._next_step = 0
+        self._prefix = ""
         self._evaluation: EvaluationRows | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reserve the file in the run folder, and refuse a module without rollouts."""
+        self._prefix = _PREFIXES.get(stage, "")
         self._evaluation = EvaluationRows() if stage in _PREFIXES else None
         if stage not in ("fit", *_PREFIXES):
             return
@@ -97,7 +102,7 @@ class CompletionsTable(Callback):
         self._next_step = 0
         self._writes = OptionalWrites("CompletionsTable")
         folder = run_folder(trainer)
-        named = None if self.filename is None else f"{_PREFIXES.get(stage, '')}{self.filename}"
+        named = None if self.filename is None else f"{self._prefix}{self.filename}"
         self._file = None if folder is None or named is None else folder / named
         if self._file is not None:
             claim(trainer, self._file, self)
@@ -115,15 +120,13 @@ class CompletionsTable(Callback):
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
         groups = groups[: self.num_groups]
         tokenizer = getattr(pl_module, "tokenizer", None)
-        rows = [completion_rows(group, index, trainer.global_step, tokenizer) for index, group in enumerate(groups)]
-        self._write([row for group_rows in rows for row in group_rows])
-        shown = [row for group_rows in rows for row in _spread(group_rows, self.num_completions)]
-        self._show(trainer, shown, f"Completions at step {trainer.global_step}")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and not is_trial(trainer):
-                text = markdown_table(shown, self.max_characters)
-                with self._writes.to(logger.log_dir):
-                    logger.experiment.add_text("completions", text, trainer.global_step)
+        step = trainer.global_step
+        by_group = [completion_rows(group, index, step, tokenizer) for index, group in enumerate(groups)]
+        rows = [row for group_rows in by_group for row in group_rows]
+        self._write(rows)
+        shown = [row for group_rows in by_group for row in _spread(group_rows, self.num_completions)]
+        self._show(trainer, shown, f"Completions at step {step}")
+        self._log(trainer, rows, shown)
 
     def on_validation_batch_end(
         self,
@@ -148,6 +151,7 @@ class CompletionsTable(Callback):
             groups = [[row for row in rows if row["group"] == number] for number in range(self.num_groups)]
             shown = [row for group_rows in groups for row in _spread(group_rows, self.num_completions)]
             self._show(trainer, shown, "Completions")
+        self._log(trainer, rows, rows)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -155,6 +159,14 @@ class CompletionsTable(Callback):
         if self.console:
             with self._writes.to("the console"):
                 trainer.print(render_table(rows, self.max_characters, title))
+
+    def _log(self, trainer: Trainer, rows: Sequence[Row], shown: Sequence[Row]) -> None:
+        step, text = trainer.global_step, markdown_table(shown, self.max_characters)
+        tables = [
+            completions_table(rows, step, f"{self._prefix}completions", text),
+            episodes_table(rows, step, f"{self._prefix}episodes"),
+        ]
+        log_tables(trainer, tables, self._writes)
 
     def _write(self, rows: Sequence[Row]) -> None:
         if self._file is None:
@@ -239,11 +251,7 @@ def render_table(rows: Sequence[Row], max_characters: int, title: str = "Complet
 def markdown_table(rows: Sequence[Row], max_characters: int) -> str:
     """Write the rows as a Markdown table, which TensorBoard renders."""
     names = _columns(rows)
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = (cell.replace("|", "\\|") for cell in _cells(row, names, max_characters))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown_of(names, [_cells(row, names, max_characters) for row in rows])
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

@@ -1,32 +1,54 @@
-"""The metrics of a run as one picture."""
+"""The metrics of a run as one picture, or of several runs panel by panel."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pl_grouprl.callbacks.metric_history import Point
 from pl_grouprl.utilities.writes import write_whole
 
+Points = Mapping[str, Sequence[Point]]
+"""(step, value) pairs of each metric."""
+
 PANELS: Mapping[str, Sequence[str]] = {
     "reward": ("reward",),
     "validation": ("val/*",),
-    "token ratio, measured speedup": ("prefix/token_ratio", "episode/token_ratio", "prefix/measured_speedup"),
-    "tools: calls per rollout, failed share": ("tools/call_frequency", "tools/failure_frequency"),
+    "completion length (tokens)": ("completions/mean_length",),
     "entropy (nats per token)": ("entropy",),
     "KL to the reference": ("kl",),
-    "completion length (tokens)": ("completions/mean_length",),
+    "gradient norm": ("grad_norm", "grad_norm/*"),
+    "seconds per step": ("time/*",),
+    "token ratio, measured speedup": ("prefix/token_ratio", "episode/token_ratio", "prefix/measured_speedup"),
+    "tokens per second": ("perf/tokens_per_second",),
+    "shares: truncated, equal rewards, clipped": (
+        "completions/clipped_ratio",
+        "frac_reward_zero_std",
+        "clip_ratio/region_mean",
+    ),
+    "tools: calls per rollout, failed share": ("tools/call_frequency", "tools/failure_frequency"),
     "value loss": ("value/loss",),
     "explained variance of the returns": ("value/explained_variance",),
     "token groups: compression, ends by cause": ("token_group/compression_ratio", "token_group/ended_by_*"),
     "token groups: threshold": ("token_group/threshold",),
-    "gradient norm": ("grad_norm", "grad_norm/*"),
-    "seconds per step": ("time/*",),
-    "tokens per second": ("perf/tokens_per_second",),
 }
 """Title and metrics of each panel; a trailing star matches any ending."""
+
+SPREADS = {"reward": ("reward_std", "standard deviation within a group")}
+"""Metrics drawn with a band as wide as another metric on both sides, and what that is."""
+
+RANGES = {"completions/mean_length": ("completions/min_length", "completions/max_length", "shortest to longest")}
+"""Metrics drawn with a band from one metric to another, and what that is."""
+
+STACKED = "seconds per step"
+"""The panel whose metrics add up."""
+
+_SUM, _REST = "time/step", "time/other"
+"""The sum of the stacked metrics, and the part that small parts are added to."""
 
 _NOT_SCORES = ("val/episode/", "val/tools/")
 """Metrics of validation that would flatten the scores in its panel; those of training have their panels."""
@@ -34,12 +56,27 @@ _NOT_SCORES = ("val/episode/", "val/tools/")
 NEVER_CUT = ("reward", "validation")
 """Panels that show every point, because they are used to judge a run."""
 
+UNSMOOTHED = ("validation", "token ratio, measured speedup")
+"""Panels without a running mean: their values are few, or hardly vary."""
+
 _CUT_FROM = 100
 _COLUMNS = 3
 _MOST_LINES = 8
+_SMOOTHED_FROM = 30
+"""From so many points on, a line is a running mean over the faint values."""
+
+COLORS = ("#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#f08c00", "#495057")
 
 
-def draw_curves(points: Mapping[str, Sequence[Point]], path: Path) -> None:
+@dataclass(frozen=True)
+class _Line:
+    label: str
+    points: Sequence[Point]
+    color: str
+    band: tuple[Sequence[Point], Sequence[Point]] | None = None
+
+
+def draw_curves(points: Points, path: Path) -> None:
     """Draw every panel with data, over optimizer steps, into one PNG file. Without any data, write no file.
 
     Args:
@@ -52,31 +89,175 @@ def draw_curves(points: Mapping[str, Sequence[Point]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    filled = {title: names for title, wanted in PANELS.items() if (names := select(points, wanted))}
-    if not filled:
+    titles = filled_panels([points])
+    if not titles:
         return
-    columns = min(_COLUMNS, len(filled))
-    rows = math.ceil(len(filled) / columns)
+    columns = min(_COLUMNS, len(titles))
+    rows = math.ceil(len(titles) / columns)
     figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for position, (title, names) in enumerate(filled.items(), start=1):
-        axes = figure.add_subplot(rows, columns, position)
-        for name in names:
-            steps, values = zip(*points[name], strict=True)
-            axes.plot(steps, values, label=name, marker="." if len(steps) < 40 else None, linewidth=1.5)
-        limits = robust_limits([value for name in names for _, value in points[name]])
-        if limits is not None and title not in NEVER_CUT:
-            axes.set_ylim(*limits)
-            title += ", peaks cut off"
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("optimizer step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-        if len(names) > 1:
-            axes.legend(fontsize=7)
+    for position, title in enumerate(titles, start=1):
+        draw_panel([figure.add_subplot(rows, columns, position)], title, {"": points})
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_whole(path, picture.getvalue())
+
+
+def filled_panels(runs: Sequence[Points]) -> list[str]:
+    """Titles of the panels for which one of the runs has data."""
+    return [title for title, wanted in PANELS.items() if any(select(points, wanted) for points in runs)]
+
+
+def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
+    """Draw one panel of several runs: over each other if each has one line, else side by side on the same scale.
+
+    Args:
+        title: A title in `PANELS`.
+        runs: (step, value) pairs of each metric, by the names of the runs.
+
+    Returns:
+        A `matplotlib.figure.Figure`.
+    """
+    from matplotlib.figure import Figure
+
+    columns = 1 if is_overlaid(title, list(runs.values())) else len(runs)
+    figure = Figure(figsize=(5 * columns, 3.2), layout="constrained")
+    draw_panel(list(figure.subplots(1, columns, sharex=True, sharey=True, squeeze=False)[0]), title, runs)
+    return figure
+
+
+def is_overlaid(title: str, runs: Sequence[Points]) -> bool:
+    """Whether one axes holds the panel of all runs, because each has one line."""
+    return len(runs) == 1 or (title != STACKED and all(len(select(points, PANELS[title])) <= 1 for points in runs))
+
+
+def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> None:
+    """Draw one panel of several runs, all in one axes or each in its own.
+
+    Args:
+        axes: One `matplotlib.axes.Axes`, or as many as runs.
+        title: A title in `PANELS`.
+        runs: (step, value) pairs of each metric, by the names of the runs.
+    """
+    if len(axes) < len(runs):
+        _draw_lines(axes[0], title, title, _line_per_run(title, runs))
+        return
+    for own, (run, points) in zip(axes, runs.items(), strict=True):
+        heading = f"{title}\n{run}" if len(runs) > 1 else title
+        if title == STACKED:
+            _draw_stack(own, heading, points)
+        else:
+            _draw_lines(own, title, heading, _line_per_metric(title, points))
+
+
+def _line_per_run(title: str, runs: Mapping[str, Points]) -> list[_Line]:
+    return [
+        _line(points, name, run, color)
+        for (run, points), color in zip(runs.items(), COLORS * len(runs), strict=False)
+        for name in select(points, PANELS[title])
+    ]
+
+
+def _line_per_metric(title: str, points: Points) -> list[_Line]:
+    names = select(points, PANELS[title])
+    return [
+        _line(points, name, label, color)
+        for name, label, color in zip(names, short_labels(names), COLORS, strict=False)
+    ]
+
+
+def _line(points: Points, name: str, label: str, color: str) -> _Line:
+    return _Line(label, points[name], color, band_of(name, points))
+
+
+def band_of(name: str, points: Points) -> tuple[Sequence[Point], Sequence[Point]] | None:
+    """Lower and upper edge of a metric's band; None for one without, or without data for it."""
+    if name in RANGES:
+        low, high, _ = RANGES[name]
+        return (points[low], points[high]) if low in points and high in points else None
+    spread = dict(points.get(SPREADS[name][0], ())) if name in SPREADS else {}
+    both = [(step, value, spread[step]) for step, value in points[name] if step in spread]
+    if not both:
+        return None
+    return [(step, value - width) for step, value, width in both], [(s, value + width) for s, value, width in both]
+
+
+def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[_Line]) -> None:
+    longest = max((len(line.points) for line in lines), default=0)
+    smooth = panel not in UNSMOOTHED and longest >= _SMOOTHED_FROM
+    for line in lines:
+        steps, values = zip(*line.points, strict=True)
+        marker = "." if longest < _SMOOTHED_FROM else None
+        if line.band is not None:
+            (low_steps, low), (_, high) = (tuple(zip(*edge, strict=True)) for edge in line.band)
+            axes.fill_between(low_steps, low, high, color=line.color, alpha=0.12, linewidth=0)
+        if smooth:
+            axes.plot(steps, values, color=line.color, alpha=0.3, linewidth=1)
+        shown = running_mean(values, max(3, longest // 15)) if smooth else values
+        axes.plot(steps, shown, label=line.label, color=line.color, marker=marker, linewidth=1.8)
+    limits = robust_limits([value for line in lines for _, value in line.points])
+    if limits is not None and panel not in NEVER_CUT:
+        axes.set_ylim(*limits)
+        heading += ", peaks cut off"
+    _finish(axes, heading, _band_note([line for line in lines if line.band], panel))
+    if len(lines) > 1:
+        axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+
+
+def _band_note(banded: Sequence[_Line], panel: str) -> str:
+    """What the bands of a panel are; empty if there are none."""
+    notes = [texts[-1] for name, texts in (SPREADS | RANGES).items() if name in PANELS[panel]]
+    return f"band: {notes[0]}" if banded and notes else ""
+
+
+def _draw_stack(axes: Any, heading: str, points: Points) -> None:
+    parts = stacked_parts(points)
+    if not parts:
+        axes.set_axis_off()
+        return
+    steps = sorted({step for part in parts.values() for step in part})
+    values = [[part.get(step, 0.0) for step in steps] for part in parts.values()]
+    marked = {"baseline": "zero", "colors": COLORS, "alpha": 0.85, "linewidth": 0}
+    axes.stackplot(steps, values, labels=short_labels(list(parts)), **marked)
+    _finish(axes, heading)
+    axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+
+
+def stacked_parts(points: Points) -> dict[str, dict[int, float]]:
+    """The parts of a step's time by step, the longest first; those below 1 % of the time are added to `other`."""
+    parts = {name: dict(values) for name, values in points.items() if name.startswith("time/") and name != _SUM}
+    totals = {name: math.fsum(part.values()) for name, part in parts.items()}
+    large = sorted((name for name in parts if name != _REST), key=lambda name: -totals[name])
+    large = [name for name in large[: _MOST_LINES - 1] if totals[name] >= 0.01 * sum(totals.values())]
+    rest: dict[int, float] = {}
+    for name in parts.keys() - set(large):
+        for step, value in parts[name].items():
+            rest[step] = rest.get(step, 0.0) + value
+    return {name: parts[name] for name in large} | ({_REST: rest} if rest else {})
+
+
+def _finish(axes: Any, heading: str, note: str = "") -> None:
+    axes.set_title(heading, fontsize=10, loc="left", fontweight="bold", linespacing=1.4)
+    axes.set_xlabel(f"optimizer step{f' ({note})' if note else ''}", fontsize=8)
+    axes.tick_params(labelsize=8, length=0)
+    axes.grid(alpha=0.25, linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#adb5bd")
+    axes.margins(x=0.02)
+
+
+def short_labels(names: Sequence[str]) -> list[str]:
+    """The names without the folder that all of them share, such as `val/`."""
+    heads = {name.partition("/")[0] for name in names}
+    shared = len(heads) == 1 and all("/" in name for name in names)
+    return [name.partition("/")[2] if shared else name for name in names]
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of up to `window` values around each."""
+    half = window // 2
+    near = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
+    return [math.fsum(some) / len(some) for some in near]
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
@@ -97,7 +278,7 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
     return low - margin, high + margin
 
 
-def select(points: Mapping[str, Sequence[Point]], wanted: Sequence[str]) -> list[str]:
+def select(points: Points, wanted: Sequence[str]) -> list[str]:
     """Names that match those wanted, with stars resolved, at most eight. Of equal lines only the first is shown."""
     shown = [name for name in points if not name.startswith(_NOT_SCORES)]
     names = [

@@ -19,6 +19,7 @@ from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, refuse_foreign,
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.writes import explain_os_error
 
 EXPORTED = "export.json"
@@ -119,7 +120,8 @@ class ExportPolicy(Callback):
         def save() -> None:
             export(merged_copy(model) if self._merges(model) else model, tokenizer, target, state, trainer.global_step)
 
-        on_rank_zero(trainer, save)
+        with PROGRESS.during("Exporting the policy"):
+            on_rank_zero(trainer, save)
         rank_zero_info(f"Policy saved in Hugging Face format: {target}")
 
     def _merges(self, model: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -9,6 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
+from pl_grouprl.utilities.phase_display import PhaseDisplay
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
 
 _SPEED_PERIOD = 3600.0
@@ -21,16 +23,34 @@ class RunProgressBar(RichProgressBar):
     The total is the number of batches that will run, epochs count from 1, and speed is in seconds per step if steps
     take longer than a second. If standard output is not a terminal, it prints a line at the start, every tenth and the
     end of each epoch. The command line uses it unless the configuration names another bar.
+
+    What takes longer than two seconds is named: loading, rollouts with the tokens so far, scoring, rewards, validation,
+    export. A bar shows it at its end; where there is none, it is a line, see `PhaseDisplay`.
     """
 
     _draws = True
     _batches_done = 0
     _lines: ProgressLines | None = None
+    _phases: PhaseDisplay | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check whether a bar can be drawn."""
+        """Check whether a bar can be drawn, and begin to show what takes long."""
         super().setup(trainer, pl_module, stage)
         self._draws = shows_bars(**self._console_kwargs)
+        self._stop_phases()  # left over from a run that never reached teardown
+        if super().is_enabled:
+            self._phases = PhaseDisplay(self._print_phase, self.refresh)
+            self._phases.start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the bar."""
+        self._stop_phases()
+        super().teardown(trainer, pl_module, stage)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the bar."""
+        self._stop_phases()
+        super().on_exception(trainer, pl_module, exception)
 
     @property
     def is_enabled(self) -> bool:
@@ -74,9 +94,26 @@ class RunProgressBar(RichProgressBar):
         else:
             self._lines.update(batch_idx + 1, self.get_metrics(trainer, pl_module))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the thread."""
+        return super().__getstate__() | {"_phases": None}
+
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Lightning's columns, except for the speed."""
-        return [*super().configure_columns(trainer)[:-1], _SpeedColumn(self.theme.processing_speed)]
+        """Lightning's columns, except for the speed, and what takes long."""
+        columns = super().configure_columns(trainer)[:-1]
+        return [*columns, _SpeedColumn(self.theme.processing_speed), _PhaseColumn(self._phase_text)]
+
+    def _phase_text(self) -> str:
+        return "" if self._phases is None else self._phases.text()
+
+    def _print_phase(self, line: str) -> None:
+        if not self.is_enabled or self.progress is None or self._progress_stopped:
+            print(line, flush=True)
+
+    def _stop_phases(self) -> None:
+        phases, self._phases = self._phases, None
+        if phases is not None:
+            phases.stop()
 
     def _init_progress(self, trainer: Trainer) -> None:
         super()._init_progress(trainer)
@@ -102,3 +139,16 @@ class _SpeedColumn(ProgressColumn):
         if not speed:
             return Text("")
         return Text(f"{speed:.2f} it/s" if speed >= 1 else f"{1 / speed:.2f} s/it", style=self.style)
+
+
+class _PhaseColumn(ProgressColumn):
+    """What takes long, after the other columns of the bar."""
+
+    max_refresh = 0.5
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self.text = text
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        return Text(self.text(), style="dim")

@@ -1,4 +1,4 @@
-"""Results of a run: a few lines on the console, `summary.json` and `curves.png` in the run folder."""
+"""Results of a run: a few lines on the console, a table in the loggers, `summary.json` and `curves.png`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pl_grouprl.callbacks.curves import draw_curves
 from pl_grouprl.callbacks.evaluation_report import source_table
+from pl_grouprl.callbacks.logger_tables import log_tables, summary_table
 from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_folder import claim, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -26,7 +27,7 @@ VALIDATION_PREFIXES = ("val/", "val_")
 
 @checked_arguments
 class RunSummary(Callback):
-    """Record every logged metric and summarize them when training ends.
+    """Record every logged metric and summarize them when training ends: in files and the loggers' table `summary`.
 
     A value counts for the step that logged it, although Lightning repeats it in later steps.
 
@@ -115,6 +116,7 @@ class RunSummary(Callback):
         statistics = {name: self.history.statistics(name) for name in sorted(self.history.points)}
         with OptionalWrites("RunSummary").to("the console"):
             trainer.print(summary_text(statistics, trainer.global_step, self.training_seconds, self._folder))
+        log_tables(trainer, [summary_table(statistics, trainer.global_step)], OptionalWrites("RunSummary"))
         if self._folder is None:
             return
         if self.summary_filename is not None:

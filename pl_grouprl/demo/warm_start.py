@@ -28,7 +28,7 @@ from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
 from pl_grouprl.utilities.options import check_options
-from pl_grouprl.utilities.progress import tick
+from pl_grouprl.utilities.progress import PROGRESS, tick
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ class WarmStartedPolicy:
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
-        with _progress("Warm start on demonstrations", self.steps, self.progress_bar) as advance:
+        title, shown = "Warm start on demonstrations", self.progress_bar
+        with PROGRESS.during("warm start"), _progress(title, self.steps, shown) as advance:
             for step in range(self.steps):
                 batch = self.demonstrations.demonstrations(self.batch_size, _demonstration_seed(self.seed, step))
                 loss = supervised_loss(model, batch)

@@ -108,8 +108,8 @@ class DecodeBatch:
             FloatingPointError: If the model's logits were not finite.
         """
         for step in range(self._steps):
-            tick()
             tokens_B = self._draw(step)
+            tick(len(tokens_B))
             if step + 1 == self._steps:
                 break
             leaving_B = self._leaving(step)

@@ -12,6 +12,7 @@ HTTPX_AVAILABLE = find_spec("httpx") is not None
 PEFT_AVAILABLE = find_spec("peft") is not None
 REASONING_GYM_AVAILABLE = find_spec("reasoning_gym") is not None
 RENDERERS_AVAILABLE = find_spec("renderers") is not None
+TRACKIO_AVAILABLE = find_spec("trackio") is not None
 VLLM_AVAILABLE = find_spec("vllm") is not None
 
 

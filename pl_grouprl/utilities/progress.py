@@ -1,6 +1,10 @@
-"""Progress of this process, read by a watchdog on another thread."""
+"""Progress of this process, read by the watchdog and by what shows it, on other threads."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Progress:
@@ -9,24 +13,44 @@ class Progress:
     Attributes:
         count: Incremented by any progress, such as a decoding step or a reward call.
         phase: The main thread's current phase.
+        since: When it began, by `time.monotonic`.
+        tokens: Tokens sampled since then; some samplers also count the rest of a batch for ended sequences.
         step: The optimizer step.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.phase = "start"
+        self.since = time.monotonic()
+        self.tokens = 0
         self.step = 0
 
     def enter(self, phase: str) -> None:
-        """Begin a phase."""
-        self.phase = phase
+        """Begin a phase, or go on with it."""
+        if phase != self.phase:
+            self.phase, self.since, self.tokens = phase, time.monotonic(), 0
         self.count += 1
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A phase inside this context; afterwards the former one again."""
+        former = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(former)
 
 
 PROGRESS = Progress()
 """The progress of this process."""
 
 
-def tick() -> None:
-    """Count progress. Long loops without communication call it, so they do not look hung."""
+def tick(tokens: int = 0) -> None:
+    """Count progress. Long loops without communication call it, so they do not look hung.
+
+    Args:
+        tokens: Tokens sampled since the last call.
+    """
     PROGRESS.count += 1
+    PROGRESS.tokens += tokens

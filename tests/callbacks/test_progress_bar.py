@@ -1,4 +1,5 @@
 import re
+import threading
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from rich.progress import Progress
 
 from pl_grouprl.callbacks import RunProgressBar
-from pl_grouprl.callbacks.progress_bar import _SpeedColumn
+from pl_grouprl.callbacks.progress_bar import _PhaseColumn, _SpeedColumn
 from pl_grouprl.cli import _default_progress_bar
+from pl_grouprl.utilities.phase_display import PhaseDisplay
+from pl_grouprl.utilities.progress import PROGRESS
 
 
 class Module(BoringModel):
@@ -119,3 +122,71 @@ def test_the_command_line_adds_it_unless_another_is_named_or_none_is_wanted():
     assert _default_progress_bar({"callbacks": [TQDMProgressBar()]}) == []
     assert _default_progress_bar({"callbacks": TQDMProgressBar()}) == []
     assert _default_progress_bar({"enable_progress_bar": False}) == []
+
+
+@pytest.fixture
+def no_thread(monkeypatch):
+    """The test looks at the phases itself."""
+    monkeypatch.setattr(PhaseDisplay, "_run", lambda display: None)
+
+
+def take_long(bar, phase):
+    """As if the phase had lasted for ten seconds."""
+    PROGRESS.enter(phase)
+    PROGRESS.since -= 10
+    bar._phases.check()
+
+
+class SlowParts(Callback):
+    """Steps and an end of the run that seem to take long."""
+
+    def __init__(self, bar):
+        self.bar = bar
+        self.column = ""
+
+    def on_fit_start(self, *args):
+        take_long(self.bar, "Loading the models")
+
+    def on_train_batch_start(self, *args):
+        take_long(self.bar, "rollout")
+        if self.bar.progress is not None:
+            (column,) = (own for own in self.bar.progress.columns if isinstance(own, _PhaseColumn))
+            self.column = column.render(None).plain
+
+    def on_train_end(self, *args):
+        take_long(self.bar, "Exporting the policy")
+
+
+def test_a_file_gets_a_line_for_what_takes_long(tmp_path, capsys, no_thread):
+    bar = RunProgressBar()
+    fit(tmp_path, bar, SlowParts(bar), max_epochs=1, max_steps=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Epoch")]
+    assert lines == ["Loading the models: 10 s", "Sampling rollouts: 10 s", "Exporting the policy: 10 s"]
+
+
+def test_a_bar_shows_what_takes_long_at_its_end(tmp_path, bar, capsys, no_thread):
+    slow = SlowParts(bar)
+    fit(tmp_path, bar, slow, max_epochs=1, max_steps=2)
+    assert slow.column == "Sampling rollouts: 10 s"
+    assert "Loading the models: 10 s\n" in capsys.readouterr().out.replace("\r", "")  # before there is a bar
+
+
+def test_no_thread_is_left_after_an_error_and_none_starts_if_nothing_is_shown(tmp_path):
+    class Failing(Callback):
+        def on_train_start(self, *args):
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(tmp_path, bar := RunProgressBar(), Failing(), max_epochs=1, max_steps=1)
+    assert bar._phases is None
+    hidden = RunProgressBar(refresh_rate=0)
+    fit(tmp_path, hidden, NoThread(hidden), max_epochs=1, max_steps=1)
+    assert "phase display" not in {thread.name for thread in threading.enumerate()}
+
+
+class NoThread(Callback):
+    def __init__(self, bar):
+        self.bar = bar
+
+    def on_train_start(self, *args):
+        assert self.bar._phases is None

@@ -83,6 +83,7 @@ OPTIONS = {
         "evaluation.md",
         "tasks.md",
         "coming_from_trl.md",
+        "logging.md",
     ],
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
@@ -109,6 +110,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
             "tasks.md",
             "tools_and_environments.md",
             "coming_from_verl.md",
+            "logging.md",
             "../README.md",
         )
         for block in blocks(page, "yaml")
@@ -165,6 +167,7 @@ def test_every_option_is_on_the_page():
         "distillation.md",
         "scaling.md",
         "graders.md",
+        "logging.md",
     ],
 )
 def test_import_paths_exist(page):

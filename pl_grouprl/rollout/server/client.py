@@ -198,8 +198,9 @@ class ServerClient:
     ) -> list[list[dict[str, Any]]]:
         found: list[list[dict[str, Any]]] = [[{} for _ in range(count)] for count in counts]
         while line := response.readline(_MAX_LINE + 1):
-            tick()
             message = _message(line)
+            token_ids = message.get("token_ids")
+            tick(len(token_ids) if isinstance(token_ids, list) else 0)
             if "status" in message:
                 if message["status"] >= 500:
                     raise _Broken(message["error"])

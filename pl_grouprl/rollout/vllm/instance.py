@@ -245,8 +245,9 @@ class VLLMInstance:
                     parameters = sampling_params(limited, end_ids=end_ids, never=never, seed=seed)
                     self._engine.add_request(f"{place}.{number}", given, parameters, lora_request=self._adapter)
             while self._engine.has_unfinished_requests():
-                tick()
-                for output in self._engine.step():
+                outputs = self._engine.step()
+                tick(sum(len(output.outputs[0].token_ids) for output in outputs))
+                for output in outputs:
                     if completions[output.request_id].add(output.outputs[0]):
                         self._engine.abort_request([output.request_id])
         except BaseException:

@@ -1,0 +1,115 @@
+"""Tables in Lightning's loggers: each call adds rows, and rows of earlier steps stay.
+
+`log_table` has one function per class of logger. To support another class, or replace a function:
+
+    @log_table.register
+    def _(logger: MyLogger, table: Table) -> None: ...
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from pl_grouprl.utilities.writes import append_whole
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one step.
+
+    Attributes:
+        name: Name of the table. All tables of a run with this name have the same columns.
+        step: Optimizer steps done.
+        columns: Names of the columns.
+        rows: A value for each column, in their order: strings, numbers or None.
+        markdown: What loggers show that only have text; None is all the rows.
+    """
+
+    name: str
+    step: int
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    markdown: str | None = None
+
+    def by_column(self) -> dict[str, list[Any]]:
+        """The values of each column."""
+        return {name: [row[place] for row in self.rows] for place, name in enumerate(self.columns)}
+
+    def by_row(self) -> list[dict[str, Any]]:
+        """The rows, each with the names of its values."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Write rows as a Markdown table."""
+    cells = [["" if value is None else str(value).replace("|", "\\|").replace("\n", " ") for value in r] for r in rows]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in cells)]
+    return "\n".join(lines)
+
+
+@singledispatch
+def log_table(logger: Logger, table: Table) -> None:
+    """Add a table's rows to a logger; one without tables ignores them. For rank 0 only.
+
+    | logger | where |
+    |---|---|
+    | `CSVLogger` | `tables/{name}.csv` in its folder |
+    | `TensorBoardLogger` | the text `{name}`, one per step |
+    | `WandbLogger` | an incremental `wandb.Table` under the key `{name}` |
+    | `MLFlowLogger` | the artifact `{name}.json` |
+    | `TrackioLogger` | a `trackio.Table` per step under the key `{name}` |
+
+    Args:
+        logger: A logger of the Trainer.
+        table: The rows.
+
+    Raises:
+        OSError: If a logger cannot write its file.
+    """
+
+
+@log_table.register
+def _(logger: CSVLogger, table: Table) -> None:
+    file = Path(logger.log_dir) / "tables" / f"{table.name}.csv"
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if not file.exists():
+        writer.writerow(table.columns)
+    writer.writerows(table.rows)
+    append_whole(file, text.getvalue().encode("utf-8", "backslashreplace"))
+
+
+@log_table.register
+def _(logger: TensorBoardLogger, table: Table) -> None:
+    text = markdown_of(table.columns, table.rows) if table.markdown is None else table.markdown
+    logger.experiment.add_text(table.name, text, table.step)
+
+
+_WANDB_TABLES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""The tables of each wandb run, by name: an incremental table must be the same object in every step."""
+
+
+@log_table.register
+def _(logger: WandbLogger, table: Table) -> None:
+    import wandb
+
+    tables = _WANDB_TABLES.setdefault(logger.experiment, {})
+    if table.name not in tables:
+        tables[table.name] = wandb.Table(columns=list(table.columns), log_mode="INCREMENTAL")
+    for row in table.rows:
+        tables[table.name].add_data(*row)
+    logger.log_metrics({table.name: tables[table.name]}, table.step)
+
+
+@log_table.register
+def _(logger: MLFlowLogger, table: Table) -> None:
+    logger.experiment.log_table(logger.run_id, table.by_column(), f"{table.name}.json")

@@ -1,0 +1,133 @@
+"""Reads what a run left in its folder."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pl_grouprl.callbacks.metric_history import MetricHistory
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run as its folder shows it.
+
+    Attributes:
+        name: Distinguishes it from the other runs of the page.
+        folder: The run folder.
+        history: Metrics by optimizer step, from `metrics.csv`.
+        options: Options by dotted name, from `config.yaml`; empty without that file.
+        completions: Rows of `completions.jsonl`; empty without that file.
+        training_seconds: From `summary.json`; None if the run has not ended.
+    """
+
+    name: str
+    folder: Path
+    history: MetricHistory
+    options: Mapping[str, Any] = field(default_factory=dict)
+    completions: Sequence[Row] = ()
+    training_seconds: float | None = None
+
+    @property
+    def steps(self) -> int:
+        """The last step with a metric."""
+        return max(points[-1][0] for points in self.history.points.values())
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[RecordedRun]:
+    """Read several runs, and name each by the end of its path: two folders, or as many as it takes to tell them apart.
+
+    Raises:
+        ValueError: If a folder is named twice.
+        OSError: If one is no run folder.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is named twice; name each run once.")
+    depth = next(d for d in itertools.count(2) if len({path.parts[-d:] for path in paths}) == len(paths))
+    return [
+        read_run(Path(folder), str(Path(*path.parts[-depth:]))) for folder, path in zip(folders, paths, strict=True)
+    ]
+
+
+def read_run(folder: Path, name: str | None = None) -> RecordedRun:
+    """Read a run folder.
+
+    Args:
+        folder: The folder, with the `metrics.csv` of Lightning's `CSVLogger`.
+        name: Name of the run on the page; by default, that of the folder.
+
+    Raises:
+        FileNotFoundError: If there are no metrics; names the run folders below, if there are any.
+        ValueError: If the metrics are empty or damaged.
+    """
+    metrics = folder / "metrics.csv"
+    if not metrics.is_file():
+        below = sorted(path.parent for path in folder.glob("*/metrics.csv"))
+        remedy = f"pass one of {', '.join(map(str, below))}" if below else "a run with a CSVLogger writes it"
+        raise FileNotFoundError(f"{folder} has no metrics.csv; {remedy}.")
+    history = _history(metrics)
+    if not history.points:
+        raise ValueError(f"{metrics} has no metrics yet.")
+    return RecordedRun(
+        name=name or folder.name,
+        folder=folder,
+        history=history,
+        options=_options(folder / "config.yaml"),
+        completions=_completions(folder / "completions.jsonl"),
+        training_seconds=_training_seconds(folder / "summary.json"),
+    )
+
+
+def different_options(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
+    """Values of the options in which the runs differ, by name; None where a run has no such option."""
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    values = {name: [run.options.get(name) for run in runs] for name in names}
+    return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
+
+
+def _history(path: Path) -> MetricHistory:
+    history = MetricHistory()
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            try:
+                step = int(row.pop("step"))
+                history.record(step, {name: float(value) for name, value in row.items() if value and name != "epoch"})
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path} is not a file of metrics by step: {error!r} in the row {row}.") from error
+    return history
+
+
+def _options(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    return dict(_flat("", yaml.safe_load(path.read_text(encoding="utf-8"))))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, with dotted names."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    if not inner:
+        yield name, value
+    for key, item in inner:
+        yield from _flat(f"{name}.{key}" if name else str(key), item)
+
+
+def _completions(path: Path) -> list[Row]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _training_seconds(path: Path) -> float | None:
+    return float(json.loads(path.read_text(encoding="utf-8"))["training_seconds"]) if path.is_file() else None

@@ -1,0 +1,100 @@
+import re
+from html.parser import HTMLParser
+
+import pytest
+from helpers.recorded_runs import COMPLETIONS, recorded
+
+from pl_grouprl.report import write_report
+from pl_grouprl.report.__main__ import main
+from pl_grouprl.report.page import report_page
+
+
+class Elements(HTMLParser):
+    """Checks that elements are closed in order, and collects what would be fetched."""
+
+    VOID = ("meta", "br", "img", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.fetched = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[0] != "#"]
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_page_is_whole_and_needs_no_other_file():
+    page = report_page([recorded("a", completions=COMPLETIONS, options={"beta": 0.1}), recorded("b")])
+    elements = Elements()
+    elements.feed(page)
+    assert elements.open == []
+    assert elements.fetched == []
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert elements.tags.count("svg") == 3  # reward, validation, time
+
+
+def test_runs_with_one_line_share_axes_and_others_stand_side_by_side():
+    page = report_page([recorded("a"), recorded("b", reward=0.25)])
+    figures = re.findall(r'<figure class="(\w+)" aria-label="([^"]+)"', page)
+    assert figures == [("one", "reward"), ("two", "validation"), ("two", "seconds per step")]
+    validation = page.partition('aria-label="validation"')[2].partition("</figure>")[0]
+    assert re.findall(r">([ab])</", validation) == ["a", "b"]  # the runs, above their axes
+
+
+def test_the_top_compares_the_runs():
+    page = report_page([recorded("a", training_seconds=3700.0), recorded("b", reward=0.25)])
+    cells = [re.findall(r"<td><div>(.*?)</div>", row) for row in re.findall("<tr>(.*?)</tr>", page)]
+    assert ["training time", "1:01:40", "not ended"] in cells
+    assert ["reward", "0.500 → 0.900", "0.250 → 0.650"] in cells
+    assert ["seconds per step", "mean 3.00", "mean 3.00"] in cells
+
+
+def test_options_that_differ_are_listed():
+    options = {"beta": 0.1, "seed": 0}
+    page = report_page([recorded("a", options=options), recorded("b", options=options | {"beta": 0.2})])
+    different = page.partition("Options that differ")[2].partition("</table>")[0]
+    assert re.findall(r"<td><div>(.*?)</div>", different) == ["beta", "0.1", "0.2"]
+    assert "<p>None.</p>" in report_page([recorded("a", options=options), recorded("b", options=options)])
+    assert "Options that differ" not in report_page([recorded("a", options=options)])
+
+
+def test_completions_are_text_and_the_last_step_is_unfolded():
+    page = report_page([recorded("a", completions=COMPLETIONS)])
+    assert "&lt;b&gt;yes&lt;/b&gt;" in page
+    assert "<b>yes" not in page
+    assert page.count("1 &lt; 2?") == 1  # a prompt stands once
+    assert "add(a=1) -&gt; 2" in page
+    assert re.findall(r"<details( open)?><summary>Step (\d+)", page) == [("", "1"), (" open", "9")]
+
+
+def test_of_many_steps_some_are_shown():
+    rows = [COMPLETIONS[0] | {"step": step} for step in range(11) for _ in range(20)]
+    page = report_page([recorded("a", completions=rows)])
+    assert re.findall(r"Step (\d+) \((\d+) of (\d+)\)", page) == [(str(s), "16", "20") for s in (0, 2, 4, 6, 8, 10)]
+
+
+def test_the_command_writes_the_page_and_replaces_only_reports(tmp_path, capsys):
+    folder = tmp_path / "version_0"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("step,reward\n0,0.25\n")
+    output = tmp_path / "out" / "page.html"
+    for _ in range(2):
+        main([str(folder), "--output", str(output)])
+    assert capsys.readouterr().out == f"Report: {output}\n" * 2
+    output.write_text("<p>mine</p>")
+    with pytest.raises(SystemExit, match=r"exists and is not a report; pass another file as --output"):
+        main([str(folder), "--output", str(output)])
+    assert output.read_text() == "<p>mine</p>"
+    with pytest.raises(FileExistsError):
+        write_report([recorded("a")], tmp_path)
+    with pytest.raises(SystemExit, match=r"has no metrics.csv"):
+        main([str(tmp_path)])

@@ -1,0 +1,72 @@
+import json
+
+import pytest
+
+from pl_grouprl.report import read_run
+from pl_grouprl.report.run import different_options, read_runs
+
+METRICS = "epoch,reward,step,val/reward\n0,0.25,0,\n,,0,0.5\n0,0.75,1,\n"
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(name, metrics=METRICS, config=None, completions=None, seconds=None):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text(metrics)
+        if config is not None:
+            (folder / "config.yaml").write_text(config)
+        if completions is not None:
+            (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in completions))
+        if seconds is not None:
+            (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds}))
+        return folder
+
+    return make
+
+
+def test_rows_of_a_step_are_merged_and_epochs_left_out(make_run):
+    run = read_run(make_run("version_0", seconds=60.0))
+    assert run.history.points == {"reward": [(0, 0.25), (1, 0.75)], "val/reward": [(0, 0.5)]}
+    assert (run.steps, run.training_seconds, run.options, run.completions) == (1, 60.0, {}, [])
+
+
+def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(make_run):
+    folders = [make_run("x/a/version_0"), make_run("x/b/version_0"), make_run("y/a/version_0")]
+    assert [run.name for run in read_runs(folders[:2])] == ["a/version_0", "b/version_0"]
+    assert [run.name for run in read_runs(folders)] == ["x/a/version_0", "x/b/version_0", "y/a/version_0"]
+
+
+def test_options_that_differ_are_found_in_mappings_and_lists(make_run):
+    config = "model: {beta: %s, list: [{a: 1}, %s]}\nsame: {}\n"
+    runs = read_runs([make_run("a", config=config % (0.1, "{b: 2}")), make_run("b", config=config % (0.2, "{c: 2}"))])
+    assert runs[0].options == {"model.beta": 0.1, "model.list.0.a": 1, "model.list.1.b": 2, "same": {}}
+    assert different_options(runs) == {
+        "model.beta": [0.1, 0.2],
+        "model.list.1.b": [2, None],
+        "model.list.1.c": [None, 2],
+    }
+
+
+def test_a_folder_above_is_refused_with_the_runs_below(make_run, tmp_path):
+    folder = make_run("version_3")
+    with pytest.raises(FileNotFoundError, match=rf"has no metrics.csv; pass one of {folder}"):
+        read_run(tmp_path)
+    (folder / "metrics.csv").unlink()
+    with pytest.raises(FileNotFoundError, match="a run with a CSVLogger writes it"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("", "has no metrics yet"), ("a,b\n1,2\n", "is not a file of metrics"), ("step,a\n1,x\n", "could not convert")],
+)
+def test_empty_and_damaged_metrics_are_refused(text, error, make_run):
+    with pytest.raises(ValueError, match=error):
+        read_run(make_run("version_0", metrics=text))
+
+
+def test_a_run_named_twice_is_refused(make_run):
+    folder = make_run("version_0")
+    with pytest.raises(ValueError, match="is named twice"):
+        read_runs([folder, folder / "."])
