@@ -21,8 +21,8 @@ LAYERS = [
     {"rewards", "rollout", "data", "demo", "tasks"},
     {"episodes"},
     {"training"},
-    {"algorithms"},
     {"callbacks"},
+    {"algorithms"},
     {"cli"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
