@@ -29,8 +29,8 @@ from pl_grouprl.utilities.verified_loading import load_verified
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
 
-CONFIG_FOLDERS = (Path("configs"), Path(__file__).resolve().parents[1] / "configs")
-"""Folders searched by `--config NAME` after the path itself: in the working directory, then next to cli.py."""
+CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__file__).resolve().parents[1::-1]))
+"""Searched by `--config NAME` after the path itself: the working directory, the project, the installed package."""
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 
