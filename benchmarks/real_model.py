@@ -166,10 +166,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--measure", nargs="+", choices=("scoring", "update", "step"), default=["scoring", "update", "step"]
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=_sizes, default=[(160, 12), (512, 64)], help="PROMPT:ROLLOUT (160:12 512:64)"
+        "--sizes", nargs="+", type=_sizes, default=[(160, 12), (384, 32)], help="PROMPT:ROLLOUT (160:12 384:32)"
     )
     parser.add_argument("--group-size", type=positive, default=8, help="default: 8")
-    parser.add_argument("--groups", type=positive, default=2, help="prompts of a GRPO step (default: 2)")
+    parser.add_argument("--groups", type=positive, default=1, help="prompts of a GRPO step (default: 1)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="of the step")
     return parser.parse_args(arguments)
 
