@@ -1,4 +1,4 @@
-"""Puts the configurations into the wheel, where `pl-grouprl fit --config NAME` finds them; the rest is pyproject.toml."""
+"""Puts the configurations into the wheel, where `--config NAME` finds them; all else is in pyproject.toml."""
 
 import shutil
 from pathlib import Path
