@@ -5,7 +5,7 @@ VLLM := .venv-vllm/bin
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-vllm test-real-model test-all strategies docs audit lint types clean
+.PHONY: demo test test-vllm test-real-model test-all strategies docs audit lint types wheel clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -36,6 +36,11 @@ docs: .venv-docs/installed
 # Known vulnerabilities of the packages in .venv. Fails if the database cannot be reached.
 audit: .venv/installed .venv-audit/installed
 	$(BIN)/python tools/audit.py --pip-audit .venv-audit/bin/pip-audit
+
+# The wheel and the source archive in dist/, checked for what an index asks of them.
+wheel: .venv-build/installed
+	.venv-build/bin/python -m build
+	.venv-build/bin/twine check --strict dist/*
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -73,5 +78,10 @@ types: .venv/installed
 	.venv-audit/bin/pip install --quiet 'pip-audit>=2.7'
 	touch $@
 
+.venv-build/installed:
+	$(PYTHON) -m venv .venv-build
+	.venv-build/bin/pip install --quiet 'build>=1.2' 'twine>=6'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .venv-audit .venv-docs .cache build runs
+	rm -rf .venv .venv-vllm .venv-audit .venv-build .venv-docs .cache build dist runs

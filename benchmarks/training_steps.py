@@ -229,7 +229,7 @@ class WholeStep:
 def sharing(module: Measured) -> Iterator[None]:
     """Share prefixes in all models of a module, where it does."""
     with contextlib.ExitStack() as stack:
-        for model in module.scored_models() if module.sharing == "shared" else ():
+        for model in module.scored_models().values() if module.sharing == "shared" else ():
             stack.enter_context(shared_prefix(model, module.attention_backend))
         yield
 

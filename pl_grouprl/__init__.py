@@ -6,9 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO
-    from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor
+    from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO, OptimizerConfig
+    from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor, default_callbacks
     from pl_grouprl.data import PromptDataModule
+    from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
+    from pl_grouprl.rewards import Weighted
     from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 
 __version__ = "0.1.0"
@@ -17,7 +19,10 @@ _HOMES = {
     "Distillation": "algorithms",
     "GRPO": "algorithms",
     "GroupPPO": "algorithms",
+    "LoRAAdapter": "models",
+    "OptimizerConfig": "algorithms",
     "PPO": "algorithms",
+    "PretrainedPolicy": "models",
     "Prompt": "types",
     "PromptDataModule": "data",
     "Rollout": "types",
@@ -25,6 +30,8 @@ _HOMES = {
     "SamplingConfig": "types",
     "SharedPrefixCallback": "callbacks",
     "TokenGroupMonitor": "callbacks",
+    "Weighted": "rewards",
+    "default_callbacks": "callbacks",
 }
 
 __all__ = [
@@ -32,6 +39,9 @@ __all__ = [
     "PPO",
     "Distillation",
     "GroupPPO",
+    "LoRAAdapter",
+    "OptimizerConfig",
+    "PretrainedPolicy",
     "Prompt",
     "PromptDataModule",
     "Rollout",
@@ -39,6 +49,8 @@ __all__ = [
     "SamplingConfig",
     "SharedPrefixCallback",
     "TokenGroupMonitor",
+    "Weighted",
+    "default_callbacks",
 ]
 
 

@@ -6,14 +6,12 @@ so it is code: run only files that you would run as a script.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from pydoc import locate
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jsonargparse import ActionConfigFile
@@ -22,7 +20,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from pl_grouprl.utilities.arguments import config_class, suggestion
+from pl_grouprl.utilities.config_errors import explain
 from pl_grouprl.utilities.config_files import refuse_duplicates, refuse_unknown_groups
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.loggers import prepare_loggers
@@ -31,17 +29,10 @@ from pl_grouprl.utilities.verified_loading import load_verified
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
 
-CONFIG_FOLDERS = (Path("configs"), Path(__file__).resolve().parents[1] / "configs")
-"""Folders searched by `--config NAME` after the path itself: in the working directory, then next to cli.py."""
+CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__file__).resolve().parents[1::-1]))
+"""Searched by `--config NAME` after the path itself: the working directory, the project, the installed package."""
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
-_UNKNOWN_OPTION = re.compile(
-    r"(?:Group '(?P<group>\w+)' does not accept option|Subcommand '\w+' does not accept option|Option) "
-    r"'(?P<name>[\w.]+)'(?: is not accepted|$)",
-    re.MULTILINE,
-)
-_CLASS_PATH = re.compile(r"Problem with given class_path '([\w.]+)'")
-_AT_TOP = ("model", "data", "trainer", "ckpt_path", "seed_everything")
 
 
 def find_config(name: str) -> str:
@@ -86,26 +77,12 @@ class ConfigFile(ActionConfigFile):
 
 
 class RLParser(LightningArgumentParser):
-    """Lightning's parser, with errors that say where an unknown option belongs, or the nearest known name."""
+    """Lightning's parser, whose errors name the option and the nearest known one."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Add that to the usage error."""
-        unknown = _UNKNOWN_OPTION.search(message)
-        if unknown is not None:
-            class_path = _CLASS_PATH.search(message)
-            message += f"\n{_about_unknown(unknown['name'], unknown['group'], class_path and class_path[1])}"
-        super().error(message, ex)
-
-
-def _about_unknown(option: str, group: str | None, class_path: str | None) -> str:
-    """Describe where an unknown option of a group or class of the configuration belongs."""
-    name = option.rsplit(".", 1)[-1]
-    if class_path is None and group is None and not option.startswith("trainer."):
-        nearest = difflib.get_close_matches(name, _AT_TOP, n=1)
-        return f"The configuration has {', '.join(_AT_TOP)}" + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
-    owner: Any = Trainer if class_path is None else locate(class_path)
-    owner = config_class(owner, group) if group is not None and class_path is not None else owner
-    return f"{owner.__name__} takes no {name!r}{suggestion(owner, name)}"
+        """Explain the usage error; parsers of nested classes leave that to the outermost."""
+        explained = explain(message) if self.exit_on_error else None
+        super().error(message if explained is None else explained, ex)
 
 
 class RLTrainer(Trainer):

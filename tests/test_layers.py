@@ -21,9 +21,9 @@ LAYERS = [
     {"rewards", "rollout", "data", "demo", "tasks"},
     {"episodes"},
     {"training"},
-    {"algorithms"},
     {"loggers"},
     {"callbacks"},
+    {"algorithms"},
     {"cli", "report"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -111,9 +111,9 @@ class Distillation(GRPO):
         if self._trainer is not None and self._trainer.state.fn is not None:
             check_lengths_of_teacher(self)
 
-    def scored_models(self) -> list[Any]:
+    def scored_models(self) -> dict[str, Any]:
         """Add the teacher."""
-        return [*super().scored_models(), self.teacher]
+        return super().scored_models() | {"teacher": self.teacher}
 
     def parity_reports(self) -> list[ParityReport]:
         """Add the teacher."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
+from pl_grouprl.callbacks.defaults import callbacks_of_module
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.episodes.environment import EnvironmentFactory
@@ -77,7 +78,7 @@ from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.garbage import FreezeLoadedObjects
 from pl_grouprl.utilities.last_checkpoint import find_last
-from pl_grouprl.utilities.loggers import prepare_loggers
+from pl_grouprl.utilities.loggers import log_every_step, prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.progress import PROGRESS
@@ -106,6 +107,9 @@ class RLModule(pl.LightningModule, ABC):
     Each prompt batch arrives `updates_per_rollout` times in a row. The first time, rollouts are sampled, rewarded and
     scored; every time, one mini-batch of them is trained. Optimization is Lightning's automatic one: clipping,
     accumulation and precision are options of the Trainer.
+
+    A Trainer with a logger also gets a `RunSummary`, if it has none, and logs every step in place of Lightning's every
+    50th; any other `log_every_n_steps` stays. `pl_grouprl.default_callbacks()` has what the configurations use.
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
@@ -378,6 +382,7 @@ class RLModule(pl.LightningModule, ABC):
             type(self).__name__,
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
+        self._reward_metrics: dict[str, float] = {}  # of the validation batch
         self._tokenizer: Any = None
         self._support: StrategySupport | None = None
         self._fixed_options = frozenset(vars(self)) & PASSED_ON  # last: from here on they cannot be set
@@ -453,11 +458,12 @@ class RLModule(pl.LightningModule, ABC):
     # 2. Models and optimizer.
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Prepare the loggers; watch the ranks, and close the engine after an exception."""
+        """Prepare the loggers; summarize the run, watch the ranks, and close the engine after an exception."""
         prepare_loggers(self.trainer.loggers)
+        log_every_step(self.trainer)
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         closers = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
-        return [FreezeLoadedObjects(), *watchdogs, *closers]
+        return [FreezeLoadedObjects(), *callbacks_of_module(self.trainer), *watchdogs, *closers]
 
     def configure_model(self) -> None:
         """Load the models, and shard them if the strategy leaves that to the module. Idempotent."""
@@ -496,9 +502,9 @@ class RLModule(pl.LightningModule, ABC):
         """What is trained, by the name of its parameter groups. A subclass with a critic adds it here."""
         return {"policy": (self.policy, self.optimizer_config)}
 
-    def scored_models(self) -> list[Any]:
-        """Transformers models that read rollouts in training, each with shared prefixes. A subclass adds its own."""
-        return [model for model in (self.policy, self.reference) if model is not None]
+    def scored_models(self) -> dict[str, Any]:
+        """Transformers models that read rollouts in training, by name; subclasses add theirs. Each shares prefixes."""
+        return drop_none(policy=self.policy, reference=self.reference)
 
     def parity_reports(self) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on each model that is trained."""
@@ -521,7 +527,7 @@ class RLModule(pl.LightningModule, ABC):
         parts = self.optimized_parts()
         refuse_compiled({"module": self, **{f"module.{name}": part for name, (part, _) in parts.items()}})
         refuse_clipping_nothing(self.trainer.gradient_clip_val, [config.max_grad_norm for _, config in parts.values()])
-        self.micro_batcher.form_sequence_groups(self.scored_models())
+        self.micro_batcher.form_sequence_groups(self.scored_models().values())
         self.collector.attach_ahead()
         self.optimization.reset()
         self.prefix_sharing.open(self.scored_models(), self.parity_reports)
@@ -690,19 +696,21 @@ class RLModule(pl.LightningModule, ABC):
     def on_validation_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Sample and reward rollouts; not in the step, because that runs under autocast."""
         self.on_predict_batch_start(batch, batch_idx, dataloader_idx)
-        self.rewarder.start(self.evaluator.groups).wait()
+        self._reward_metrics = self.rewarder.start(self.evaluator.groups).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Return copies of the batch's rollouts with their rewards as `groups`, and their `answers`, for callbacks."""
-        answers = self.evaluator.record()
+        answers = self.evaluator.record(self._reward_metrics)
         return {"groups": private_copy(self.evaluator.groups), "answers": answers}
 
     def on_validation_epoch_end(self) -> None:
         """Log `val/...` or `test/...` metrics over all ranks."""
         prefix = "test" if self.trainer.testing else "val"
         metrics = self.evaluator.metrics(prefix, self.device)
-        self.log(f"{prefix}/reward", metrics.pop(f"{prefix}/reward"), prog_bar=True, batch_size=1)
-        self.log_dict(metrics, batch_size=1)
+        # All ranks have the same numbers; without sync_dist Lightning warns that they may differ.
+        reward = metrics.pop(f"{prefix}/reward")
+        self.log(f"{prefix}/reward", reward, prog_bar=True, batch_size=1, sync_dist=True)
+        self.log_dict(metrics, batch_size=1, sync_dist=True)
 
     on_test_batch_start = on_validation_batch_start
     test_step = validation_step

@@ -175,10 +175,10 @@ class PPO(RLModule):
         super().load_models()
         self.critic = self.critic_source.load(self.policy)
 
-    def scored_models(self) -> list[Any]:
+    def scored_models(self) -> dict[str, Any]:
         """Add the critic's trunk, where it is not the policy's."""
         critic = self._critic
-        return super().scored_models() + ([] if critic.shares_trunk else [critic.trunk])
+        return super().scored_models() | ({} if critic.shares_trunk else {"critic": critic.trunk})
 
     def parity_reports(self) -> list[ParityReport]:
         """Add the critic, where its trunk is not the policy's."""

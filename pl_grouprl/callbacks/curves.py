@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,9 @@ _SUM, _REST = "time/step", "time/other"
 
 _NOT_SCORES = ("val/episode/", "val/tools/")
 """Metrics of validation that would flatten the scores in its panel; those of training have their panels."""
+
+_EXTRA_NUMBER = re.compile(r"val/rewards/[^/]+/(?!mean$)")
+"""Further numbers of a reward's dictionary, which have any unit."""
 
 NEVER_CUT = ("reward", "validation")
 """Panels that show every point, because they are used to judge a run."""
@@ -280,7 +284,7 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
 
 def select(points: Points, wanted: Sequence[str]) -> list[str]:
     """Names that match those wanted, with stars resolved, at most eight. Of equal lines only the first is shown."""
-    shown = [name for name in points if not name.startswith(_NOT_SCORES)]
+    shown = [name for name in points if not (name.startswith(_NOT_SCORES) or _EXTRA_NUMBER.match(name))]
     names = [
         name
         for pattern in wanted

@@ -183,7 +183,11 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
         ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
         ("value/explained_variance", "explained variance", "first {first:.2f}, last {last:.2f} (critic)"),
         ("token_group/compression_ratio", "compression", "mean {mean:.3f}, last {last:.3f} (1 - endpoints / tokens)"),
-        ("prefix/measured_speedup", "measured speedup", "mean {mean:.2f}, last {last:.2f} (shared against repeated)"),
+        (
+            "prefix/measured_speedup",
+            "measured speedup",
+            "mean {mean:.2f}, last {last:.2f} (decoder alone; repeated prompts cost attention and padding too)",
+        ),
     ):
         if name in statistics:
             lines.append(f"  {label:<19} {form.format(**statistics[name])}")

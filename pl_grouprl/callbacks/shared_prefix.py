@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -32,10 +33,10 @@ class SharedPrefixCallback(Callback):
 
     Logged each step, over the step's decoder calls without a cache: `prefix/token_ratio` (tokens with repeated
     prefixes over tokens run), `prefix/flops_ratio` (the same for operations of linear layers and attention),
-    `prefix/groups` (groups with a shared prefix) and `prefix/segments`, both summed over these calls (also a
-    reference's), `prefix/padding_fraction` (of the original batch) and, in every `measure_every_n_steps`-th step,
-    `prefix/measured_speedup` (seconds of the decoder's forward and backward on padded, repeated rows over seconds on
-    the packed row).
+    `prefix/groups` (groups with a shared prefix that a model trains on, without those that it only scores; of several
+    models, the most) and `prefix/segments` of the same calls, `prefix/padding_fraction` (of the original batch) and, in
+    every `measure_every_n_steps`-th step, `prefix/measured_speedup` (seconds of the decoder's forward and backward on
+    padded, repeated rows over seconds on the packed row; below 1, a warning).
 
     Args:
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
@@ -66,7 +67,8 @@ class SharedPrefixCallback(Callback):
         self._observed: dict[SharedPrefix, ModelCost] = {}
         self._entered: list[SharedPrefix] = []
         self._calls: list[tuple[SharedPrefix, CallReport]] = []
-        self._announced = False
+        self._trained: list[tuple[SharedPrefix, CallReport]] = []  # those with gradient
+        self._announced = self._warned_slower = False
         self._steps_before = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,7 +95,7 @@ class SharedPrefixCallback(Callback):
                 rank_zero_info(str(report))
             patch.listeners.append(self._listener(patch))
             self._observed[patch] = ModelCost.of(patch.decoder)
-        self._announced = False
+        self._announced = self._warned_slower = False
 
     def _enter(self, model: PreTrainedModel) -> SharedPrefix:
         patch = in_force(model)
@@ -109,7 +111,7 @@ class SharedPrefixCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start collecting the step's calls."""
-        self._calls.clear()
+        self._forget_calls()
         self._steps_before = trainer.global_step
 
     def on_train_batch_end(
@@ -117,16 +119,17 @@ class SharedPrefixCallback(Callback):
     ) -> None:
         """Log how much the step's calls shared."""
         calls = [(patch, call) for patch, call in self._calls if call.reason != CACHE_IN_USE]
-        self._calls.clear()
+        metrics = self._metrics(calls) if calls else {}
+        self._forget_calls()
         if not calls:
             return
         if not self._announced:
             self._announce(calls)
-        metrics = self._metrics(calls)
         shared = [(patch, call) for patch, call in calls if call.layout is not None and call.part is None]
         if shared and self._is_measured(trainer.global_step):
             with trainer.precision_plugin.forward_context():
                 metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
+            self._warn_if_slower(metrics)
         log_numbers(pl_module, metrics)
 
     def _is_measured(self, step: int) -> bool:
@@ -143,13 +146,34 @@ class SharedPrefixCallback(Callback):
         self._leave()
 
     def _listener(self, patch: SharedPrefix) -> Callable[[CallReport], None]:
-        return lambda call: self._calls.append((patch, call))
+        def keep(call: CallReport) -> None:
+            self._calls.append((patch, call))
+            if torch.is_grad_enabled():
+                self._trained.append((patch, call))
+
+        return keep
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._trained.clear()
+
+    def _warn_if_slower(self, metrics: Mapping[str, float]) -> None:
+        """Warn, once in a fit, of a model too small to gain."""
+        speedup = metrics["prefix/measured_speedup"]
+        if speedup >= 1 or self._warned_slower:
+            return
+        self._warned_slower = True
+        rank_zero_warn(
+            f"Sharing prefixes makes this run slower: the measured speedup is {speedup:.2f} at a token ratio of "
+            f"{metrics['prefix/token_ratio']:.2f}. Models and prompts this small do not pay for the packing; use "
+            "sharing='repeated', or leave this callback out of a module of your own."
+        )
 
     def _leave(self) -> None:
         while self._entered:
             self._entered.pop().__exit__(None, None, None)
         self._observed.clear()
-        self._calls.clear()
+        self._forget_calls()
 
     def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
         known: dict[Any, _Saving] = {}  # scoring and update share layouts
@@ -157,15 +181,25 @@ class SharedPrefixCallback(Callback):
             if (key := _key(call, self._observed[patch])) not in known:
                 known[key] = _Saving.of(call, self._observed[patch])
         savings = [known[_key(call, self._observed[patch])] for patch, call in calls]
-        layouts = [(call.layout, call.part) for _, call in calls if call.layout is not None]
+        groups, segments = self._trained_rows()
         return {
             "prefix/token_ratio": sum(s.repeated_tokens for s in savings) / sum(s.tokens for s in savings),
             "prefix/flops_ratio": sum(s.repeated_flops for s in savings) / sum(s.flops for s in savings),
             "prefix/padding_fraction": sum(call.padding_fraction for _, call in calls) / len(calls),
-            # A slice starts with its prompt; a prompt alone is followed by an empty rollout.
-            "prefix/groups": float(sum(layout.num_groups for layout, part in layouts if part != "slice")),
-            "prefix/segments": float(sum(len(layout.segments) - (part is not None) for layout, part in layouts)),
+            "prefix/groups": float(groups),
+            "prefix/segments": float(segments),
         }
+
+    def _trained_rows(self) -> tuple[int, int]:
+        """Groups and segments in the calls with gradient, of the model that has the most."""
+        counts: dict[SharedPrefix, list[tuple[int, int]]] = {}
+        for patch, call in self._trained:
+            if (layout := call.layout) is not None:
+                # A slice starts with its prompt; a prompt alone is followed by an empty rollout.
+                groups = 0 if call.part == "slice" else layout.num_groups
+                counts.setdefault(patch, []).append((groups, len(layout.segments) - (call.part is not None)))
+        sums = [(sum(groups for groups, _ in own), sum(segments for _, segments in own)) for own in counts.values()]
+        return max(sums, default=(0, 0))
 
     def _announce(self, calls: list[tuple[SharedPrefix, CallReport]]) -> None:
         self._announced = True

@@ -70,7 +70,8 @@ class Weighted:
     Attributes:
         function: The reward function.
         weight: Factor in the weighted sum. 0 logs the function and leaves it out of the reward.
-        name: Name in metrics and in `Rollout.rewards`; the function's own name by default.
+        name: Name in metrics and in `Rollout.rewards`; the function's own name by default, and `reward_1` for a lambda,
+            which has none, that is the first in the list.
     """
 
     function: RewardFunction
@@ -126,13 +127,15 @@ class FunctionFromFile:
         return {"function": self.name, "sha256": self._sha256}
 
 
-def reward_name(function: RewardFunction) -> str:
-    """Return the name that metrics show for a function: its own, or that of its class."""
+def reward_name(function: RewardFunction) -> str | None:
+    """Return the name that metrics show for a function: its own, or that of its class. None for a lambda."""
     if isinstance(function, FunctionFromFile):
         return function.name
     if isinstance(function, functools.partial):
         return reward_name(function.func)
     name = getattr(function, "__name__", None)
+    if name == "<lambda>":
+        return None
     return name if isinstance(name, str) and name else type(function).__name__
 
 
@@ -156,7 +159,10 @@ def as_weighted(rewards: Sequence[Weighted | RewardFunction] | Weighted | Reward
     weighted = [item if isinstance(item, Weighted) else Weighted(item) for item in items]
     for item in weighted:
         _check_callable(item.function)
-    named = [Weighted(item.function, item.weight, item.name or reward_name(item.function)) for item in weighted]
+    named = [
+        Weighted(item.function, item.weight, item.name or reward_name(item.function) or f"reward_{number}")
+        for number, item in enumerate(weighted, start=1)
+    ]
     names = [item.name for item in named]
     for name in names:
         if names.count(name) > 1:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.training.episode_metrics import episode_metrics
-from pl_grouprl.training.metrics import Record, rewards_by_function, summarize
+from pl_grouprl.training.metrics import Record, RewardCall, extra_numbers, rewards_by_function, summarize
 from pl_grouprl.training.votes import AnswerExtractor, Answers
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
@@ -58,19 +58,37 @@ class Evaluator:
         self._extractor = AnswerExtractor(rewards)
         self._pass_threshold = pass_threshold
         self._records: list[Record] = []
+        self._reward_calls: list[RewardCall] = []
 
-    def record(self) -> list[Answers]:
-        """Add the current batch, with its rewards; return the answers of each group's rollouts."""
+    def record(self, reward_metrics: Mapping[str, float] | None = None) -> list[Answers]:
+        """Add the current batch, with its rewards.
+
+        Args:
+            reward_metrics: What `apply_rewards` returned for it.
+
+        Returns:
+            The answers of each group's rollouts.
+        """
+        num_rollouts = sum(len(group.rollouts) for group in self.groups)
+        self._reward_calls.append((num_rollouts, dict(reward_metrics or {})))
         answers = [self._extractor.answers(group) for group in self.groups]
         pairs = zip(summarize(self.groups), answers, strict=True)
         self._records += [record | {"answers": own} for record, own in pairs]
         return answers
 
     def metrics(self, prefix: str, device: torch.device) -> dict[str, float]:
-        """Compute the metrics of all ranks, and start over. Collective."""
-        records = [record for own in gather_plain(self._records, device) for record in own]
-        self._records = []
-        return evaluation_metrics(records, prefix, self._pass_threshold)
+        """Compute the metrics of all ranks, and start over. Collective.
+
+        Adds `{prefix}/rewards/{name}/{key}` to those of `evaluation_metrics`: the mean of each other number in the
+        dictionaries that a reward function returns.
+        """
+        gathered = gather_plain((self._records, self._reward_calls), device)
+        self._records, self._reward_calls = [], []
+        records = [record for own, _ in gathered for record in own]
+        extras = extra_numbers([call for _, own in gathered for call in own])
+        return evaluation_metrics(records, prefix, self._pass_threshold) | {
+            f"{prefix}/{name}": value for name, value in extras.items()
+        }
 
 
 def _source_metrics(records: Sequence[Record], pass_threshold: float) -> dict[str, float]:

@@ -9,6 +9,8 @@ from typing import Any
 from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
 from pl_grouprl.types import RolloutGroup
 
+_OF_REWARDS = ("/mean", "/std", "/none", "/invalid")
+
 Record = dict[str, Any]
 """A group without its tokens: numbers, strings and lists of them."""
 
@@ -89,6 +91,12 @@ def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
         else:
             merged[name] = sum(count * value for count, value in known) / max(sum(count for count, _ in known), 1)
     return merged
+
+
+def extra_numbers(calls: Sequence[RewardCall]) -> dict[str, float]:
+    """Only the means of further numbers in returned dictionaries, `rewards/{name}/{key}`, joined over calls."""
+    merged = merge_reward_metrics(calls)
+    return {name: value for name, value in merged.items() if not name.endswith(_OF_REWARDS)}
 
 
 def number_or_nan(value: float | None) -> float:

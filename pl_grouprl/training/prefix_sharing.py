@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,11 +39,11 @@ class PrefixSharing:
         self.verify = verify
         self._contexts = contextlib.ExitStack()
 
-    def open(self, models: Iterable[Any], reports: Callable[[], list[ParityReport]]) -> None:
+    def open(self, models: Mapping[str, Any], reports: Callable[[], list[ParityReport]]) -> None:
         """Patch the models of a fit.
 
         Args:
-            models: The transformers models to patch.
+            models: The transformers models to patch, by name.
             reports: Compares shared with repeated prefixes.
         """
         if self.sharing == "repeated":
@@ -56,14 +56,15 @@ class PrefixSharing:
             for report in found:
                 report.raise_if_failed()
                 rank_zero_info(str(report))
-        for model in models:
+        named: dict[str, list[str]] = {}
+        for name, model in models.items():
             # Patched for the whole fit, because activation checkpointing repeats the forward during the backward.
             with self._run.support.whole_weights(model):  # entering runs a few tokens
                 patch = self._contexts.enter_context(shared_prefix(model, self.backend))
-            rank_zero_info(
-                f"sharing='shared': {type(model).__name__} encodes each prompt once; attention backend "
-                f"{self.backend!r}: {patch.describe()}. The metric prefix/token_ratio shows the saving."
-            )
+            how = f"{type(model).__name__}, attention backend {self.backend!r}: {patch.describe()}"
+            named.setdefault(how, []).append(name)
+        for how, names in named.items():
+            rank_zero_info(f"sharing='shared': each prompt is encoded once by {' and '.join(names)} ({how}).")
 
     def close(self) -> None:
         """Restore the models."""

@@ -8,10 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from pl_grouprl.utilities.writes import OptionalWrites, explain_os_error
+
+_LIGHTNINGS_INTERVAL = 50
 
 
 def prepare_loggers(loggers: Sequence[Logger]) -> None:
@@ -30,6 +33,19 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
                 _keep_former(Path(logger.log_dir) / name)
         if not isinstance(logger, _Guarded):
             logger.__class__ = _guarded(type(logger))
+
+
+def log_every_step(trainer: Trainer) -> None:
+    """Log every step with a Trainer that has Lightning's default interval, which leaves short runs without a line.
+
+    A step of reinforcement learning is a batch of rollouts and takes seconds to minutes.
+    """
+    if trainer.loggers and trainer.log_every_n_steps == _LIGHTNINGS_INTERVAL:  # type: ignore[attr-defined]
+        trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+        rank_zero_info(
+            f"Every step is logged, not every {_LIGHTNINGS_INTERVAL}th, which is Lightning's default; any other number "
+            "in Trainer(log_every_n_steps=...) stays."
+        )
 
 
 @rank_zero_only

@@ -74,7 +74,7 @@ def test_the_base_never_moves_and_is_the_reference(
     trainer.fit(module, make_data())
     base = tiny_policy().load()
     assert module.reference is None
-    assert module.scored_models() == [module.policy]
+    assert module.scored_models() == {"policy": module.policy}
     plain = {id(p) for p in base.parameters()}
     assert len(frozen(module)) == len(plain)
     own = {name.removeprefix("base_model.model.").replace(".base_layer", ""): p for name, p in frozen(module).items()}

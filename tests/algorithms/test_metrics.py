@@ -56,6 +56,20 @@ def test_ranks_are_joined():
     assert merge_reward_metrics([]) == {}
 
 
+def test_other_numbers_of_reward_dictionaries_are_in_the_evaluation():
+    evaluator = Evaluator()
+    for size, extra in ((1, 2.0), (3, 4.0)):
+        evaluator.groups = [group([1.0] * size)]
+        evaluator.record({"rewards/f/mean": 1.0, "rewards/f/invalid": 0.0, "rewards/f/length": extra})
+    metrics = evaluator.metrics("val", torch.device("cpu"))
+    assert metrics["val/rewards/f/length"] == (1 * 2.0 + 3 * 4.0) / 4
+    assert [name for name in metrics if name.startswith("val/rewards/f/")] == [
+        "val/rewards/f/mean",
+        "val/rewards/f/length",
+    ]
+    assert "val/rewards/f/length" not in evaluator.metrics("val", torch.device("cpu"))
+
+
 def test_evaluation_by_hand():
     groups = [
         group([1.0, 0.0, 1.0], ["a", "b", " a"], source="math"),

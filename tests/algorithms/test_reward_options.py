@@ -72,7 +72,7 @@ def test_async_functions_have_a_time_limit_without_workers(make_module, make_dat
 
 def test_functions_that_workers_cannot_run_are_refused_at_setup(make_module, make_data, make_trainer):
     for rewards, message in (
-        (lambda completions: [1.0 for _ in completions], "'<lambda>' cannot be sent to a worker"),
+        (lambda completions: [1.0 for _ in completions], "'reward_1' cannot be sent to a worker"),
         (patient, r"reward_workers is 1, but each of \['patient'\] stays in the process"),
     ):
         with pytest.raises(ValueError, match=message):

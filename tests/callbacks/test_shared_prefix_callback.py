@@ -2,6 +2,7 @@
 
 import csv
 import json
+import warnings
 
 import pytest
 import torch
@@ -87,7 +88,20 @@ def test_an_accumulated_step_is_measured_once(fit, monkeypatch):
     assert trainer.global_step == len(measured) == 2
 
 
-@pytest.mark.parametrize(("with_reference", "groups"), [(False, 1), (True, 2)])
-def test_groups_are_summed_over_the_calls_of_a_step(fit, with_reference, groups):
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_groups_are_those_that_are_trained(fit, with_reference):
     trainer = fit(Plain(with_reference), SharedPrefixCallback(verify=False), max_steps=1)
-    assert trainer.callback_metrics["prefix/groups"] == groups
+    assert trainer.callback_metrics["prefix/groups"] == 1
+
+
+def test_a_run_that_sharing_makes_slower_is_told_once(fit, monkeypatch):
+    speedups = iter([1.5, 0.5, 0.25, 0.125])
+    monkeypatch.setattr(shared_prefix, "measure_speedup", lambda patch, call: next(speedups))
+    callback = SharedPrefixCallback(verify=False, measure_every_n_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Plain(), callback, max_epochs=1)
+    slower = [str(own.message) for own in caught if "makes this run slower" in str(own.message)]
+    assert len(slower) == 1
+    assert "speedup is 0.50 at a token ratio of 1." in slower[0]
+    assert "sharing='repeated'" in slower[0]

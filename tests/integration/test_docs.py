@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.qwen_tokenizer import qwen_tokenizer
+from helpers.tiny_models import tiny_model
 from lightning.pytorch import Callback, Trainer
 
 import pl_grouprl
@@ -94,6 +96,29 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     for line, code in blocks(page, "python"):
         # Line numbers of a traceback are those of the page.
         exec(compile("\n" * (line - 1) + code, str(DOCS / page), "exec"), names)
+
+
+def test_the_python_of_the_readme_trains(tmp_path, monkeypatch):
+    folder = tmp_path / "Qwen" / "Qwen3-0.6B-Base"  # transformers prefers a folder of that name to the hub
+    tokenizer = qwen_tokenizer()
+    tiny_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    fit = Trainer.fit
+
+    def two_steps(trainer, *args):
+        trainer.fit_loop.epoch_loop.max_steps = 2
+        fit(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "fit", two_steps)
+    names = {"__name__": "readme"}
+    for line, code in blocks("../README.md", "python"):
+        exec(compile("\n" * (line - 1) + code, "README.md", "exec"), names)
+    folder = Path(names["trainer"].log_dir)
+    assert {"checkpoints", "completions.jsonl", "curves.png", "policy", "summary.json"} <= {
+        own.name for own in folder.iterdir()
+    }
+    assert issubclass(names["MedianGRPO"], GRPO)
 
 
 @pytest.mark.parametrize(

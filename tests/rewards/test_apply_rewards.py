@@ -119,9 +119,9 @@ def test_none_everywhere_leaves_the_rollout_without_reward():
     groups = make_groups(["a", "b"])
     metrics = apply_rewards(groups, lambda completions, **columns: [None, None])
     assert rewards_of(groups) == [None, None]
-    assert math.isnan(metrics["rewards/<lambda>/mean"])
-    assert metrics["rewards/<lambda>/std"] == 0.0
-    assert metrics["rewards/<lambda>/none"] == 2.0
+    assert math.isnan(metrics["rewards/reward_1/mean"])
+    assert metrics["rewards/reward_1/std"] == 0.0
+    assert metrics["rewards/reward_1/none"] == 2.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -375,3 +375,12 @@ def test_no_rollouts_give_metrics_and_no_call():
 
     metrics = apply_rewards([], never)
     assert sorted(metrics) == [f"rewards/never/{key}" for key in ("invalid", "mean", "none", "std")]
+
+
+def test_lambdas_are_named_by_their_place():
+    metrics = apply_rewards(
+        make_groups(["a"]),
+        [length, lambda completions, **columns: [2.0], lambda completions, **columns: [3.0]],
+    )
+    means = {name: value for name, value in metrics.items() if name.endswith("/mean")}
+    assert means == {"rewards/length/mean": 1.0, "rewards/reward_2/mean": 2.0, "rewards/reward_3/mean": 3.0}

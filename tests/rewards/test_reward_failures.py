@@ -34,7 +34,7 @@ def test_the_largest_float32_is_a_reward_and_its_double_is_not():
     group = make_group("a", "b")
     metrics = apply_rewards([group], lambda completions, **columns: [largest, -largest])
     assert rewards_of(group) == [largest, -largest]
-    assert metrics["rewards/<lambda>/std"] == pytest.approx(largest * math.sqrt(2))
+    assert metrics["rewards/reward_1/std"] == pytest.approx(largest * math.sqrt(2))
     group = make_group("a", "b")
     apply_rewards([group], Weighted(lambda completions, **columns: [largest, 1.0], weight=2.0))
     assert rewards_of(group) == [None, 2.0]

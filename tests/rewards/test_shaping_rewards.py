@@ -223,7 +223,7 @@ def test_cosine_reward_refuses_what_is_no_function():
     with pytest.raises(TypeError, match="Weighted"):
         CosineLengthReward(Weighted(contains_answer), 12)
     for function in (lambda text: 1.0, lambda groups: [[1.0]]):
-        with pytest.raises(ValueError, match=r"'<lambda>'.* signature"):
+        with pytest.raises(ValueError, match=r"'reward_1'.* signature"):
             CosineLengthReward(function, 12)
 
 

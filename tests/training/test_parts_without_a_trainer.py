@@ -227,7 +227,7 @@ def test_objective_adds_its_terms(run, buffer):
 
 def test_prefix_sharing_patches_until_closed(run):
     sharing = PrefixSharing(run, verify=False)
-    sharing.open([run.policy], list)
+    sharing.open({"policy": run.policy}, list)
     hooked = len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
     sharing.close()
     assert hooked > len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)

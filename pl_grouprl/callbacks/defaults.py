@@ -1,0 +1,55 @@
+"""Callbacks that a run begins with: those of the configurations, and those that a module adds to a plain Trainer."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
+
+from pl_grouprl.callbacks.completions_table import CompletionsTable
+from pl_grouprl.callbacks.export_policy import ExportPolicy
+from pl_grouprl.callbacks.progress_bar import RunProgressBar
+from pl_grouprl.callbacks.run_summary import RunSummary
+from pl_grouprl.callbacks.safe_checkpoint import SafeCheckpoint
+from pl_grouprl.callbacks.validate_at_start import ValidateAtStart
+from pl_grouprl.callbacks.weight_summary import WeightSummary
+
+
+def default_callbacks(*, save_every_n_steps: int = 100, show_every_n_steps: int = 10) -> list[Callback]:
+    """Return the callbacks of the configurations in `configs/base`, for a Trainer made in Python.
+
+    Checkpoints that survive a kill, validation before the first step, a table of completions, the exported policy, and
+    a summary with curves. All files go to the run folder.
+
+    Args:
+        save_every_n_steps: Optimizer steps between checkpoints; the last step is always saved.
+        show_every_n_steps: Optimizer steps between tables of completions.
+
+    Raises:
+        ValueError: If a number is less than 1.
+    """
+    return [
+        SafeCheckpoint(every_n_train_steps=save_every_n_steps, save_last=True),
+        ValidateAtStart(),
+        CompletionsTable(every_n_steps=show_every_n_steps),
+        ExportPolicy(),
+        RunSummary(),
+    ]
+
+
+def callbacks_of_module(trainer: Trainer) -> list[Callback]:
+    """What a module adds to its Trainer: a summary with curves, unless it has one or has no logger.
+
+    Lightning's own table of weights and progress bar are replaced by those for such runs, with the same options.
+    """
+    trainer.callbacks = [_for_rollouts(own) for own in trainer.callbacks]  # type: ignore[attr-defined]
+    if not trainer.loggers or any(isinstance(own, RunSummary) for own in trainer.callbacks):  # type: ignore[attr-defined]
+        return []
+    return [RunSummary()]
+
+
+def _for_rollouts(callback: Callback) -> Callback:
+    if type(callback) in (ModelSummary, RichModelSummary) and not callback._summarize_kwargs:  # type: ignore[attr-defined]
+        return WeightSummary(callback._max_depth)  # type: ignore[attr-defined]
+    if type(callback) is RichProgressBar:
+        return RunProgressBar(callback._refresh_rate, callback._leave, callback.theme, callback._console_kwargs)
+    return callback

@@ -1,0 +1,66 @@
+"""A run by `Trainer(max_steps=...)` and nothing else."""
+
+import csv
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.loggers import CSVLogger
+
+from pl_grouprl.callbacks import RunProgressBar, RunSummary
+from pl_grouprl.training import prefix_sharing
+
+
+@pytest.fixture
+def fit(make_module, make_data, scripted_engine, tmp_path):
+    def run(**options):
+        options = {"logger": CSVLogger(tmp_path, name="", version=0)} | options
+        options = {"enable_progress_bar": False, "enable_checkpointing": False, "max_steps": 2} | options
+        trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **options)
+        trainer.fit(make_module(engine=scripted_engine, beta=0.1), make_data())
+        return trainer
+
+    return run
+
+
+def test_it_keeps_curves_a_summary_and_every_step(fit, tmp_path, capfd):
+    fit()
+    folder = tmp_path / "version_0"
+    assert {"curves.png", "summary.json", "metrics.csv"} <= {path.name for path in folder.iterdir()}
+    with (folder / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["reward"]] == ["0", "1"]
+    printed = capfd.readouterr()
+    assert "Run summary: 2 steps" in printed.out
+    assert "FLOPs" not in printed.out + printed.err
+    assert "weights are trained" in printed.out
+
+
+def test_it_writes_nothing_without_a_logger(fit, tmp_path):
+    trainer = fit(logger=False)
+    assert not any(isinstance(own, RunSummary) for own in trainer.callbacks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_trainer_is_given_stays(fit):
+    summary, table = RunSummary(curves_filename=None), ModelSummary(max_depth=0)
+    trainer = fit(callbacks=[summary, table], log_every_n_steps=49)
+    assert [own for own in trainer.callbacks if isinstance(own, RunSummary)] == [summary]
+    assert [own._max_depth for own in trainer.callbacks if isinstance(own, ModelSummary)] == [0]
+    assert trainer.log_every_n_steps == 49
+
+
+def test_lightnings_bar_is_replaced_with_its_options(fit):
+    theme = RichProgressBarTheme(metrics="red")
+    trainer = fit(callbacks=[RichProgressBar(refresh_rate=3, theme=theme)], enable_progress_bar=True)
+    bar = trainer.progress_bar_callback
+    assert type(bar) is RunProgressBar
+    assert (bar.refresh_rate, bar.theme) == (3, theme)
+
+
+def test_models_that_share_are_named_once(fit, monkeypatch):
+    lines = []
+    monkeypatch.setattr(prefix_sharing, "rank_zero_info", lines.append)
+    fit(logger=False)
+    assert len(lines) == 1
+    assert "encoded once by policy and reference (Qwen3ForCausalLM, attention backend 'auto'" in lines[0]

@@ -1,0 +1,70 @@
+"""What the command line says to a misspelt name or a wrong value in a configuration."""
+
+import pytest
+
+from pl_grouprl.cli import main
+
+PRETRAINED = "class_path: pl_grouprl.models.PretrainedPolicy"
+NUMERIC = "class_path: pl_grouprl.rewards.NumericAnswer"
+RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "model: {init_args: {optimizer: {learning_rat: 1.0}}}",
+            "model: OptimizerConfig takes no 'learning_rat'; did you mean 'learning_rate'?",
+        ),
+        ("model: {class_path: pl_grouprl.GRP0}", "model: pl_grouprl has no 'GRP0'; did you mean 'GRPO'?"),
+        (
+            f"model: {{init_args: {{policy: {{{PRETRAINED}, init_args: {{path: x, adapter: {{alhpa: 3}}}}}}}}}}",
+            "model.policy.adapter: LoRAAdapter takes no 'alhpa'; did you mean 'alpha'?",
+        ),
+        (
+            f"model: {{init_args: {{rewards: [{{function: {{{NUMERIC}, init_args: {{metod: strict}}}}}}]}}}}",
+            "model.rewards.function: NumericAnswer takes no 'metod'; did you mean 'method'?",
+        ),
+        (
+            "model: {init_args: {rewards: [{class_path: pl_grouprl.rewards.ExactMatsh}]}}",
+            "model.rewards: pl_grouprl.rewards has no 'ExactMatsh'; did you mean 'ExactMatch'?",
+        ),
+        (
+            "model: {init_args: {loss_type: dappo}}",
+            "model.loss_type: 'dappo' is none of grpo, dr_grpo, dapo, bnpo, cispo, gspo, sapo; did you mean 'dapo'?",
+        ),
+        ("trainer: {precision: bf16_mixed}", "trainer.precision: 'bf16_mixed' is none of int, transformer-engine"),
+        (
+            "model: {init_args: {max_tokens_per_micro_batch: many}}",
+            "model.max_tokens_per_micro_batch: 'many' is none of int, null.",
+        ),
+        ("model: {init_args: {num_generations: four}}", "model.num_generations: expected int, and it is four"),
+        (
+            "model: {init_arg: {num_generations: 4}}",
+            "model: 'init_arg' is not 'init_args'; a class is written as class_path and init_args",
+        ),
+        (
+            "data: {init_args: {batchsize: 3}}",
+            "data: PromptDataModule takes no 'batchsize'; did you mean 'batch_size'?",
+        ),
+        (
+            f"trainer: {{callbacks: [{{{RUN_SUMMARY}, init_args: {{every_n_step: 3}}}}]}}",
+            "trainer.callbacks: RunSummary takes no 'every_n_step'; did you mean 'every_n_steps'?",
+        ),
+    ],
+)
+def test_a_wrong_name_or_value_is_answered_in_one_line(text, error, tmp_path, capsys):
+    path = tmp_path / "typo.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "grpo_pg.yaml", "--config", str(path), "--print_config"])
+    printed = capsys.readouterr().err
+    assert f"error: {error}" in printed
+    assert "NestedArg" not in printed
+    assert "Union subtypes" not in printed
+
+
+def test_a_wrong_option_on_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "grpo_pg.yaml", "--model.init_args.num_generation", "4", "--print_config"])
+    assert "error: model: GRPO takes no 'num_generation'; did you mean 'num_generations'?" in capsys.readouterr().err
