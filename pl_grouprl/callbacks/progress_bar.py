@@ -11,6 +11,7 @@ from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
 from pl_grouprl.utilities.phase_display import PhaseDisplay
+from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
 
 _SPEED_PERIOD = 3600.0
@@ -97,6 +98,11 @@ class RunProgressBar(RichProgressBar):
     def __getstate__(self) -> dict[str, Any]:
         """Without the thread."""
         return super().__getstate__() | {"_phases": None}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the bar; what the other callbacks do now takes a line."""
+        PROGRESS.enter("end of the run")
+        super().on_train_end(trainer, pl_module)
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Lightning's columns, except for the speed, and what takes long."""

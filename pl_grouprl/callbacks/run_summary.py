@@ -18,6 +18,7 @@ from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_folder import claim, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.writes import OptionalWrites, write_whole
 
 Statistics = Mapping[str, Mapping[str, float]]
@@ -126,7 +127,7 @@ class RunSummary(Callback):
                 write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
         if self.curves_filename is not None:
             path = self._folder / self.curves_filename
-            with OptionalWrites("RunSummary").to(path):
+            with PROGRESS.during("Drawing the curves"), OptionalWrites("RunSummary").to(path):
                 draw_curves(self.history.points, path)
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.finite import nonfinite_parameters
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.origin import lineage
+from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.run_options import changes_since, options_of, refused_changes
 from pl_grouprl.utilities.text import first_names
 from pl_grouprl.utilities.verified_loading import verify_loads
@@ -206,7 +207,8 @@ class SafeCheckpoint(ModelCheckpoint):
     # Writing.
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        write_checkpoint(trainer, Path(filepath), weights_only=self.save_weights_only)
+        with PROGRESS.during("saving a checkpoint"):
+            write_checkpoint(trainer, Path(filepath), weights_only=self.save_weights_only)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if trainer.is_global_zero:

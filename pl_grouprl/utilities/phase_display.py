@@ -28,6 +28,9 @@ TITLES = {
     "update": "Updating the policy",
     "other": "Rest of the training step",
     "end of a training batch": "Callbacks after the training step",
+    "saving a checkpoint": "Saving a checkpoint",
+    "loading a checkpoint": "Loading a checkpoint",
+    "end of the run": "Ending the run",
     "validation": "Validation",
     "test": "Test",
 }

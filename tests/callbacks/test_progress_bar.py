@@ -160,15 +160,15 @@ class SlowParts(Callback):
 def test_a_file_gets_a_line_for_what_takes_long(tmp_path, capsys, no_thread):
     bar = RunProgressBar()
     fit(tmp_path, bar, SlowParts(bar), max_epochs=1, max_steps=2)
-    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Epoch")]
-    assert lines == ["Loading the models: 10 s", "Sampling rollouts: 10 s", "Exporting the policy: 10 s"]
+    lines = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith("Epoch")]
+    assert lines == ["Loading the models", "Sampling rollouts", "Exporting the policy"]
 
 
 def test_a_bar_shows_what_takes_long_at_its_end(tmp_path, bar, capsys, no_thread):
     slow = SlowParts(bar)
     fit(tmp_path, bar, slow, max_epochs=1, max_steps=2)
-    assert slow.column == "Sampling rollouts: 10 s"
-    assert "Loading the models: 10 s\n" in capsys.readouterr().out.replace("\r", "")  # before there is a bar
+    assert re.fullmatch(r"Sampling rollouts: \d+ s", slow.column)
+    assert re.match(r"Loading the models: \d+ s\r?\n", capsys.readouterr().out)  # before there is a bar
 
 
 def test_no_thread_is_left_after_an_error_and_none_starts_if_nothing_is_shown(tmp_path):
