@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
@@ -62,7 +63,7 @@ def log_table(logger: Logger, table: Table) -> None:
 
     | logger | where |
     |---|---|
-    | `CSVLogger` | `tables/{name}.csv` in its folder |
+    | `CSVLogger` | `tables/{name}.csv` in its folder; `tables_1` if an earlier run has written there |
     | `TensorBoardLogger` | the text `{name}`, one per step |
     | `WandbLogger` | an incremental `wandb.Table` under the key `{name}` |
     | `MLFlowLogger` | the artifact `{name}.json` |
@@ -77,9 +78,16 @@ def log_table(logger: Logger, table: Table) -> None:
     """
 
 
+_CSV_FOLDERS: WeakKeyDictionary[CSVLogger, Path] = WeakKeyDictionary()
+"""Where each logger writes: not where an earlier run in its folder has."""
+
+
 @log_table.register
 def _(logger: CSVLogger, table: Table) -> None:
-    file = Path(logger.log_dir) / "tables" / f"{table.name}.csv"
+    if logger not in _CSV_FOLDERS:
+        names = ("tables" if number == 0 else f"tables_{number}" for number in itertools.count())
+        _CSV_FOLDERS[logger] = next(path for name in names if not (path := Path(logger.log_dir) / name).exists())
+    file = _CSV_FOLDERS[logger] / f"{table.name}.csv"
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     if not file.exists():

@@ -21,7 +21,7 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
     """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
     - They agree on one version.
-    - Renames metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete, and its `tables`.
+    - Renames metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
       cannot even be opened is an error with the same details.
     """
@@ -29,8 +29,7 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
         _ = logger.version
     for logger in loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
-            for name in ("metrics.csv", "tables"):
-                _keep_former(Path(logger.log_dir) / name)
+            _keep_former_metrics(Path(logger.log_dir))
         if not isinstance(logger, _Guarded):
             logger.__class__ = _guarded(type(logger))
 
@@ -49,12 +48,13 @@ def log_every_step(trainer: Trainer) -> None:
 
 
 @rank_zero_only
-def _keep_former(path: Path) -> None:
-    if path.exists():
+def _keep_former_metrics(folder: Path) -> None:
+    file = folder / "metrics.csv"
+    if file.is_file():
         number = 1
-        while (kept := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
+        while (kept := folder / f"metrics_{number}.csv").exists():
             number += 1
-        path.rename(kept)
+        file.rename(kept)
 
 
 class _Guarded(Logger):

@@ -62,9 +62,11 @@ def test_the_summary_is_a_table_of_the_loggers(fit, counter, tmp_path):
     assert b"| reward | 1.0 | 4.0 | 1.0 | 4.0 | 2.5 |" in event.tensor_proto.string_val[0]
 
 
-def test_a_failure_to_write_is_a_warning(fit, counter, tmp_path):
-    (tmp_path / "version_0").mkdir()
-    (tmp_path / "version_0" / "tables").write_text("a file where the folder should be")
+def test_a_failure_to_write_is_a_warning(fit, counter, monkeypatch):
+    def refuse(path, content):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("pl_grouprl.loggers.tables.append_whole", refuse)
     with pytest.warns(UserWarning, match="CompletionsTable cannot write to .*version_0"):
         fit(counter, CompletionsTable(console=False), max_steps=1)
 
