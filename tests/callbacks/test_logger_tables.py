@@ -74,7 +74,8 @@ def test_a_failure_to_write_is_a_warning(fit, counter, monkeypatch):
 def test_an_episode_is_a_row_of_completions_and_a_row_per_message():
     group = make_group(make_episode(observation=2, reward=1.0), Rollout([1, 2], text="hi"))
     rows = completion_rows(group, 5, step=0)
-    completions = completions_table(rows, 3, "completions", "").by_row()
+    table = completions_table(rows, 3, "completions", "")
+    completions = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [row["completion"] for row in completions] == ['look_up(key="a") -> 41 | #### 42', "hi"]
     assert [(row["step"], row["turns"]) for row in completions] == [(3, 2), (3, None)]
     messages = episodes_table(rows, 3, "episodes").by_row()
