@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 from importlib.util import find_spec
 
 import pytest
@@ -98,6 +99,7 @@ def test_mlflow_adds_to_the_artifact(tmp_path, monkeypatch):
 @needs("trackio")
 def test_trackio_has_a_table_per_step_and_options(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read on import
+    monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.WARNING)  # as trackio sets it
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
