@@ -12,6 +12,7 @@ tests check links and navigation without it; `site_hook` hands the pages to mkdo
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml", ".txt": "text"}
+NOTEBOOK = ".ipynb"
 # Modules whose public names are documented although no `__init__` exports them.
 MODULES = {"pl_grouprl.functional": "functional/*.py", "pl_grouprl.types": "types.py"}
 
@@ -75,7 +77,7 @@ def site_path(source: str, root: Path = ROOT) -> str:
     path = root / source
     if path.is_dir():
         return f"project/{source}/index.md"
-    return f"project/{source}.md" if path.suffix in LANGUAGES else f"project/{source}"
+    return f"project/{source}.md" if path.suffix in {NOTEBOOK, *LANGUAGES} else f"project/{source}"
 
 
 def links(text: str, source: str) -> Iterator[tuple[str, str]]:
@@ -175,15 +177,18 @@ def _summary(root: Path, name: str) -> str:
 
 
 def _is_page(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".md" or path.suffix in LANGUAGES
+    return path.is_dir() or path.suffix in {".md", NOTEBOOK, *LANGUAGES}
 
 
 def _as_markdown(path: Path) -> str:
-    """A page as it is, a file as one code block, a folder as a list of what is in it."""
+    """A page as it is, a file as one code block, a notebook as its cells, a folder as a list of what is in it."""
     if path.is_dir():
         names = sorted(one.name for one in path.iterdir() if not one.name.startswith(("_", ".")))
         return f"# {path.name}\n\n" + "".join(f"- [{name}]({path.name}/{name})\n" for name in names)
     text = path.read_text(encoding="utf-8")
+    if path.suffix == NOTEBOOK:
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+        return "\n\n".join(own if kind == "markdown" else f"````python\n{own}\n````" for kind, own in cells) + "\n"
     return text if path.suffix == ".md" else f"# {path.name}\n\n````{LANGUAGES[path.suffix]}\n{text}````\n"
 
 

@@ -82,11 +82,19 @@ def test_links_are_translated_outside_of_code_only():
         ("docs/tasks.md", "tasks.md"),
         ("configs/ppo.yaml", "project/configs/ppo.yaml.md"),
         ("configs", "project/configs/index.md"),
+        ("examples/first.ipynb", "project/examples/first.ipynb.md"),
         ("benchmarks/results/packing.json", "project/benchmarks/results/packing.json"),
     ],
 )
 def test_where_a_file_is_on_the_site(source, page):
     assert site_path(source) == page
+
+
+def test_a_notebook_is_a_page_of_its_cells(site):
+    page = site[0]["project/examples/notebooks/1_first_grpo_run.ipynb.md"]
+    assert page.startswith("# A first GRPO run\n")
+    assert "\n\n````python\narchitecture = {\n" in page
+    assert "(../../../rewards_and_data.md)" in page
 
 
 def test_anchors_are_those_of_github():
