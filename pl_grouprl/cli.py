@@ -130,8 +130,8 @@ class RLTrainer(Trainer):
         Args:
             model: A module of this package.
             datamodule: A `PromptDataModule`; its prompts are tokenized.
-            device: Whose rates give the time of a step: a10, a100, h100, h200, l4, l40s or rtx4090; None recognizes this
-                machine's GPU.
+            device: Whose rates give the time of a step: a10, a100, h100, h200, l4, l40s or rtx4090; None recognizes
+                this machine's GPU.
         """
         from pl_grouprl.planning import Hardware, plan_run
 

@@ -97,10 +97,10 @@ def strategy_name(strategy: Any, processes: int) -> str:
         if strategy == "auto":
             return "single" if processes == 1 else "ddp"
         return {"deepspeed": "deepspeed_stage_2"}.get(strategy, "ddp" if strategy.startswith("ddp") else strategy)
-    own = strategy if isinstance(strategy, Mapping) else {"class_path": type(strategy).__name__}
-    name = str(own.get("class_path")).rpartition(".")[2]
+    is_config = isinstance(strategy, Mapping)
+    name = strategy["class_path"].rpartition(".")[2] if is_config else type(strategy).__name__
     if name == "DeepSpeedStrategy":
-        given = own["init_args"] if "init_args" in own else strategy.config["zero_optimization"]
+        given = strategy.get("init_args", {}) if is_config else strategy.config["zero_optimization"]
         return f"deepspeed_stage_{given.get('stage', 2)}"
     return _CLASSES.get(name, name)
 

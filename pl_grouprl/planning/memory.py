@@ -10,7 +10,7 @@ Legend: D hidden size, N query heads, K key/value heads, H head size, I intermed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,12 +101,12 @@ class Held:
 
 
 def held_bytes(
-    model: nn.Module,
+    model: Any,
     *,
     state_bits: int = 32,
     four_bits: bool = False,
     autocast: bool = True,
-    known: Iterable[nn.Parameter] = (),
+    known: Sequence[nn.Parameter] = (),
 ) -> Held:
     """Count a model's weights, gradients, moments and copies.
 
@@ -118,7 +118,7 @@ def held_bytes(
         known: Parameters that another model has counted.
     """
     trunk = find_backbone(model) if hasattr(model, "get_decoder") else model
-    matrices = {module.weight for module in trunk.modules() if isinstance(module, nn.Linear)}
+    matrices = {module.weight for module in trunk.modules() if isinstance(module, nn.Linear)} - set(known)
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     quantized = {p for p in matrices if four_bits and not p.requires_grad}
     own = set(model.parameters()) - set(known)

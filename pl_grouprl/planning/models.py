@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pl_grouprl.attention import find_decoder
-from pl_grouprl.models import ModelCost, PretrainedCritic
+from pl_grouprl.attention import find_backbone, find_decoder
+from pl_grouprl.models import LoRACritic, ModelCost, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
+from pl_grouprl.models.critic import ValueHead
 from pl_grouprl.planning.hardware import Hardware
 from pl_grouprl.planning.memory import Footprint, Held, LayerBytes, empty_model, held_bytes
 
@@ -64,7 +65,7 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
     four_bits = getattr(source, "quantization", None) is not None
     held = held_bytes(policy, state_bits=bits, four_bits=four_bits, autocast=mixed)
     layers = _layers(policy, config, dtype)
-    critic_held, critic_layers = _critic(module, policy, hardware)
+    critic_held, critic_layers = _critic(module, config, dtype, hardware)
     reference = held.weights if adapter is None and module.kl_penalty.is_used else 0
     return PlannedModels(
         name=type(policy).__name__,
@@ -78,23 +79,28 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
     )
 
 
-def _critic(module: Any, policy: nn.Module, hardware: Hardware) -> tuple[Held, LayerBytes | None]:
+def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) -> tuple[Held, LayerBytes | None]:
     """What the critic adds, and the layers of a trunk that runs besides the policy's."""
     source: Any = getattr(module, "critic_source", None)
     if source is None:
         return Held(), None
+    trunk: Any = None
     if isinstance(source, PretrainedCritic):
         config = source.load_config()
         dtype = weight_dtype(source, config, hardware.precision)
-        trunk = find_decoder(empty_model(config, dtype))
-        model: Any = nn.ModuleList([trunk, nn.Linear(config.get_text_config().hidden_size, 1, device="meta")])
-        shares = False
-    else:
-        model = source.load(policy)
-        trunk, shares, dtype = model.trunk, model.shares_trunk, next(policy.parameters()).dtype
+        trunk = find_backbone(empty_model(config, dtype))
+    elif isinstance(source, PolicyCopyCritic | LoRACritic):
+        trunk = find_backbone(empty_model(config, dtype))
+    elif not isinstance(source, SharedTrunkCritic):
+        raise TypeError(f"critic is a {type(source).__name__}, which `plan` does not know; use one of this package.")
+    if isinstance(source, LoRACritic):
+        source.put_on(trunk, "critic")
+    head = ValueHead.near_zero(config.get_text_config(decoder=True).hidden_size, source.head_std, source.seed)
+    model = nn.ModuleList([head] if trunk is None else [trunk, head])
+    base = [p for p in model.parameters() if not p.requires_grad]  # the policy's
     bits = module.critic_optimizer.state_bits
-    held = held_bytes(model, state_bits=bits, autocast="mixed" in hardware.precision, known=policy.parameters())
-    return held, None if shares else _layers(trunk, trunk.config, dtype)
+    held = held_bytes(model, state_bits=bits, autocast="mixed" in hardware.precision, known=base)
+    return held, None if trunk is None else _layers(trunk, config, dtype)
 
 
 def _teacher_bytes(module: Any, hardware: Hardware) -> int:

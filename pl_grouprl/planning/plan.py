@@ -101,7 +101,7 @@ class RunPlan:
         return _sequences(self.footprint, self.workload, gib)
 
     def step_operations(self) -> tuple[float, float]:
-        """Floating-point operations of all devices in rollouts, and in scoring and updates, of one batch of rollouts."""
+        """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
         forward = self.workload.operations(self.models.cost, "shared" if self.workload.shares else "repeated")
         sampled = self.workload.operations(self.models.cost, "shared")
         # A backward pass takes twice a forward, half of it for gradients of weights, which frozen ones do not have.
@@ -121,7 +121,7 @@ class RunPlan:
         all_sequences = math.ceil(work.batch_size / work.processes) * work.num_generations
         waves = math.ceil(all_sequences / work.sequences)
         prompts = all_sequences / work.num_generations * work.mean_prompt
-        read = self.models.footprint.policy.weights * waves * work.response
+        read: float = self.models.footprint.policy.weights * waves * work.response
         read += self.footprint.layers.cache * work.response * (prompts + all_sequences * work.response / 2)
         return max(sampled, read / rates.bandwidth), trained
 
@@ -246,12 +246,11 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
         "caches": f"caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
         "gathered": "weights gathered from other devices (rollouts)",
     }
-    yield "Memory of a device, with the longest prompts and responses" + " " * 16 + "GiB"
-    for name, label in labels.items():
-        if memory[name]:
-            yield f"  {label:<68}{memory[name] / GIB:>9.2f}"
-    yield f"  {'peak of an update':<68}{plan.update_bytes / GIB:>9.2f}"
-    yield f"  {'peak of a rollout':<68}{plan.rollout_bytes / GIB:>9.2f}"
+    unit, name = (GIB, "GiB") if plan.peak_bytes >= GIB else (2**20, "MiB")
+    yield f"{'Memory of a device, with the longest prompts and responses':<70}{name:>9}"
+    rows = {labels[part]: size for part, size in memory.items() if size}
+    rows |= {"peak of an update": plan.update_bytes, "peak of a rollout": plan.rollout_bytes}
+    yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
 
 
 def _fit_lines(plan: RunPlan) -> Iterator[str]:
@@ -259,7 +258,7 @@ def _fit_lines(plan: RunPlan) -> Iterator[str]:
     yield f"  {'device':<9}{'largest budget':>15}{'sequences':>11}   suggestion"
     for gib in GPUS:
         budget, sequences = plan.budget(gib), plan.sequences(gib)
-        row = f"{rounded(budget) or '-':>15}{sequences or '-':>11}"
+        row = f"{f'{rounded(budget):,}' if budget else '-':>15}{sequences or '-':>11}"
         yield f"  {f'{gib} GB':<9}{row}   {plan.suggestion(gib)}"
 
 
@@ -278,12 +277,12 @@ def _sharing_lines(plan: RunPlan) -> Iterator[str]:
 def _time_lines(plan: RunPlan) -> Iterator[str]:
     (sampled, trained), seconds = plan.step_operations(), plan.step_seconds()
     updates = plan.workload.num_mini_batches * plan.workload.num_iterations
-    yield f"A batch of rollouts and its {updates} update{'s' * (updates > 1)}, responses of {plan.workload.response} tokens"
+    yield f"A batch of rollouts, with responses of {plan.workload.response} tokens, and its updates ({updates})"
     yield f"  rollouts {sampled:.2e} operations, scoring and updates {trained:.2e}"
     if seconds is None:
         reason = "this device's rates are not known" if plan.hardware.device is None else "rates are for 16-bit floats"
         yield f"  no time: {reason}; --device takes {', '.join(DEVICES)}, for a 16-bit precision"
         return
     rollout, update = seconds
-    yield f"  at least {rollout:.2g} s for rollouts, {update:.2g} s for scoring and updates, at the full rates of the data"
-    yield f"  sheet of {plan.hardware.device}; runs reach a fraction of them"
+    yield f"  at least {rollout:.2g} s for rollouts and {update:.2g} s for scoring and updates,"
+    yield f"  at the full rates of {plan.hardware.device}'s data sheet; runs reach a fraction of them"

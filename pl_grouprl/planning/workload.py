@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def longest_micro_batch(self) -> int:
-        """Most tokens that a micro-batch on one device may have: the longest prompts, in one mini-batch or the budget."""
+        """Most tokens of a micro-batch on one device: a mini-batch of the longest prompts, or the budget."""
         copies = 1 if self.shares else self.num_generations
         longest = self.prompt_lengths[-1] * copies + self.num_generations * self.response
         everything = self._groups_per_update * longest

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import memory_table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_has_the_table_of_today():
