@@ -76,10 +76,13 @@ class Hardware:
             options: The Trainer's arguments.
             device: A name in `DEVICES`; None recognizes this machine's GPU.
         """
-        processes = count_devices(options.get("devices")) * (options.get("num_nodes") or 1)
+        devices, on_cpu = options.get("devices"), options.get("accelerator") == "cpu"
+        if on_cpu and devices in (None, "auto"):
+            devices = 1
+        processes = count_devices(devices) * (options.get("num_nodes") or 1)
         precision = str(options.get("precision") or "32-true")
         strategy = strategy_name(options.get("strategy") or "auto", processes)
-        return cls(precision, processes, strategy, device or local_device())
+        return cls(precision, processes, strategy, device or (None if on_cpu else local_device()))
 
 
 def count_devices(devices: Any) -> int:

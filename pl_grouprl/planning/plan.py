@@ -229,6 +229,8 @@ def _title(plan: RunPlan) -> Iterator[str]:
         yield f"Activations were counted for bf16-mixed; {where.precision} differs."
     if models.config.model_type != "qwen3":
         yield f"Activations were counted for layers of Qwen3; those of {models.config.model_type} may differ."
+    if not plan.workload.caches:
+        yield "The memory of the sampler, another engine than HFRolloutEngine, is not counted."
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:

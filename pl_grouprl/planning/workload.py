@@ -9,6 +9,7 @@ from typing import Any
 
 from pl_grouprl.models import ModelCost
 from pl_grouprl.packing import Sharing
+from pl_grouprl.rollout import HFRolloutEngine
 
 _SAMPLE = 256
 """Prompts, evenly spaced by length, for which operations are counted."""
@@ -29,6 +30,7 @@ class Workload:
         max_tokens: Budget of a micro-batch; None is none.
         max_sequences: Sequences decoded at once on a device; None is all.
         shares: Whether the run encodes a prompt once per group.
+        caches: Whether the trainer's process holds the caches of rollouts.
     """
 
     prompt_lengths: Sequence[int]
@@ -41,6 +43,7 @@ class Workload:
     max_tokens: int | None = None
     max_sequences: int | None = None
     shares: bool = True
+    caches: bool = True
 
     @classmethod
     def of(cls, module: Any, data: Any, processes: int) -> Workload:
@@ -57,6 +60,7 @@ class Workload:
             max_tokens=module.max_tokens_per_micro_batch,
             max_sequences=getattr(module.engine, "max_sequences", None),
             shares=module.sharing == "shared",
+            caches=isinstance(module.engine, HFRolloutEngine),
         )
 
     @property
@@ -111,7 +115,9 @@ class Workload:
 
     @property
     def cached_tokens(self) -> int:
-        """Most tokens in the cache of a device: each prompt once, and all tokens of each sequence."""
+        """Most tokens in the cache of a device: each prompt once, all tokens of each sequence; 0 with another sampler."""
+        if not self.caches:
+            return 0
         prompts = math.ceil(self.sequences / self.num_generations)
         return prompts * self.prompt_lengths[-1] + self.sequences * self.response
 
