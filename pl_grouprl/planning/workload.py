@@ -115,7 +115,7 @@ class Workload:
 
     @property
     def cached_tokens(self) -> int:
-        """Most tokens in the cache of a device: each prompt once, all tokens of each sequence; 0 with another sampler."""
+        """Most tokens in the caches of a device: each prompt once, and all tokens of each sequence."""
         if not self.caches:
             return 0
         prompts = math.ceil(self.sequences / self.num_generations)
