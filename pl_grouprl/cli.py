@@ -1,4 +1,4 @@
-"""The command line: `fit`, `validate`, `test` and `parity`, configured by YAML files that add up.
+"""The command line: `fit`, `validate`, `test`, `parity` and `plan`, configured by YAML files that add up.
 
 Constructor signatures are the configuration; see `python cli.py fit --help`. A configuration names classes to import,
 so it is code: run only files that you would run as a script.
@@ -28,6 +28,7 @@ from pl_grouprl.utilities.verified_loading import load_verified
 
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
+    from pl_grouprl.planning import RunPlan
 
 CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__file__).resolve().parents[1::-1]))
 """Searched by `--config NAME` after the path itself: the working directory, the project, the installed package."""
@@ -86,7 +87,7 @@ class RLParser(LightningArgumentParser):
 
 
 class RLTrainer(Trainer):
-    """Lightning's Trainer with an additional sub-command, `parity`."""
+    """Lightning's Trainer with two more sub-commands, `parity` and `plan`."""
 
     def parity(
         self,
@@ -117,6 +118,33 @@ class RLTrainer(Trainer):
         if own_reports is not None:
             return own_reports()
         return [check_parity(policy, backend=getattr(model, "attention_backend", "auto"))]
+
+    def plan(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        device: str | None = None,
+    ) -> RunPlan:
+        """Work out memory, tokens and time of a run before anything is loaded.
+
+        Args:
+            model: A module of this package.
+            datamodule: A `PromptDataModule`; its prompts are tokenized.
+            device: Whose rates give the time of a step: a10, a100, h100, h200, l4, l40s or rtx4090; None recognizes
+                this machine's GPU.
+        """
+        from pl_grouprl.planning import Hardware, plan_run
+
+        self.strategy.connect(model)  # data find the tokenizer through the Trainer
+        if datamodule is not None:
+            datamodule.trainer = self
+            datamodule.setup("fit")
+        own = {"precision": self.precision, "devices": self.world_size, "strategy": self.strategy}
+        options = own if self.planned_options is None else self.planned_options
+        return plan_run(model, datamodule, Hardware.of_trainer(options, device))
+
+    planned_options: dict[str, Any] | None = None
+    """Arguments of the Trainer to plan for; None plans for this one."""
 
 
 def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
@@ -183,6 +211,7 @@ class RLCLI(LightningCLI):
     def __init__(self, args: Sequence[str] | None = None) -> None:
         self._preparing: str | None = None
         self._config_texts: list[tuple[str, str]] = []
+        self._planned_options: dict[str, Any] = {}
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -204,6 +233,7 @@ class RLCLI(LightningCLI):
             "validate": {"model", "dataloaders", "datamodule"},
             "test": {"model", "dataloaders", "datamodule"},
             "parity": {"model", "datamodule"},
+            "plan": {"model", "datamodule"},
         }
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -243,6 +273,16 @@ class RLCLI(LightningCLI):
         for text, source in self._config_texts:
             refuse_unknown_groups(text, source, config.get(self.config.subcommand) or config)
 
+    def before_instantiate_classes(self) -> None:
+        """Plan any run on any machine: without its strategy, accelerator, loggers and callbacks."""
+        if self.subcommand == "plan":
+            options = self.config["plan"]["trainer"]
+            self._planned_options = options.as_dict()
+            bare = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None}
+            bare |= {"logger": False, "callbacks": None, "enable_checkpointing": False, "plugins": None}
+            for name, value in bare.items():
+                options[name] = value
+
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration from the command line: a checkpoint provides weights and state, not options."""
 
@@ -259,6 +299,8 @@ class RLCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "plan":  # takes no checkpoint
+            return kwargs
         if kwargs.get("weights_only") is False:
             raise ValueError("weights_only is False, which would let the checkpoint run code; leave it out.")
         kwargs["weights_only"] = True
@@ -278,6 +320,12 @@ class RLCLI(LightningCLI):
         print(*reports, sep="\n")
         if not all(report.passed for report in reports):
             sys.exit(1)
+
+    def plan(self, **kwargs: Any) -> None:
+        """Print the plan."""
+        assert isinstance(self.trainer, RLTrainer)
+        self.trainer.planned_options = self._planned_options
+        print(self.trainer.plan(**kwargs))
 
 
 def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:

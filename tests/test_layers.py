@@ -24,6 +24,7 @@ LAYERS = [
     {"loggers"},
     {"callbacks"},
     {"algorithms"},
+    {"planning"},
     {"cli", "report"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

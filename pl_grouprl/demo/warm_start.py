@@ -32,7 +32,7 @@ from pl_grouprl.utilities.progress import PROGRESS, tick
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 FORMAT_VERSION = 1
 """Part of the cache key; increment it when the same options give a different policy."""
@@ -129,6 +129,10 @@ class WarmStartedPolicy:
             compile_layers(model)
         return model
 
+    def load_config(self) -> PretrainedConfig:
+        """Return the config of the model."""
+        return model_config(self.architecture, self.load_tokenizer())
+
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of the demonstrations."""
         return self.demonstrations.tokenizer()
@@ -194,7 +198,14 @@ class WarmStartedPolicy:
 
 
 def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel:
-    """Build a causal language model with random weights, and the tokenizer's vocabulary and special tokens.
+    """Build a causal language model with random weights; see `model_config`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(model_config(architecture, tokenizer), dtype=torch.float32)
+
+
+def model_config(architecture: dict[str, Any], tokenizer: Any) -> PretrainedConfig:
+    """Build a model's config, with the tokenizer's vocabulary and special tokens.
 
     Args:
         architecture: `model_type` and options of that family's config.
@@ -203,7 +214,7 @@ def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel
     Raises:
         ValueError: If the family's config lacks an option; transformers would silently ignore it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     options = {
         "vocab_size": len(tokenizer),
@@ -219,7 +230,7 @@ def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel
             f"architecture has {unknown}, which the config of model_type {options['model_type']!r} does not have; "
             "remove or rename them."
         )
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**options), dtype=torch.float32)
+    return AutoConfig.for_model(**options)
 
 
 def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Tensor:

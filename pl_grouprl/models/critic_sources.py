@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -16,6 +16,9 @@ from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.sequence_classifier import is_sequence_classifier, score_head
 from pl_grouprl.utilities.arguments import checked_arguments
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @runtime_checkable
@@ -136,7 +139,7 @@ class PretrainedCritic:
                 sequence at the last token, or its weights do not match its config.
         """
         owner = f"PretrainedCritic(path={self.path!r})"
-        config = self._checkpoint.load_config()
+        config = self.load_config()
         if is_sequence_classifier(config) and config.num_labels == 1:
             model = self._checkpoint.load_as("AutoModelForSequenceClassification")
             trunk, score = find_decoder(model), score_head(model)
@@ -157,6 +160,10 @@ class PretrainedCritic:
                 f"PretrainedCritic(path={self.path!r}) has embeddings for {own} tokens and the policy for {needed}; "
                 "choose a critic with the policy's tokenizer."
             )
+
+    def load_config(self) -> PretrainedConfig:
+        """Load the config of the critic's model."""
+        return self._checkpoint.load_config()
 
     @property
     def _checkpoint(self) -> PretrainedPolicy:

@@ -342,7 +342,7 @@ def test_parity_of_a_folder_takes_no_checkpoint(run):
 
 def test_the_script_in_the_root_answers_help():
     done = run_script(ROOT / "cli.py", "--help", cwd=ROOT)
-    for command in ("fit", "validate", "test", "parity"):
+    for command in ("fit", "validate", "test", "parity", "plan"):
         assert f"\n    {command} " in done.stdout
 
 

@@ -31,3 +31,11 @@ def test_the_largest_models_are_those_of_the_whole_table():
         for method, cell in zip(methods[1:], cells, strict=True):
             fitting = [row[0] for row in body if row[1] == method and not row[column].startswith("-")]
             assert cell == fitting[-1], (gpu, method)
+
+
+def test_the_page_shows_what_plan_prints(capsys):
+    from pl_grouprl.cli import main
+
+    text = (DOCS / "sizing.md").read_text(encoding="utf-8")
+    main(["plan", "--config", "grpo_pg.yaml"])
+    assert text.split("```text\n")[1].split("\n```")[0] in capsys.readouterr().out

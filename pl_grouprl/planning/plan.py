@@ -1,0 +1,290 @@
+"""The plan of a run: what it holds, what fits, what sharing saves, and how long a step takes at least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pl_grouprl.planning.hardware import DEVICES, Hardware
+from pl_grouprl.planning.memory import (
+    GIB,
+    METHODS,
+    SEQUENCE,
+    USABLE,
+    Footprint,
+    divided,
+    footprint_of_method,
+)
+from pl_grouprl.planning.models import PlannedModels, plan_models
+from pl_grouprl.planning.workload import Workload
+
+GPUS = (24, 48, 80, 141)
+"""Memory in GiB."""
+
+_REMEDIES = {
+    "AdamW": "",
+    "8-bit AdamW": "optimizer.state_bits: 8",
+    "LoRA": "policy dtype: bfloat16, adapter: {r: 16}",
+    "4 bits and LoRA": "policy dtype: bfloat16, adapter: {r: 16}, quantization: {quant_type: nf4}",
+}
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Figures of a run, by formula; `str` is the page that `cli.py plan` prints.
+
+    Attributes:
+        algorithm: Class of the module.
+        models: What it loads.
+        workload: Its step.
+        hardware: Where it runs.
+        passes: Forward passes over a batch of rollouts besides the updates: old scores, reference.
+    """
+
+    algorithm: str
+    models: PlannedModels
+    workload: Workload
+    hardware: Hardware
+    passes: int
+
+    @property
+    def footprint(self) -> Footprint:
+        """What one device holds under the run's strategy."""
+        return divided(self.models.footprint, self.hardware.strategy, self.hardware.processes)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of one device by part, at the longest prompts and responses."""
+        held, tokens, checkpointing = self.footprint, self.workload.longest_micro_batch, self.models.checkpointing
+        critic = held.critic
+        return {
+            "weights": held.policy.weights,
+            "gradients": held.policy.gradients,
+            "moments": held.policy.moments,
+            "reference": held.reference,
+            "critic": critic.weights + critic.gradients + critic.moments,
+            "copies": held.copies,
+            "activations": held.activations(tokens, checkpointing),
+            "logits": held.logits(tokens, checkpointing),
+            "caches": self.workload.cached_tokens * held.layers.cache,
+            "gathered": held.gathered,
+        }
+
+    @property
+    def update_bytes(self) -> int:
+        """Peak of an update."""
+        memory = self.memory
+        return self.footprint.resident + memory["copies"] + memory["activations"] + memory["logits"]
+
+    @property
+    def rollout_bytes(self) -> int:
+        """Peak of a rollout."""
+        return self.footprint.resident + self.memory["caches"] + self.memory["gathered"]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of both."""
+        return max(self.update_bytes, self.rollout_bytes)
+
+    def fits(self, gib: float) -> bool:
+        """Whether the run as configured fits on a device, with a tenth of it left free."""
+        return self.peak_bytes <= gib * GIB * USABLE
+
+    def budget(self, gib: float) -> int:
+        """Largest `max_tokens_per_micro_batch` with the run's method; below what the data needs it is 0."""
+        return _usable_budget(self.footprint, self.workload, gib, self.models.checkpointing)
+
+    def sequences(self, gib: float) -> int:
+        """Sequences that fit into the caches of a rollout; at most those of a step."""
+        return _sequences(self.footprint, self.workload, gib)
+
+    def step_operations(self) -> tuple[float, float]:
+        """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
+        forward = self.workload.operations(self.models.cost, "shared" if self.workload.shares else "repeated")
+        sampled = self.workload.operations(self.models.cost, "shared")
+        # A backward pass takes twice a forward, half of it for gradients of weights, which frozen ones do not have.
+        update = 1 + (1 if self.models.has_adapter else 2) + self.models.checkpointing
+        critic = (1 + update) * self.models.has_critic
+        return sampled, forward * (self.passes + update * self.workload.num_iterations + critic)
+
+    def step_seconds(self) -> tuple[float, float] | None:
+        """Least seconds of rollouts, and of scoring and updates, at the data sheet's rates; None if those are unknown.
+
+        Decoding reads all weights for each token of a wave of sequences, and the caches for each token.
+        """
+        if self.hardware.device is None or not self.hardware.precision.startswith(("bf16", "16")):
+            return None
+        rates, work = DEVICES[self.hardware.device], self.workload
+        sampled, trained = (own / self.hardware.processes / rates.operations for own in self.step_operations())
+        all_sequences = math.ceil(work.batch_size / work.processes) * work.num_generations
+        waves = math.ceil(all_sequences / work.sequences)
+        prompts = all_sequences / work.num_generations * work.mean_prompt
+        read: float = self.models.footprint.policy.weights * waves * work.response
+        read += self.footprint.layers.cache * work.response * (prompts + all_sequences * work.response / 2)
+        return max(sampled, read / rates.bandwidth), trained
+
+    def suggestion(self, gib: float) -> str:
+        """What to set on a device of so many GiB so that the run fits."""
+        if self.fits(gib):
+            return "fits as configured"
+        if (budget := self.budget(gib)) and (sequences := self.sequences(gib)):
+            return _settings(self, budget, sequences)
+        if self.models.footprint.critic.weights == 0 and self.hardware.processes == 1:
+            return self._other_method(gib) or self._more_devices(gib)
+        return self._more_devices(gib)
+
+    def _other_method(self, gib: float) -> str | None:
+        """The first method with more savings that leaves room."""
+        beta = self.footprint.reference > 0
+        for method in METHODS:
+            if method.has_reference:
+                continue
+            held = footprint_of_method(self.models.config, replace(method, has_reference=beta))
+            budget, sequences = _usable_budget(held, self.workload, gib, True), _sequences(held, self.workload, gib)
+            if held.resident < self.footprint.resident and budget and sequences:
+                checkpointing = replace(self, models=replace(self.models, checkpointing=True))
+                settings = _settings(checkpointing, budget, sequences)
+                return f"{method.name}: {_REMEDIES[method.name]}, gradient_checkpointing: true, {settings}"
+        return None
+
+    def _more_devices(self, gib: float) -> str:
+        """The fewest devices on which the weights can be divided."""
+        for devices in (2, 4, 8, 16, 32, 64):
+            held = divided(self.models.footprint, "fsdp2", devices)
+            work = replace(self.workload, processes=devices)
+            if _usable_budget(held, work, gib, True) and _sequences(held, work, gib):
+                return f"strategy/fsdp2.yaml on {devices} of them, with gradient_checkpointing: true"
+        return "no room on 64 of them; shorten the responses, or choose a smaller model"
+
+    def __str__(self) -> str:
+        """The printed page."""
+        return "\n".join(_lines(self))
+
+
+def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
+    """Plan a run from configs, tokenizer and prompts; no weights are loaded.
+
+    Args:
+        module: An `RLModule` whose models are not loaded.
+        data: Its data module, set up for `fit`.
+        hardware: Where it runs.
+
+    Raises:
+        TypeError: If the module or the data is of a kind that cannot be planned.
+    """
+    if not hasattr(module, "policy_source") or not getattr(data, "prompts", {}).get("train"):
+        raise TypeError(
+            f"plan needs a module of pl_grouprl and a PromptDataModule with `train`, not {type(module).__name__} and "
+            f"{type(data).__name__}."
+        )
+    models, work = plan_models(module, hardware), Workload.of(module, data, hardware.processes)
+    passes = (module.updates_per_rollout > 1 or module.kl_penalty.needs_old_logprobs) + module.kl_penalty.is_used
+    return RunPlan(type(module).__name__, models, work, hardware, passes + hasattr(module, "teacher_source"))
+
+
+def _usable_budget(held: Footprint, work: Workload, gib: float, checkpointing: bool) -> int:
+    budget = held.largest_budget(gib, checkpointing)
+    return budget if budget >= max(work.smallest_budget, min(SEQUENCE, work.longest_micro_batch)) else 0
+
+
+def _sequences(held: Footprint, work: Workload, gib: float) -> int:
+    """Prompts count once per sequence here, as in a group that is split."""
+    per_sequence = work.prompt_lengths[-1] + work.response
+    everything = math.ceil(work.batch_size / work.processes) * work.num_generations
+    return max(0, min(held.cached_tokens(gib) // per_sequence, everything))
+
+
+def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
+    """The budget, if the longest micro-batch exceeds it, and the sequences, if the caches do."""
+    parts = []
+    unlimited = replace(plan.workload, max_tokens=None).longest_micro_batch
+    if budget < unlimited:
+        parts.append(f"max_tokens_per_micro_batch: {rounded(budget)}")
+    if sequences < plan.workload.sequences:
+        parts.append(f"engine max_sequences: {sequences}")
+    return ", ".join(parts) or "no further limit"
+
+
+def rounded(tokens: int) -> int:
+    """Rounded down to two digits."""
+    digits = 10 ** max(len(str(tokens)) - 2, 0)
+    return tokens // digits * digits
+
+
+def _lines(plan: RunPlan) -> Iterator[str]:
+    yield from _title(plan)
+    yield from ("", *_memory_lines(plan), "", *_fit_lines(plan), "", *_sharing_lines(plan), "", *_time_lines(plan))
+
+
+def _title(plan: RunPlan) -> Iterator[str]:
+    models, where = plan.models, plan.hardware
+    trained = "an adapter" if models.has_adapter else "all weights"
+    devices = "1 device" if where.processes == 1 else f"{where.processes} devices, {where.strategy}"
+    count = f"{models.num_parameters / 1e9:.2f}e9" if models.num_parameters >= 1e7 else f"{models.num_parameters:,}"
+    yield f"{plan.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}."
+    yield "By formula, before anything is loaded; no GPU has measured these figures."
+    if where.precision != "bf16-mixed":
+        yield f"Activations were counted for bf16-mixed; {where.precision} differs."
+    if models.config.model_type != "qwen3":
+        yield f"Activations were counted for layers of Qwen3; those of {models.config.model_type} may differ."
+    if not plan.workload.caches:
+        yield "The memory of the sampler, another engine than HFRolloutEngine, is not counted."
+
+
+def _memory_lines(plan: RunPlan) -> Iterator[str]:
+    work, memory = plan.workload, plan.memory
+    checkpointing = "gradient checkpointing" if plan.models.checkpointing else "no gradient checkpointing"
+    labels = {
+        "weights": "weights",
+        "gradients": "gradients",
+        "moments": "moments of AdamW",
+        "reference": "reference or teacher",
+        "critic": "critic: weights, gradients, moments",
+        "copies": "copies of weights in another dtype (updates)",
+        "activations": f"activations of {work.longest_micro_batch:,} tokens, {checkpointing} (updates)",
+        "logits": "logits, where they peak above the layers (updates)",
+        "caches": f"caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
+        "gathered": "weights gathered from other devices (rollouts)",
+    }
+    unit, name = (GIB, "GiB") if plan.peak_bytes >= GIB else (2**20, "MiB")
+    yield f"{'Memory of a device, with the longest prompts and responses':<70}{name:>9}"
+    rows = {labels[part]: size for part, size in memory.items() if size}
+    rows |= {"peak of an update": plan.update_bytes, "peak of a rollout": plan.rollout_bytes}
+    yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
+
+
+def _fit_lines(plan: RunPlan) -> Iterator[str]:
+    yield "What fits, with a tenth of the memory left free"
+    yield f"  {'device':<9}{'largest budget':>15}{'sequences':>11}   suggestion"
+    for gib in GPUS:
+        budget, sequences = plan.budget(gib), plan.sequences(gib)
+        row = f"{f'{rounded(budget):,}' if budget else '-':>15}{sequences or '-':>11}"
+        yield f"  {f'{gib} GB':<9}{row}   {plan.suggestion(gib)}"
+
+
+def _sharing_lines(plan: RunPlan) -> Iterator[str]:
+    work, lengths = plan.workload, plan.workload.prompt_lengths
+    yield f"{len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {work.mean_prompt:.0f} on average"
+    yield f"{work.num_generations} rollouts of a prompt; tokens of a batch of {work.batch_size} prompts, all devices"
+    yield f"  {'response':>8}{'repeated':>12}{'shared':>12}{'token ratio':>13}{'expected speedup':>18}"
+    for response in dict.fromkeys(max(1, work.response // part) for part in (1, 2, 4)):
+        own = work.with_response(response)
+        tokens = f"{own.tokens('repeated'):>12,.0f}{own.tokens('shared'):>12,.0f}{own.token_ratio:>13.2f}"
+        yield f"  {response:>8}{tokens}{own.operations_ratio(plan.models.cost):>18.2f}"
+    yield "The speedup is that of scoring and updates, by operations; rollouts encode each prompt once either way."
+
+
+def _time_lines(plan: RunPlan) -> Iterator[str]:
+    (sampled, trained), seconds = plan.step_operations(), plan.step_seconds()
+    updates = plan.workload.num_mini_batches * plan.workload.num_iterations
+    yield f"A batch of rollouts, with responses of {plan.workload.response} tokens, and its updates ({updates})"
+    yield f"  rollouts {sampled:.2e} operations, scoring and updates {trained:.2e}"
+    if seconds is None:
+        reason = "this device's rates are not known" if plan.hardware.device is None else "rates are for 16-bit floats"
+        yield f"  no time: {reason}; --device takes {', '.join(DEVICES)}, for a 16-bit precision"
+        return
+    rollout, update = seconds
+    yield f"  at least {rollout:.2g} s for rollouts and {update:.2g} s for scoring and updates,"
+    yield f"  at the full rates of {plan.hardware.device}'s data sheet; runs reach a fraction of them"

@@ -1,0 +1,126 @@
+"""The tokens and operations of a step, from the lengths of the data's prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pl_grouprl.models import ModelCost
+from pl_grouprl.packing import Sharing
+from pl_grouprl.rollout import HFRolloutEngine
+
+_SAMPLE = 256
+"""Prompts, evenly spaced by length, for which operations are counted."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step: one batch of rollouts and its updates. All responses are taken to have the same length.
+
+    Attributes:
+        prompt_lengths: Tokens of each prompt of the training data, in ascending order.
+        batch_size: Prompts per rollout, over all devices.
+        processes: Devices.
+        num_generations: Rollouts per prompt.
+        response: Tokens of a response.
+        num_mini_batches: Updates in a pass over the rollouts.
+        num_iterations: Passes.
+        max_tokens: Budget of a micro-batch; None is none.
+        max_sequences: Sequences decoded at once on a device; None is all.
+        shares: Whether the run encodes a prompt once per group.
+        caches: Whether the trainer's process holds the caches of rollouts.
+    """
+
+    prompt_lengths: Sequence[int]
+    batch_size: int
+    processes: int
+    num_generations: int
+    response: int
+    num_mini_batches: int = 1
+    num_iterations: int = 1
+    max_tokens: int | None = None
+    max_sequences: int | None = None
+    shares: bool = True
+    caches: bool = True
+
+    @classmethod
+    def of(cls, module: Any, data: Any, processes: int) -> Workload:
+        """Read the lengths and options of a module and of its data, which is set up."""
+        lengths = sorted(prompt.num_tokens for prompt in data.prompts["train"])
+        return cls(
+            prompt_lengths=lengths,
+            batch_size=data.batch_size,
+            processes=processes,
+            num_generations=module.num_generations,
+            response=module.sampling.max_new_tokens,
+            num_mini_batches=module.num_mini_batches,
+            num_iterations=module.num_iterations,
+            max_tokens=module.max_tokens_per_micro_batch,
+            max_sequences=getattr(module.engine, "max_sequences", None),
+            shares=module.sharing == "shared",
+            caches=isinstance(module.engine, HFRolloutEngine),
+        )
+
+    @property
+    def mean_prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return sum(self.prompt_lengths) / len(self.prompt_lengths)
+
+    def tokens(self, sharing: Sharing) -> float:
+        """Mean tokens of a batch of rollouts, over all devices, that a forward pass encodes."""
+        copies = self.num_generations if sharing == "repeated" else 1
+        return self.batch_size * (copies * self.mean_prompt + self.num_generations * self.response)
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens with repeated prompts over those with shared ones."""
+        return self.tokens("repeated") / self.tokens("shared")
+
+    def operations(self, cost: ModelCost, sharing: Sharing) -> float:
+        """Operations of one forward pass over a batch of rollouts, over all devices."""
+        step = max(1, len(self.prompt_lengths) // _SAMPLE)
+        lengths = self.prompt_lengths[step // 2 :: step]
+        groups = [(length, [self.response] * self.num_generations) for length in lengths]
+        return sum(cost.of_groups(groups, sharing)) * self.batch_size / len(lengths)
+
+    def operations_ratio(self, cost: ModelCost) -> float:
+        """How many times fewer operations a forward pass takes with shared prompts."""
+        return self.operations(cost, "repeated") / self.operations(cost, "shared")
+
+    @property
+    def _groups_per_update(self) -> int:
+        return math.ceil(math.ceil(self.batch_size / self.num_mini_batches) / self.processes)
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Most tokens of a micro-batch on one device: a mini-batch of the longest prompts, or the budget."""
+        copies = 1 if self.shares else self.num_generations
+        longest = self.prompt_lengths[-1] * copies + self.num_generations * self.response
+        everything = self._groups_per_update * longest
+        return everything if self.max_tokens is None else min(self.max_tokens, everything)
+
+    @property
+    def smallest_budget(self) -> int:
+        """The least `max_tokens_per_micro_batch` that this data allows."""
+        longest = self.prompt_lengths[-1]
+        return max(longest, self.response) if self.shares else longest + self.response
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a device decodes at once."""
+        everything = math.ceil(self.batch_size / self.processes) * self.num_generations
+        return everything if self.max_sequences is None else min(self.max_sequences, everything)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Most tokens in the caches of a device: each prompt once, and all tokens of each sequence."""
+        if not self.caches:
+            return 0
+        prompts = math.ceil(self.sequences / self.num_generations)
+        return prompts * self.prompt_lengths[-1] + self.sequences * self.response
+
+    def with_response(self, response: int) -> Workload:
+        """The same step with other responses."""
+        return replace(self, response=response)
