@@ -45,10 +45,6 @@ class Table:
         """The values of each column."""
         return {name: [row[place] for row in self.rows] for place, name in enumerate(self.columns)}
 
-    def by_row(self) -> list[dict[str, Any]]:
-        """The rows, each with the names of its values."""
-        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-
 
 def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Write rows as a Markdown table."""

@@ -71,13 +71,17 @@ def test_a_failure_to_write_is_a_warning(fit, counter, monkeypatch):
         fit(counter, CompletionsTable(console=False), max_steps=1)
 
 
+def by_row(table):
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
 def test_an_episode_is_a_row_of_completions_and_a_row_per_message():
     group = make_group(make_episode(observation=2, reward=1.0), Rollout([1, 2], text="hi"))
     rows = completion_rows(group, 5, step=0)
-    completions = completions_table(rows, 3, "completions", "").by_row()
+    completions = by_row(completions_table(rows, 3, "completions", ""))
     assert [row["completion"] for row in completions] == ['look_up(key="a") -> 41 | #### 42', "hi"]
     assert [(row["step"], row["turns"]) for row in completions] == [(3, 2), (3, None)]
-    messages = episodes_table(rows, 3, "episodes").by_row()
+    messages = by_row(episodes_table(rows, 3, "episodes"))
     assert [row["role"] for row in messages] == [message["role"] for message in turns_of()]
     assert [(row["rollout"], row["position"], row["reward"]) for row in messages] == [
         (0, position, 1.0) for position in range(len(messages))

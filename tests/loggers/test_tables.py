@@ -120,8 +120,8 @@ def test_trackio_has_a_table_per_step_and_options(tmp_path, monkeypatch):
     logs = SQLiteStorage.get_logs("test", "run")
     assert [(log["step"], log["loss"]) for log in logs if "loss" in log] == [(1, 0.25), (3, 0.125)]
     assert [(log["step"], log["answers"]["_value"]) for log in logs if "answers" in log] == [
-        (1, FIRST.by_row()),
-        (2, SECOND.by_row()),
+        (step, [dict(zip(table.columns, row, strict=True)) for row in table.rows])
+        for step, table in ((1, FIRST), (2, SECOND))
     ]
     assert SQLiteStorage.get_run_config("test", "run")["sampling/temperature"] == "0.7"
     assert (logger.name, logger.version) == ("test", "run")
