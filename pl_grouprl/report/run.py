@@ -109,7 +109,8 @@ def _named(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError, csv.Error, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is not {kind} ({type(error).__name__}: {error}); restore it or move it away.") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not {kind} ({reason}); restore it or move it away.") from error
 
 
 def _whole_lines(path: Path) -> list[str]:
