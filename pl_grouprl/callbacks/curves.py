@@ -189,6 +189,7 @@ def band_of(name: str, points: Points) -> tuple[Sequence[Point], Sequence[Point]
 def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[_Line]) -> None:
     longest = max((len(line.points) for line in lines), default=0)
     smooth = panel not in UNSMOOTHED and longest >= _SMOOTHED_FROM
+    drawn = []
     for line in lines:
         steps, values = zip(*line.points, strict=True)
         marker = "." if longest < _SMOOTHED_FROM else None
@@ -198,14 +199,14 @@ def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[_Line]) -> 
         if smooth:
             axes.plot(steps, values, color=line.color, alpha=0.3, linewidth=1)
         shown = running_mean(values, max(3, longest // 15)) if smooth else values
-        axes.plot(steps, shown, label=line.label, color=line.color, marker=marker, linewidth=1.8)
+        drawn += axes.plot(steps, shown, color=line.color, marker=marker, linewidth=1.8)
     limits = robust_limits([value for line in lines for _, value in line.points])
     if limits is not None and panel not in NEVER_CUT:
         axes.set_ylim(*limits)
         heading += ", peaks cut off"
     _finish(axes, heading, _band_note([line for line in lines if line.band], panel))
     if len(lines) > 1:
-        axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        _legend(axes, drawn, [line.label for line in lines], columns=2)
 
 
 def _band_note(banded: Sequence[_Line], panel: str) -> str:
@@ -221,10 +222,17 @@ def _draw_stack(axes: Any, heading: str, points: Points) -> None:
         return
     steps = sorted({step for part in parts.values() for step in part})
     values = [[part.get(step, 0.0) for step in steps] for part in parts.values()]
-    marked = {"baseline": "zero", "colors": COLORS, "alpha": 0.85, "linewidth": 0}
-    axes.stackplot(steps, values, labels=short_labels(list(parts)), **marked)
+    drawn = axes.stackplot(steps, values, baseline="zero", colors=COLORS, alpha=0.85, linewidth=0)
     _finish(axes, heading)
-    axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    _legend(axes, drawn, short_labels(list(parts)), columns=3)
+
+
+def _legend(axes: Any, drawn: Sequence[Any], labels: Sequence[str], columns: int) -> None:
+    """Name what is drawn, below the axes; a name may have dollar signs, or begin with an underscore."""
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+    legend = axes.legend(drawn, labels, fontsize=7, frameon=False, ncols=columns, **below)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def stacked_parts(points: Points) -> dict[str, dict[int, float]]:
@@ -241,7 +249,7 @@ def stacked_parts(points: Points) -> dict[str, dict[int, float]]:
 
 
 def _finish(axes: Any, heading: str, note: str = "") -> None:
-    axes.set_title(heading, fontsize=10, loc="left", fontweight="bold", linespacing=1.4)
+    axes.set_title(heading, fontsize=10, loc="left", fontweight="bold", linespacing=1.4, parse_math=False)
     axes.set_xlabel(f"optimizer step{f' ({note})' if note else ''}", fontsize=8)
     axes.tick_params(labelsize=8, length=0)
     axes.grid(alpha=0.25, linewidth=0.7)

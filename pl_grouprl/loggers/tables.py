@@ -85,7 +85,7 @@ def _(logger: CSVLogger, table: Table) -> None:
         _CSV_FOLDERS[logger] = next(path for name in names if not (path := Path(logger.log_dir) / name).exists())
     file = _CSV_FOLDERS[logger] / f"{table.name}.csv"
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text)  # its line ends, \r\n, have it quote both characters
     if not file.exists():
         writer.writerow(table.columns)
     writer.writerows(table.rows)

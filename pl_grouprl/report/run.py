@@ -6,7 +6,9 @@ import csv
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ import yaml
 from pl_grouprl.callbacks.metric_history import MetricHistory
 
 Row = dict[str, Any]
+
+_OF_A_COMPLETION = itemgetter("step", "prompt", "completion", "reward", "num_tokens", "finish_reason")
+"""What the page shows of a completion."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,14 @@ def read_run(folder: Path, name: str | None = None) -> RecordedRun:
 
     Raises:
         FileNotFoundError: If there are no metrics; names the run folders below, if there are any.
-        ValueError: If the metrics are empty or damaged.
+        ValueError: If there are no metrics yet, or a file is damaged.
     """
     metrics = folder / "metrics.csv"
     if not metrics.is_file():
         below = sorted(path.parent for path in folder.glob("*/metrics.csv"))
-        remedy = f"pass one of {', '.join(map(str, below))}" if below else "a run with a CSVLogger writes it"
+        remedy = "a CSVLogger writes it every `flush_logs_every_n_steps` steps, and at the end"
+        if below:
+            remedy = f"pass one of {', '.join(map(str, below))}"
         raise FileNotFoundError(f"{folder} has no metrics.csv; {remedy}.")
     history = _history(metrics)
     if not history.points:
@@ -96,27 +103,42 @@ def different_options(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
     return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
 
 
+@contextmanager
+def _named(path: Path, kind: str) -> Iterator[None]:
+    """Add the path to errors about what a file contains."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, csv.Error, yaml.YAMLError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not {kind} ({reason}); restore it or move it away.") from error
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines with their ends; the run may be writing the last one, or was killed while it did."""
+    with path.open(encoding="utf-8", newline="\n") as file:  # no other character ends a line
+        return [line for line in file if line.endswith("\n")]
+
+
 def _history(path: Path) -> MetricHistory:
     history = MetricHistory()
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            try:
-                step = int(row.pop("step"))
-                history.record(step, {name: float(value) for name, value in row.items() if value and name != "epoch"})
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path} is not a file of metrics by step: {error!r} in the row {row}.") from error
+    with _named(path, "a file of metrics by step"):
+        for row in csv.DictReader(_whole_lines(path)):
+            step = int(row.pop("step"))
+            history.record(step, {name: float(value) for name, value in row.items() if value and name != "epoch"})
     return history
 
 
 def _options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    return dict(_flat("", yaml.safe_load(path.read_text(encoding="utf-8"))))
+    with _named(path, "a configuration"):
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return dict(_flat("", config)) if config else {}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of nested mappings and lists, with dotted names."""
-    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    inner = value.items() if isinstance(value, Mapping) else list(enumerate(value)) if isinstance(value, list) else ()
     if not inner:
         yield name, value
     for key, item in inner:
@@ -126,8 +148,15 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _completions(path: Path) -> list[Row]:
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with _named(path, "a file of completions"):
+        rows = [json.loads(line) for line in _whole_lines(path)]
+        for row in rows:
+            _OF_A_COMPLETION(row)
+    return rows
 
 
 def _training_seconds(path: Path) -> float | None:
-    return float(json.loads(path.read_text(encoding="utf-8"))["training_seconds"]) if path.is_file() else None
+    if not path.is_file():
+        return None
+    with _named(path, "a summary"):
+        return float(json.loads(path.read_text(encoding="utf-8"))["training_seconds"])

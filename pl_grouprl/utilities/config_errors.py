@@ -22,12 +22,15 @@ AT_TOP = ("model", "data", "trainer", "ckpt_path", "seed_everything")
 _KEY = re.compile(r"Parser key \"([\w.]+)\"")
 _CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
 _CLASS_OF_CALLABLE = re.compile(r"Got value: Namespace\(class_path='([\w.]+)'")
-_OF_GROUP = re.compile(r"Group '(\w+)' does not accept option '([\w.]+)'")
-_OPTION = re.compile(r"(?:Option|Subcommand '\w+' does not accept option) '([\w.]+)'(?: is not accepted|$)")
+_OF_GROUP = re.compile(r"Group '(\w+)' does not accept option '([^']*)'")
+_OPTION = re.compile(r"(?:Option|Subcommand '\w+' does not accept option) '([^']*)'(?: is not accepted|$)")
 _MISSING = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
-_EXPECTED = re.compile(r"- Expected an? (.+)$")
+_NOT_IMPORTED = re.compile(r"^\s+(No module named '[\w.]+')")
+_NO_SUBCLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
+_NO_GROUP = re.compile(r"Unable to load config \"(.*)\"$")
+_EXPECTED = re.compile(r"- (?:Expected an?|Not a valid subclass of) (.+)$")
 _GIVEN = re.compile(r"^\s+Given value: ")
-_VALUE = re.compile(r"Expected a (.+?)\. Got value: (.*)$")
+_VALUE = re.compile(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: Namespace\(.*)?$")
 _LITERAL = re.compile(r"typing\.Literal\[(.*)\]$")
 
 
@@ -37,8 +40,9 @@ def explain(message: str) -> str | None:
     found = [number for number, line in enumerate(lines) if _sentence(line, None) is not None]
     if not found:
         return _explain_union(lines)
-    deepest = max(found, key=lambda number: _indent(lines[number]))  # of equal ones the first
-    above = list(_ancestors(lines, deepest))
+    # Of equal ones the first; a wrong class only if it is all that is wrong, since it may be right for another type.
+    deepest = max(found, key=lambda number: (not _NO_SUBCLASS.search(lines[number]), _indent(lines[number])))
+    above = [lines[deepest], *_ancestors(lines, deepest)]
     keys = [match[1] for line in reversed(above) if (match := _KEY.search(line))]
     classes = [match[1] for line in above if (match := _CLASS.search(line))]
     of_callable = _CLASS_OF_CALLABLE.search(" ".join(lines[deepest : deepest + 2]))
@@ -48,19 +52,25 @@ def explain(message: str) -> str | None:
 
 
 def _explain_union(lines: Sequence[str]) -> str | None:
-    """The same for a value that is none of several types."""
+    """The same for a value that is none of several types; None if another error is among those of the types."""
     given = [number for number, line in enumerate(lines) if _GIVEN.search(line)]
     if not given:
         return None
     deepest = max(given, key=lambda number: _indent(lines[number]))
     keys = [match[1] for line in _ancestors(lines, deepest) if (match := _KEY.search(line))]
-    expected = [match[1] for line in lines[:deepest] if (match := _EXPECTED.search(line))]
-    if not keys or not expected:
+    tried = [_EXPECTED.search(line) for line in _tried(lines[:deepest], _indent(lines[deepest]))]
+    if not keys or not tried or None in tried:
         return None
-    names = [name for own in expected for name in _type_names(own)]
+    names = [name for match in tried if match for name in _type_names(match[1])]
     value = lines[deepest].split(":", 1)[1].strip()
     nearest = _nearest(value, names, default=".")
     return f"{'.'.join(reversed(keys))}: {value!r} is none of {', '.join(names)}{nearest}"
+
+
+def _tried(lines: Sequence[str], indent: int) -> list[str]:
+    """The last list of errors at an indent, one for each type."""
+    start = max(number for number, line in enumerate(lines) if line == f"{' ' * indent}Errors:")
+    return [line for line in lines[start:] if line.startswith(f"{' ' * indent}  - ")]
 
 
 def _ancestors(lines: Sequence[str], place: int) -> Iterable[str]:
@@ -86,7 +96,7 @@ def _sentence(line: str, owner: str | None, at_top: bool = False) -> str | None:
         return f"{match[1]} has no {match[2]!r}{_nearest(match[2], _names_in(match[1]))}"
     if match := _VALUE.search(line):
         return _about_value(*match.groups())
-    return None
+    return _about_class(line, owner)
 
 
 def _about_top(name: str) -> str:
@@ -105,6 +115,16 @@ def _about_option(option: str, group: str | None, owner: str | None) -> str:
     return f"{cls.__name__} takes no {name!r}{suggestion(cls, name)}"
 
 
+def _about_class(line: str, owner: str | None) -> str | None:
+    if match := _NOT_IMPORTED.search(line):
+        return f"{owner} cannot be imported: {match[1]}"
+    if match := _NO_SUBCLASS.search(line):
+        return f"{match[1]} is not a {match[2]}"
+    if match := _NO_GROUP.search(line):
+        return f"{match[1]!r} is neither options as `name: value` nor a file of them"
+    return None
+
+
 def _about_value(expected: str, value: str) -> str:
     names = _type_names(expected)
     if len(names) == 1:
@@ -114,6 +134,8 @@ def _about_value(expected: str, value: str) -> str:
 
 def _type_names(expected: str) -> list[str]:
     """What a type takes: the values of a literal, or its own name."""
+    if expected.startswith("dot import path string"):
+        return ["class_path"]
     literal = _LITERAL.search(expected)
     if literal is None:
         name = expected.removeprefix("<class ").rstrip(">").strip("'")

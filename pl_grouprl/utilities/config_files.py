@@ -14,7 +14,7 @@ _MAY_BE_EMPTY = ("init_args", "dict_kwargs")
 
 
 def refuse_duplicates(text: str, source: str) -> None:
-    """Refuse duplicate keys, where YAML would use the last.
+    """Refuse what is no YAML mapping, and duplicate keys, where YAML would use the last.
 
     Args:
         text: A YAML document.
@@ -23,7 +23,13 @@ def refuse_duplicates(text: str, source: str) -> None:
     Raises:
         TypeError: Names the source, the line and the key.
     """
-    for path, node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)):
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise TypeError(f"{source} is not YAML: {error}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise TypeError(f"{source} has no groups of options, such as `trainer: {{max_steps: 100}}`.")
+    for path, node in _mappings(root):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1

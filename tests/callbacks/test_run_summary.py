@@ -57,6 +57,11 @@ def test_a_resumed_run_is_summed_up_from_its_beginning(fit, counter, tmp_path):
     assert (reward["first"], reward["last"], reward["count"]) == (1.0, 8.0, 8)
 
 
+def test_a_name_in_the_curves_is_no_mathematics(tmp_path):
+    draw_curves({name: [(0, 1.0), (1, number)] for number, name in enumerate(("val/$\\x$", "val/$^$"))}, tmp_path / "a")
+    assert (tmp_path / "a").read_bytes().startswith(PNG)
+
+
 def test_a_trial_leaves_no_files(fit, counter, tmp_path):
     fit(counter, RunSummary(), fast_dev_run=True, logger=None)
     assert not list(tmp_path.rglob("summary.json"))

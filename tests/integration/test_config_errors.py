@@ -51,6 +51,18 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
             f"trainer: {{callbacks: [{{{RUN_SUMMARY}, init_args: {{every_n_step: 3}}}}]}}",
             "trainer.callbacks: RunSummary takes no 'every_n_step'; did you mean 'every_n_steps'?",
         ),
+        ("model: {init_args: {num-generations: 4}}", "model: GRPO takes no 'num-generations'; did you mean 'num_gen"),
+        ("model: {init_args: {sampling: hot}}", "model.sampling: 'hot' is neither options as `name: value` nor a file"),
+        ("model: {class_path: nowhere.GRPO}", "model: nowhere.GRPO cannot be imported: No module named 'nowhere'"),
+        (
+            "model: {init_args: {rewards: [{class_path: nowhere.Own}]}}",
+            "model.rewards: nowhere.Own cannot be imported: No module named 'nowhere'",
+        ),
+        ("model: {class_path: torch.nn.Linear}", "model: torch.nn.Linear is not a LightningModule"),
+        ("model: 3", "model: '3' is none of LightningModule, null."),
+        ("- a", "{path} has no groups of options, such as `trainer: {{max_steps: 100}}`."),
+        ("# all commented out", "{path} has no groups of options"),
+        ("model: {init_args: [}", "{path} is not YAML: while parsing a flow node"),
     ],
 )
 def test_a_wrong_name_or_value_is_answered_in_one_line(text, error, tmp_path, capsys):
@@ -59,9 +71,27 @@ def test_a_wrong_name_or_value_is_answered_in_one_line(text, error, tmp_path, ca
     with pytest.raises(SystemExit):
         main(["fit", "--config", "grpo_pg.yaml", "--config", str(path), "--print_config"])
     printed = capsys.readouterr().err
-    assert f"error: {error}" in printed
+    assert f"error: {error.format(path=path)}" in printed
     assert "NestedArg" not in printed
     assert "Union subtypes" not in printed
+
+
+def test_a_wrong_value_of_a_class_of_ones_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_reward_19.py").write_text(
+        "class Own:\n    def __init__(self, a: int = 3): pass\n    def __call__(self, **columns): return []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "model: {init_args: {rewards: [{class_path: own_reward_19.Own, init_args: {a: x}}]}}"
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "grpo_pg.yaml", "--config", text, "--print_config"])
+    assert "error: model.rewards.a: expected int, and it is x\n" in capsys.readouterr().err
+
+
+def test_an_error_that_is_none_of_these_is_shown_as_it_is(capsys):
+    """Only a list of nothing but wrong types may be summed up as such."""
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "grpo_pg.yaml", "--config", "model: {init_args: {3: 4}}", "--print_config"])
+    assert "Key must be a string, got: 3." in capsys.readouterr().err
 
 
 def test_a_wrong_option_on_the_command_line(capsys):

@@ -43,6 +43,14 @@ def test_csv_has_one_file_with_one_header(tmp_path):
     assert rows == [["step", "text", "reward"], ["1", "a|b\nc", "0.5"], ["1", "ü", ""], ["2", "d", "1"]]
 
 
+def test_csv_gives_back_any_text(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="run")
+    texts = ["a\rb", "a\r\nb", "a\nb", '"q', "a,b", "\u2028", " a ", "#a", "'a"]
+    log_table(logger, Table("answers", 1, ["text", "reward"], [[text, None] for text in texts]))
+    with (tmp_path / "run" / "tables" / "answers.csv").open(encoding="utf-8", newline="") as file:
+        assert [row[0] for row in csv.reader(file)] == ["text", *texts]
+
+
 def test_tables_of_an_earlier_run_in_the_folder_of_a_csv_logger_are_kept_apart(tmp_path):
     for _ in range(3):
         log_both(CSVLogger(tmp_path, name="", version="run"))

@@ -50,6 +50,23 @@ def test_runs_with_one_line_share_axes_and_others_stand_side_by_side():
     assert re.findall(r">([ab])</", validation) == ["a", "b"]  # the runs, above their axes
 
 
+def test_names_are_no_mathematics_and_none_is_left_out_of_a_legend():
+    runs = [recorded(name) for name in ("$\\x$/version_0", "_b/version_0")]
+    panel = report_page(runs).partition('aria-label="reward"')[2].partition("</figure>")[0]
+    assert [name in panel for name in (r">$\x$/version_0<", ">_b/version_0<")] == [True, True]
+
+
+def test_nothing_of_a_run_is_taken_as_html():
+    text = "<script>alert(1)</script>"
+    rows = [COMPLETIONS[0] | {"prompt": text, "completion": text, "finish_reason": text}]
+    rows.append(COMPLETIONS[0] | {"messages": [{"role": "assistant", "content": text}]})
+    run = recorded(text, completions=rows, options={text: text})
+    run.history.record(1, {f"val/{text}": 0.5})
+    page = report_page([run, recorded("b")])
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") > 8
+
+
 def test_the_top_compares_the_runs():
     page = report_page([recorded("a", training_seconds=3700.0), recorded("b", reward=0.25)])
     cells = [re.findall(r"<td><div>(.*?)</div>", row) for row in re.findall("<tr>(.*?)</tr>", page)]

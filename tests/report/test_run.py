@@ -40,6 +40,8 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(make_run):
 def test_options_that_differ_are_found_in_mappings_and_lists(make_run):
     config = "model: {beta: %s, list: [{a: 1}, %s]}\nsame: {}\n"
     runs = read_runs([make_run("a", config=config % (0.1, "{b: 2}")), make_run("b", config=config % (0.2, "{c: 2}"))])
+    assert read_run(make_run("c", config="a: []\nb: null\n")).options == {"a": [], "b": None}
+    assert read_run(make_run("d", config="")).options == {}
     assert runs[0].options == {"model.beta": 0.1, "model.list.0.a": 1, "model.list.1.b": 2, "same": {}}
     assert different_options(runs) == {
         "model.beta": [0.1, 0.2],
@@ -53,7 +55,7 @@ def test_a_folder_above_is_refused_with_the_runs_below(make_run, tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"has no metrics.csv; pass one of {folder}"):
         read_run(tmp_path)
     (folder / "metrics.csv").unlink()
-    with pytest.raises(FileNotFoundError, match="a run with a CSVLogger writes it"):
+    with pytest.raises(FileNotFoundError, match="a CSVLogger writes it every `flush_logs_every_n_steps` steps"):
         read_run(folder)
 
 
@@ -64,6 +66,50 @@ def test_a_folder_above_is_refused_with_the_runs_below(make_run, tmp_path):
 def test_empty_and_damaged_metrics_are_refused(text, error, make_run):
     with pytest.raises(ValueError, match=error):
         read_run(make_run("version_0", metrics=text))
+
+
+COMPLETION = {"step": 1, "prompt": "p", "completion": "c", "reward": None, "num_tokens": 1, "finish_reason": None}
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\x85", "\x0b", "\x1c"])
+def test_line_separators_of_unicode_stay_inside_a_completion(character, make_run):
+    folder = make_run("version_0")
+    row = COMPLETION | {"completion": f"a{character}b"}
+    (folder / "completions.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_run(folder).completions == [row]
+
+
+def test_a_line_that_is_being_written_is_left_out(make_run):
+    folder = make_run("version_0", metrics="step,reward\n0,0.5\n1", completions=[COMPLETION])
+    with (folder / "completions.jsonl").open("a") as file:
+        file.write('{"step": 2, "pro')
+    run = read_run(folder)
+    assert run.history.points == {"reward": [(0, 0.5)]}
+    assert run.completions == [COMPLETION]
+    (folder / "metrics.csv").write_text("step,reward\n0,0.5\n,")
+    assert read_run(folder).steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.csv", b"step,reward\n0,\xff\n"),
+        ("metrics.csv", b"step,reward\n0," + b"1" * 200_000 + b"\n"),
+        ("config.yaml", b"a: [b\n"),
+        ("config.yaml", b"a: !!python/object:x.Y {}\n"),
+        ("completions.jsonl", b'{"step": 1\n'),
+        ("completions.jsonl", b'{"step": 1}\n'),
+        ("completions.jsonl", b"[1]\n"),
+        ("summary.json", b"{"),
+        ("summary.json", b"{}"),
+        ("summary.json", b"[]"),
+    ],
+)
+def test_a_damaged_file_is_named(name, content, make_run):
+    folder = make_run("version_0")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"(?s){folder / name} is not a .*; restore it or move it away"):
+        read_run(folder)
 
 
 def test_a_run_named_twice_is_refused(make_run):
