@@ -1,5 +1,5 @@
 # For CPUs: docker build -f docker/cpu.Dockerfile -t pl-grouprl:cpu .
-# Then: docker run --rm -v "$PWD/runs:/work/runs" pl-grouprl:cpu fit --config grpo_pg.yaml
+# Then: docker run --rm -v "$PWD/runs:/home/trainer/runs" pl-grouprl:cpu fit --config grpo_pg.yaml
 FROM python:3.11-slim
 
 RUN useradd --create-home --uid 1000 trainer
@@ -12,8 +12,7 @@ COPY configs configs
 COPY pl_grouprl pl_grouprl
 RUN pip install --no-cache-dir --constraint constraints.txt '.[lora,math,tasks]'
 
-WORKDIR /work
-RUN chown trainer /work
+WORKDIR /home/trainer
 USER 1000
 ENTRYPOINT ["pl-grouprl"]
 CMD ["--help"]

@@ -1,5 +1,6 @@
 # For NVIDIA GPUs: docker build -f docker/gpu.Dockerfile -t pl-grouprl:gpu .
-# Then: docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" pl-grouprl:gpu fit --config base/grpo.yaml --config mine.yaml
+# Then: docker run --rm --gpus all --shm-size 8g -v "$PWD:/home/trainer" pl-grouprl:gpu \
+#     fit --config base/grpo.yaml --config mine.yaml
 # torch brings its own CUDA libraries; the machine needs a driver and the NVIDIA container toolkit. nvcc is in no layer, so
 # DeepSpeed's compiled optimizers (offload) need an image with it.
 FROM python:3.11-slim
@@ -16,8 +17,7 @@ COPY configs configs
 COPY pl_grouprl pl_grouprl
 RUN pip install --no-cache-dir --constraint constraints.txt '.[bitsandbytes,datasets,deepspeed,judge,lora,math,tasks]'
 
-WORKDIR /work
-RUN chown trainer /work
+WORKDIR /home/trainer
 USER 1000
 ENTRYPOINT ["pl-grouprl"]
 CMD ["--help"]

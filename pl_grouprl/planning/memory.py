@@ -117,8 +117,8 @@ def held_bytes(
         autocast: Whether the precision is a mixed one.
         known: Parameters that another model has counted.
     """
-    trunk = find_backbone(model) if hasattr(model, "get_decoder") else model
-    matrices = {module.weight for module in trunk.modules() if isinstance(module, nn.Linear)} - set(known)
+    backbone = find_backbone(model) if hasattr(model, "get_decoder") else model
+    matrices = {module.weight for module in backbone.modules() if isinstance(module, nn.Linear)} - set(known)
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     quantized = {p for p in matrices if four_bits and not p.requires_grad}
     own = set(model.parameters()) - set(known)
@@ -216,7 +216,7 @@ class Footprint:
         layers: Its bytes per token.
         reference: Bytes of a frozen copy, or of a teacher.
         critic: What the critic adds.
-        critic_layers: Its bytes per token, if it has a trunk of its own.
+        critic_layers: Its bytes per token, if it has its own backbone.
         gathered: Weights that rollouts gather from other devices.
     """
 

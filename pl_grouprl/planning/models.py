@@ -28,7 +28,7 @@ class PlannedModels:
         footprint: Bytes on one device that holds everything whole.
         cost: Operations of the policy.
         has_adapter: Whether the policy trains an adapter.
-        has_critic: Whether a critic has a trunk of its own to run.
+        has_critic: Whether a critic runs its own backbone.
         checkpointing: Whether layers run again in the backward pass.
     """
 
@@ -80,27 +80,27 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
 
 
 def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) -> tuple[Held, LayerBytes | None]:
-    """What the critic adds, and the layers of a trunk that runs besides the policy's."""
+    """What the critic adds, and the layers of a backbone that runs besides the policy's."""
     source: Any = getattr(module, "critic_source", None)
     if source is None:
         return Held(), None
-    trunk: Any = None
+    backbone: Any = None
     if isinstance(source, PretrainedCritic):
         config = source.load_config()
         dtype = weight_dtype(source, config, hardware.precision)
-        trunk = find_backbone(empty_model(config, dtype))
+        backbone = find_backbone(empty_model(config, dtype))
     elif isinstance(source, PolicyCopyCritic | LoRACritic):
-        trunk = find_backbone(empty_model(config, dtype))
+        backbone = find_backbone(empty_model(config, dtype))
     elif not isinstance(source, SharedTrunkCritic):
         raise TypeError(f"critic is a {type(source).__name__}, which `plan` does not know; use one of this package.")
     if isinstance(source, LoRACritic):
-        source.put_on(trunk, "critic")
+        source.put_on(backbone, "critic")
     head = ValueHead.near_zero(config.get_text_config(decoder=True).hidden_size, source.head_std, source.seed)
-    model = nn.ModuleList([head] if trunk is None else [trunk, head])
+    model = nn.ModuleList([head] if backbone is None else [backbone, head])
     base = [p for p in model.parameters() if not p.requires_grad]  # the policy's
     bits = module.critic_optimizer.state_bits
     held = held_bytes(model, state_bits=bits, autocast="mixed" in hardware.precision, known=base)
-    return held, None if trunk is None else _layers(trunk, config, dtype)
+    return held, None if backbone is None else _layers(backbone, config, dtype)
 
 
 def _teacher_bytes(module: Any, hardware: Hardware) -> int:

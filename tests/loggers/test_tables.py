@@ -117,7 +117,7 @@ def test_trackio_has_a_table_per_step_and_options(tmp_path, monkeypatch):
     logger.log_hyperparams({"sampling": {"temperature": 0.7}})
     log_both(logger)
     logger.finalize("success")
-    logger.log_metrics({"loss": 0.125}, step=3)  # a second fit of the Trainer goes on with the run
+    logger.log_metrics({"loss": 0.125}, step=3)  # a second fit of the Trainer continues the run
     logger.finalize("success")
     logs = SQLiteStorage.get_logs("test", "run")
     assert [(log["step"], log["loss"]) for log in logs if "loss" in log] == [(1, 0.25), (3, 0.125)]

@@ -1,4 +1,4 @@
-"""Replies of a judge, cached in memory and, if wanted, on disk."""
+"""Replies of a judge, cached in memory and optionally on disk."""
 
 from __future__ import annotations
 

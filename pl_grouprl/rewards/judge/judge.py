@@ -50,8 +50,8 @@ class Judge:
         base_url: Address of the API, with its version: `http://localhost:8000/v1`.
         model: Name of the model as the server knows it.
         rubric: What earns which grade. Plain text, after which prompt and completion follow; or a template with
-            `{completion}` and, if wanted, `{prompt}`, `{reference}` (the row's reference, found as for functions of
-            verl's signature) and any column. `{{name}}` stands for a literal `{name}`. The reward does not apply to
+            `{completion}` and optionally `{prompt}`, `{reference}` (the row's reference, found as for functions of
+            verl's signature) and any column. `{{name}}` is a literal `{name}`. The reward does not apply to
             rows where one of these is None.
         scale: The lowest and the highest grade.
         reply_format: `text` asks for a last line `Grade: N`, `json` for an object with a `score`; `json_schema` also

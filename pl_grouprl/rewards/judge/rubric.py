@@ -28,9 +28,9 @@ class Rubric:
     """Writes the messages for a judge.
 
     Args:
-        text: Plain text, to which prompt and completion are appended; or a template with `{completion}` and, if
-            wanted, `{prompt}`, `{reference}` and columns of the data. `{{name}}` stands for a literal `{name}`; other
-            braces are left alone.
+        text: Plain text, to which prompt and completion are appended; or a template with `{completion}` and
+            optionally `{prompt}`, `{reference}` and columns of the data. `{{name}}` is a literal `{name}`; other braces
+            are left alone.
         scale: The lowest and the highest grade.
         reply_format: How the judge is to reply.
 
