@@ -39,6 +39,10 @@ class TokenScores(NamedTuple):
     score_norm_N: Tensor | None = None
     sketch_NS: Tensor | None = None
 
+    def select(self, index: Tensor) -> TokenScores:
+        """The scores of the tokens with these indices, shape [K], int64; a token may be there several times."""
+        return TokenScores(*(None if score is None else score.index_select(0, index) for score in self))
+
 
 def token_scores(
     hidden_ND: Tensor,

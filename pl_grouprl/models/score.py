@@ -112,9 +112,12 @@ def score(
     """
     if states is None:
         states = hidden_states(model, batch)
-    return token_scores(
-        states.index_select(0, batch.predict_index_N),
-        batch.targets_N,
+    predict_M, targets_M = batch.predict_index_N, batch.targets_N
+    if batch.shared_tokens is not None:  # what rollouts have in common meets the head once, too
+        predict_M, targets_M = predict_M[batch.shared_tokens.distinct_M], targets_M[batch.shared_tokens.distinct_M]
+    scores = token_scores(
+        states.index_select(0, predict_M),
+        targets_M,
         logits_function(model),
         temperature=temperature,
         chunk_size=chunk_size,
@@ -124,6 +127,7 @@ def score(
         sketch=sketch,
         weight_VD=plain_weight(model, states.dtype),
     )
+    return scores if batch.shared_tokens is None else scores.select(batch.shared_tokens.index_N)
 
 
 def rollout_logprobs(

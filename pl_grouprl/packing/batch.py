@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pl_grouprl.packing.forest import SharedTokens, lay_out_forest
 from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.packing.media import join_media
 from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.transfer import move_together
+from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
 from pl_grouprl.types import Rollout, RolloutGroup
 
 Sharing = Literal["shared", "repeated"]
@@ -44,6 +46,8 @@ class ScoringBatch:
         rollout_lengths: Response tokens of each of the B rollouts.
         layout: The forest of the groups, with either encoding.
         sharing: The encoding.
+        shared_tokens: Which response tokens are one token of the row, as rollouts have it in common; None if each is
+            encoded by itself.
         sequence_group: Process group whose ranks run this row together, each with the same batch; None if this rank
             runs it alone. See `attention.sequence_parallel`.
         prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch
@@ -59,6 +63,7 @@ class ScoringBatch:
     rollout_lengths: tuple[int, ...]
     layout: SharedPrefixLayout
     sharing: Sharing
+    shared_tokens: SharedTokens | None = None
     sequence_group: Any = None
     prefix: Any = None
 
@@ -95,13 +100,25 @@ class ScoringBatch:
 
 
 def pack(
-    groups: Sequence[RolloutGroup], sharing: Sharing = "shared", *, device: torch.device | str = "cpu"
+    groups: Sequence[RolloutGroup],
+    sharing: Sharing = "shared",
+    *,
+    share_across_groups: bool = False,
+    min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+    device: torch.device | str = "cpu",
 ) -> ScoringBatch:
     """Lay groups out for one decoder call, in the caller's order.
 
+    With `shared`, each prompt is encoded once, and so is what rollouts of a group have in common after it: the earlier
+    turns of branched episodes, rollouts that are equal.
+
     Args:
         groups: Prompts with their rollouts, of any number and length. Groups without rollouts are skipped.
-        sharing: One packed row with each prompt once, or a right-padded row per rollout.
+        sharing: One packed row with shared tokens once, or a right-padded row per rollout.
+        share_across_groups: Also encode once what the prompts of different groups have in common at their beginning,
+            such as a system prompt. Only for text.
+        min_shared_tokens: Tokens that a shared segment after the prompt must save, see `build_trie`; None shares
+            prompts alone.
         device: Device of the tensors.
 
     Raises:
@@ -114,53 +131,43 @@ def pack(
         raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    layout = SharedPrefixLayout.from_groups(
-        [(len(group.prompt_ids), [len(rollout.token_ids) for rollout in group.rollouts]) for group in groups],
-        [number if group.group_id is None else group.group_id for number, group in enumerate(groups)],
-    )
-    token_ids = [ids for group in groups for ids in (group.prompt_ids, *(own.token_ids for own in group.rollouts))]
-    model_inputs: dict[str, Any] = {"input_ids": _int64(token_ids)[None], "position_ids": layout.position_ids[None]}
     if sharing == "repeated":
-        model_inputs = repeat_rows(layout, model_inputs["input_ids"])
-    places = _places_in_packed_row if sharing == "shared" else _places_in_padded_rows
-    predict_index_N, final_index_B = places(layout)
-    moved = move_together(
-        {
-            "predict_index_N": predict_index_N,
-            "targets_N": _int64([rollout.token_ids for rollout in rollouts]),
-            "rollout_index_N": torch.arange(len(rollouts)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
-            "loss_mask_N": _loss_mask(rollouts),
-            "final_index_B": final_index_B,
-            **model_inputs,
-        },
-        device,
-    )
-    model_inputs = {name: moved.pop(name) for name in model_inputs}
+        share_across_groups, min_shared_tokens = False, None
+    forest = lay_out_forest(groups, share_across_groups=share_across_groups, min_shared_tokens=min_shared_tokens)
+    layout = forest.layout
+    row = {"input_ids": _int64(forest.token_ids)[None], "position_ids": layout.position_ids[None]}
+    if sharing == "shared":
+        predict_index_N, final_index_B = forest.predict_index_N, forest.final_index_B
+    else:
+        row = repeat_rows(layout, row["input_ids"])
+        predict_index_N, final_index_B = _places_in_padded_rows(layout)
+    indices = {
+        "predict_index_N": predict_index_N,
+        "targets_N": _int64([rollout.token_ids for rollout in rollouts]),
+        "rollout_index_N": torch.arange(len(rollouts)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
+        "loss_mask_N": _loss_mask(rollouts),
+        "final_index_B": final_index_B,
+    }
+    shared_tokens = forest.shared_tokens
+    more = {} if shared_tokens is None else shared_tokens._asdict()
+    moved = move_together(indices | row | more, device)
+    model_inputs: dict[str, Any] = {name: moved[name] for name in row}
     model_inputs |= {name: value.to(device) for name, value in join_media(groups, layout, sharing).items()}
     if sharing == "shared":
         layout.keep_positions(model_inputs["position_ids"][0])
         model_inputs["prefix_layout"] = layout
-    return ScoringBatch(model_inputs, **moved, rollout_lengths=tuple(lengths), layout=layout, sharing=sharing)
-
-
-def _places_in_packed_row(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """Index that predicts each response token, shape [N], and that ends each rollout, shape [B]."""
-    rollouts = [segment for segment in layout.segments if segment.parent is not None]
-    ends_of_prompts = [layout.segments[segment.parent].stop - 1 for segment in rollouts]  # type: ignore[index]
-    # A token is predicted at the previous one; a rollout's first token at the end of the prompt.
-    is_rollout_T = layout.per_token([segment.parent is not None for segment in layout.segments])
-    predict_N = is_rollout_T.nonzero()[:, 0] - 1
-    firsts = accumulate((segment.length for segment in rollouts), initial=0)
-    begun = [(first, end) for first, end, own in zip(firsts, ends_of_prompts, rollouts, strict=False) if own.length]
-    if begun:
-        places, ends = torch.tensor(begun).unbind(1)
-        predict_N[places] = ends
-    final = [own.stop - 1 if own.length else end for own, end in zip(rollouts, ends_of_prompts, strict=True)]
-    return predict_N, torch.tensor(final)
+    return ScoringBatch(
+        model_inputs,
+        **{name: moved[name] for name in indices},
+        rollout_lengths=tuple(lengths),
+        layout=layout,
+        sharing=sharing,
+        shared_tokens=SharedTokens(**{name: moved[name] for name in more}) if more else None,
+    )
 
 
 def _places_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """The same in the flattened rows, shape [B * L]."""
+    """Index in the flattened rows, [B * L], that predicts each response token, [N], and that ends each rollout, [B]."""
     width = max(layout.repeated_lengths)
     last = [row * width + length - 1 for row, length in enumerate(layout.repeated_lengths)]
     lengths = [layout.segments[leaf].length for leaf in layout.leaves]
