@@ -1,12 +1,15 @@
-"""States of a prompt that lets its rollouts run in later calls, so a group need not fit into one call.
+"""States of tokens that let others continue them in later calls, so a group need not fit into one call.
 
-These are the keys and values of attention layers, and the final states of stateful layers. The call on the prompt
-fills a `PrefixStates`; calls whose layout gives the prompt's tokens read it.
+These are the keys and values of attention layers, and the final states of stateful layers. A call on the prompt fills a
+`PrefixStates`; calls whose layout gives the prompt's tokens read it, and may fill another with the states of a branch,
+for calls that continue both.
 
-Legend: P tokens of the prompt, K key/value heads, D head size.
+Legend: K key/value heads, S tokens that run, D head size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +19,24 @@ from pl_grouprl.packing import SharedPrefixLayout
 Name = tuple[str | int, ...]
 """A tensor's role in its layer: `("key",)`, `("recurrent", 0)` and so on."""
 
+States = dict[tuple[nn.Module, Name], Tensor]
+"""The tensors of one call, by layer and name."""
+
 
 class PrefixStates:
     """Tensors by layer and name. Pass it to a decoder as `prefix_states`, together with `prefix_layout`.
 
     Args:
-        tensors: The prompt's states. None makes an empty one, which the call on the prompt fills.
+        path: The states of the given tokens: of the prompt, then of each branch down to the tokens that run.
+        record: Whether the call fills it with the states of the tokens that run.
+
+    Attributes:
+        records: Whether it is to be filled.
     """
 
-    def __init__(self, tensors: dict[tuple[nn.Module, Name], Tensor] | None = None) -> None:
-        self._tensors = {} if tensors is None else tensors
-        self._recording = tensors is None
+    def __init__(self, path: Sequence[States] = (), *, record: bool) -> None:
+        self._path, self.records = tuple(path), record
+        self._tensors: States = {}
         self._with_gradient = torch.is_grad_enabled()
 
     def keep(self, layer: nn.Module, name: Name, tensor: Tensor) -> None:
@@ -35,12 +45,12 @@ class PrefixStates:
         Raises:
             NotImplementedError: If the layer runs twice in a call, or its result would have no gradient.
         """
-        if not self._recording:
+        if not self.records:
             return
         kind = type(layer).__name__
         if self._with_gradient and not torch.is_grad_enabled():
             raise NotImplementedError(
-                f"{kind} runs without gradient on the prompt of a split group, as activation checkpointing with "
+                f"{kind} runs without gradient on what a split group shares, as activation checkpointing with "
                 "use_reentrant=True does. Use use_reentrant=False, or a larger token budget."
             )
         if (layer, name) in self._tensors:
@@ -50,10 +60,10 @@ class PrefixStates:
         self._tensors[layer, name] = tensor
 
     def close(self) -> None:
-        """Stop recording: the prompt's call is over."""
-        self._recording = False
+        """Stop recording: the call is over."""
+        self.records = False
 
-    def take_out(self) -> dict[tuple[nn.Module, Name], Tensor]:
+    def take_out(self) -> States:
         """Return the recorded tensors and forget them.
 
         Activation checkpointing keeps the layer's arguments, and so this object: a tensor kept here would keep its own
@@ -62,13 +72,17 @@ class PrefixStates:
         tensors, self._tensors = self._tensors, {}
         return tensors
 
-    def of(self, layer: nn.Module) -> dict[Name, Tensor]:
-        """The tensors of a layer.
+    def of(self, layer: nn.Module) -> dict[Name, list[Tensor]]:
+        """The tensors of a layer, from the prompt down.
 
         Raises:
             RuntimeError: If there are none.
         """
-        found = {name: tensor for (owner, name), tensor in self._tensors.items() if owner is layer}
+        found: dict[Name, list[Tensor]] = {}
+        for states in self._path:
+            for (owner, name), tensor in states.items():
+                if owner is layer:
+                    found.setdefault(name, []).append(tensor)
         if not found:
             raise RuntimeError(
                 f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call "
@@ -77,7 +91,7 @@ class PrefixStates:
         return found
 
     def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepend the given tokens' keys and values; when recording a prompt, record its own.
+        """Prepend the given tokens' keys and values; if it is to be filled, record those of the tokens that run.
 
         Args:
             layer: The attention module.
@@ -85,26 +99,31 @@ class PrefixStates:
             key: Keys of the tokens that run, shape [1, K, S, D].
             value: Values, likewise.
         """
-        if not layout.given:
-            length = layout.segments[0].length  # without the padding of a sequence group
+        if self.records:
+            length = layout.segments[1 if layout.given else 0].length  # without the padding of a sequence group
             self.keep(layer, ("key",), key[:, :, :length])
             self.keep(layer, ("value",), value[:, :, :length])
+        if not layout.given:
             return key, value
         given = self.of(layer)
-        return (
-            torch.cat([given["key",].to(key.dtype), key], dim=2),
-            torch.cat([given["value",].to(value.dtype), value], dim=2),
+        keys, values = (
+            [tensor.to(own.dtype) for tensor in given[name,]] for name, own in (("key", key), ("value", value))
         )
+        return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
 
 def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout) -> None:
     """Refuse a row that does not match the states.
 
     Raises:
-        ValueError: If tokens are given without states, or more than one prompt is to be recorded.
+        ValueError: If tokens are given without states, or more than one segment is to be recorded.
     """
     if states is None:
         if layout.given:
             raise ValueError(f"prefix_layout gives {layout.given} tokens; pass their states as prefix_states.")
-    elif not layout.given and any(segment.length for segment in layout.segments[1:]):
-        raise ValueError("prefix_states is filled by a row of one prompt alone; pass its layout, without rollouts.")
+    elif (
+        states.records and sum(bool(segment.length) for segment in layout.segments if segment.start >= layout.given) > 1
+    ):
+        raise ValueError(
+            "prefix_states is filled by a row of one prompt or branch alone; pass its layout, without rollouts."
+        )

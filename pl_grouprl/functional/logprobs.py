@@ -41,7 +41,8 @@ class TokenScores(NamedTuple):
 
     def select(self, index: Tensor) -> TokenScores:
         """The scores of the tokens with these indices, shape [K], int64; a token may be there several times."""
-        return TokenScores(*(None if score is None else score.index_select(0, index) for score in self))
+        chosen = {name: score.index_select(0, index) for name, score in self._asdict().items() if score is not None}
+        return TokenScores(**chosen)
 
 
 def token_scores(

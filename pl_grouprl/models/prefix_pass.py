@@ -1,16 +1,17 @@
-"""The prompt of a group larger than a micro-batch: runs once, and its rollouts follow in slices.
+"""What the rollouts of a group larger than a micro-batch share runs once, and they follow in slices.
 
 One forward of the prompt records tensors in every layer (`attention.prefix_states`). They are detached from their
 graph, so each slice of rollouts runs backward separately and adds to their gradients. A final backward pass takes the
-sum of these through the prompt. The gradients equal those of the whole group in one call, with the memory of the prompt
-and one slice.
+sum of these through the prompt. A branch, which several rollouts have in common after the prompt, is a prompt for what
+continues it. The gradients equal those of the whole group in one call, with the memory of one path and one slice.
 
-Legend: P tokens of the prompt, S tokens of a slice, D hidden size.
+Legend: P tokens of the path from the prompt down, K response tokens among them, S tokens of a slice, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder
-from pl_grouprl.attention.prefix_states import Name, PrefixStates
+from pl_grouprl.attention.prefix_states import PrefixStates, States
 from pl_grouprl.attention.support import frequencies_move
 from pl_grouprl.media.inputs import check_batch_media
 from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.adapter_layers import adapter_layers
 from pl_grouprl.models.score import run_decoder
 from pl_grouprl.packing import ScoringBatch, pack
+from pl_grouprl.packing.slices import pack_slice
 from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PrefixPass:
-    """The prompt of one group, run once by each model that scores the group's slices.
+    """The prompt of one group, or a branch after it, run once by each model that scores the slices below.
 
     Valid for one set of weights: create a new one after an optimizer step.
 
@@ -41,22 +43,49 @@ class PrefixPass:
         device: Device of the models.
         sequence_group: The ranks that run the prompt and each slice together; see `ScoringBatch`. Each of them then
             has the states of its heads.
+
+    Attributes:
+        num_tokens: P.
+        path_ids: The K response tokens, which all rollouts below begin with.
+        batch: Its own tokens alone.
     """
 
     def __init__(self, group: RolloutGroup, device: torch.device | str, sequence_group: Any = None) -> None:
         self.num_tokens = len(group.prompt_ids)
+        self.path_ids: list[int] = []
         prompt = pack([replace(group, rollouts=[Rollout([])])], device=device)
         self.batch = replace(prompt, sequence_group=sequence_group)
+        self._above: PrefixPass | None = None
         self._done: dict[tuple[Any, ...], Prefix] = {}
         self._counted = False
 
+    def branch(self, token_ids: Sequence[int]) -> PrefixPass:
+        """The run of response tokens that some of the rollouts have in common after this one.
+
+        Its `loss` must run backward before this one's.
+
+        Raises:
+            NotImplementedError: If the prompt has images or videos.
+        """
+        if self.batch.media:
+            raise NotImplementedError("a branch after a prompt with images or videos does not run by itself.")
+        below = copy(self)
+        below.num_tokens, below.path_ids = self.num_tokens + len(token_ids), [*self.path_ids, *token_ids]
+        # Two equal rollouts have all of their tokens in common.
+        group = RolloutGroup([0], [Rollout(below.path_ids)] * 2)
+        below.batch = pack_slice(group, [0, 1], self, self.batch.targets_N.device, min_shared_tokens=1)
+        below._above, below._done, below._counted = self, {}, False
+        return below
+
     def count_once(self) -> int:
-        """P at the first call, then 0, for sums over slices."""
-        counted, self._counted = self._counted, True
-        return 0 if counted else self.num_tokens
+        """P at the first call, less what was counted above, then 0, for sums over slices."""
+        above = 0 if self._above is None else self._above.count_once()
+        own = 0 if self._counted else self.num_tokens - (0 if self._above is None else self._above.num_tokens)
+        self._counted = True
+        return above + own
 
     def states(self, model: PreTrainedModel) -> Prefix:
-        """The prompt's states in a model. Runs the prompt the first time, with gradient if enabled.
+        """The states of the path in a model. Runs it the first time, with gradient if enabled.
 
         Runs it separately with and without gradient, and with and without adapters.
 
@@ -70,14 +99,15 @@ class PrefixPass:
         switched_off = any(layer.disable_adapters for layer in adapter_layers(model))
         key = (find_backbone(model), torch.is_grad_enabled(), switched_off)
         if key not in self._done:
-            self._done[key] = Prefix(model, self.batch)
+            above = None if self._above is None else self._above.states(model)
+            self._done[key] = Prefix(model, self.batch, above)
         return self._done[key]
 
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
-        """Run a slice; return the hidden states of the prompt's last token and of the slice, shape [1 + S, D]."""
+        """Run a slice; return the states of the prompt's last token, the path and the slice, shape [1 + K + S, D]."""
         prefix = self.states(model)
-        hidden = run_decoder(model, batch, **self._media(model, batch), prefix_states=prefix.given)
-        return torch.cat([prefix.last_hidden, hidden])
+        given = PrefixStates(prefix.path, record=False)
+        return torch.cat([prefix.hidden, run_decoder(model, batch, **self._media(model, batch), prefix_states=given)])
 
     def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
         """Arguments of a slice whose prompt has images or videos: positions after them, and token types of text."""
@@ -113,29 +143,31 @@ class PrefixPass:
 
 
 class Prefix:
-    """The prompt's states in one model.
+    """The states of a prompt, or of a branch and what is above it, in one model.
 
     Attributes:
-        given: The states that slices read in each layer.
-        last_hidden: Hidden state of the prompt's last token, shape [1, D]; it predicts each rollout's first token.
+        path: The states that slices read in each layer, of the prompt and each branch.
+        hidden: Hidden states of the prompt's last token and of the branches, shape [1 + K, D], which predict the tokens
+            that continue them.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: ScoringBatch) -> None:
+    def __init__(self, model: PreTrainedModel, batch: ScoringBatch, above: Prefix | None = None) -> None:
         if frequencies_move(find_decoder(model)):
             raise NotImplementedError(
                 f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a "
                 "group in slices would differ from one in a single call; use a larger token budget."
             )
-        recorder = PrefixStates()
+        recorder = PrefixStates(() if above is None else above.path, record=True)
         hidden = run_decoder(model, batch, prefix_states=recorder)
         self._leaves: list[Leaf] = []
-        self.last_hidden = self._cut(hidden[-1:])
-        recorded: dict[tuple[nn.Module, Name], Tensor] = recorder.take_out()
-        self.given = PrefixStates({place: self._cut(tensor) for place, tensor in recorded.items()})
+        own = self._cut(hidden[-1:] if above is None else hidden)
+        self.hidden: Tensor = own if above is None else torch.cat([above.hidden, own])
+        states = {place: self._cut(tensor) for place, tensor in recorder.take_out().items()}
+        self.path: tuple[States, ...] = (states,) if above is None else (*above.path, states)
 
     @property
     def needs_backward(self) -> bool:
-        """Whether any of the prompt's states depends on a trained parameter."""
+        """Whether any of its own states depends on a trained parameter."""
         return bool(self._leaves)
 
     def loss(self, loss_scale: float) -> Tensor:

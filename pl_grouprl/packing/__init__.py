@@ -10,10 +10,13 @@ from pl_grouprl.packing.balance import balance, imbalance
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
 from pl_grouprl.packing.repeat import repeat_rows
-from pl_grouprl.packing.rows import RowPlan, SplitGroup, plan_repeated_rows, plan_rows
+from pl_grouprl.packing.rows import RowPlan, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.shorten import ShortenedGroups, shorten
+from pl_grouprl.packing.splits import Branch, SplitGroup
+from pl_grouprl.packing.trie import Trie, build_trie
 
 __all__ = [
+    "Branch",
     "RowPlan",
     "ScoringBatch",
     "Segment",
@@ -21,7 +24,9 @@ __all__ = [
     "Sharing",
     "ShortenedGroups",
     "SplitGroup",
+    "Trie",
     "balance",
+    "build_trie",
     "imbalance",
     "pack",
     "plan_repeated_rows",

@@ -105,6 +105,7 @@ def pack(
     *,
     share_across_groups: bool = False,
     min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+    path: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> ScoringBatch:
     """Lay groups out for one decoder call, in the caller's order.
@@ -119,6 +120,7 @@ def pack(
             such as a system prompt. Only for text.
         min_shared_tokens: Tokens that a shared segment after the prompt must save, see `build_trie`; None shares
             prompts alone.
+        path: Response tokens that every rollout begins with, or is the beginning of, to be laid out with the prompt.
         device: Device of the tensors.
 
     Raises:
@@ -133,7 +135,9 @@ def pack(
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     if sharing == "repeated":
         share_across_groups, min_shared_tokens = False, None
-    forest = lay_out_forest(groups, share_across_groups=share_across_groups, min_shared_tokens=min_shared_tokens)
+    forest = lay_out_forest(
+        groups, share_across_groups=share_across_groups, min_shared_tokens=min_shared_tokens, path=path
+    )
     layout = forest.layout
     row = {"input_ids": _int64(forest.token_ids)[None], "position_ids": layout.position_ids[None]}
     if sharing == "shared":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
-from pl_grouprl.packing.trie import MIN_SHARED_TOKENS, Tokens, Trie, build_trie
+from pl_grouprl.packing.trie import MIN_SHARED_TOKENS, Tokens, build_trie
 from pl_grouprl.types import RolloutGroup
 
 
@@ -78,6 +78,7 @@ def lay_out_forest(
     *,
     share_across_groups: bool = False,
     min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+    path: Tokens = (),
 ) -> Forest:
     """Lay out each prompt once, and once what rollouts of a group have in common after it.
 
@@ -85,6 +86,7 @@ def lay_out_forest(
         groups: Groups with at least one rollout each.
         share_across_groups: Also lay out once what prompts have in common at their beginning.
         min_shared_tokens: What a shared segment must save, see `build_trie`; None shares prompts alone.
+        path: Response tokens that every rollout begins with, or is the beginning of; they are laid out with the prompt.
 
     Raises:
         ValueError: If prompts to be compared have images or videos.
@@ -100,21 +102,21 @@ def lay_out_forest(
     group_of = {leaf: number for number, leaf in enumerate(prompts.leaves)}
     row = _Row()
     placed: list[int] = []
-    leaves: dict[int, list[int]] = {}
+    ends: dict[int, list[tuple[int, int, int]]] = {}
     for place, node in enumerate(prompts.nodes):
         parent = None if node.parent is None else placed[node.parent]
         tokens = groups[node.sequence].prompt_ids[node.start : node.stop]
         placed.append(row.add(tokens, parent, names[node.sequence]))
         if place in group_of:
-            number = group_of[place]
+            number, prompt = group_of[place], placed[-1]
             rollouts = [rollout.token_ids for rollout in groups[number].rollouts]
-            trie = build_trie(rollouts, min_shared_tokens)
-            leaves[number] = row.graft(trie, rollouts, placed[-1], names[number])
-    ends = [placed[leaf] for leaf in prompts.leaves]
+            root = row.add(path, prompt, names[number]) if path else prompt
+            leaves = row.graft([ids[len(path) :] for ids in rollouts], min_shared_tokens, root, names[number])
+            ends[number] = [(prompt, leaf, len(ids)) for leaf, ids in zip(leaves, rollouts, strict=True)]
     layout = SharedPrefixLayout(row.lengths, row.parents, row.names)
-    paths = [(end, leaf) for number, end in enumerate(ends) for leaf in leaves[number]]
     num_prompt_tokens = sum(row.lengths[place] for place in placed)
-    return Forest(layout, row.token_ids, num_prompt_tokens, *_places(layout, paths))
+    in_order = [end for number in range(len(groups)) for end in ends[number]]
+    return Forest(layout, row.token_ids, num_prompt_tokens, *_places(layout, in_order))
 
 
 class _Row:
@@ -134,26 +136,35 @@ class _Row:
         self.token_ids.append(tokens)
         return len(self.lengths) - 1
 
-    def graft(self, trie: Trie, sequences: Sequence[Tokens], root: int, name: Hashable) -> list[int]:
-        """Append a trie below a segment; return the segment that ends each sequence."""
-        first = len(self.lengths)
+    def graft(self, sequences: Sequence[Tokens], min_shared_tokens: int | None, root: int, name: Hashable) -> list[int]:
+        """Append the trie of sequences below a segment; return the segment that ends each."""
+        first, trie = len(self.lengths), build_trie(sequences, min_shared_tokens)
         for node in trie.nodes:
             tokens = sequences[node.sequence][node.start : node.stop]
             self.add(tokens, root if node.parent is None else first + node.parent, name)
         return [first + leaf for leaf in trie.leaves]
 
 
-def _places(layout: SharedPrefixLayout, paths: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places of the tokens after a segment, down to a leaf: [N], the place before, [B], and their number, [B]."""
-    runs: list[tuple[int, int, int]] = []  # rollout, first token, number of tokens
+def _places(
+    layout: SharedPrefixLayout, ends: Sequence[tuple[int, int, int]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the tokens of rollouts are, [N], and the tokens before them, [B]; and their numbers, [B].
+
+    Args:
+        layout: The segments.
+        ends: For each rollout the segments that end its prompt and itself, and the number of its tokens.
+    """
+    runs: list[tuple[int, int]] = []  # first token and number of tokens
     before: list[int] = []
-    for number, (prompt, leaf) in enumerate(paths):
-        own = [segment for index, segment in _upwards(layout, leaf) if index > prompt]
-        runs += [(number, segment.start, segment.length) for segment in reversed(own)]
+    for prompt, leaf, remaining in ends:
+        below = [segment for index, segment in _upwards(layout, leaf) if index > prompt]
+        for segment in reversed(below):
+            runs.append((segment.start, min(segment.length, remaining)))
+            remaining -= runs[-1][1]
         before.append(next(segment.stop - 1 for _, segment in _upwards(layout, prompt) if segment.length))
-    rollout, first, length = np.array(runs, np.int64).reshape(-1, 3).T
+    first, length = np.array(runs, np.int64).reshape(-1, 2).T
     places_N = np.arange(length.sum()) + np.repeat(first - (np.cumsum(length) - length), length)
-    return places_N, np.array(before, np.int64), np.bincount(rollout, length, len(paths)).astype(np.int64)
+    return places_N, np.array(before, np.int64), np.array([length for _, _, length in ends], np.int64)
 
 
 def _upwards(layout: SharedPrefixLayout, index: int | None) -> Iterator[tuple[int, Segment]]:

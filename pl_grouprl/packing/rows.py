@@ -1,29 +1,16 @@
-"""Packs groups of rollouts into few rows, none with more tokens than a budget.
-
-Uses best fit decreasing. If that takes more rows than the token count requires, balances the groups over fewer rows, as
-over ranks: if no row is much fuller than the mean, all fit. Deterministic.
-"""
+"""Packs groups of rollouts into few rows, none with more tokens than a budget."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pl_grouprl.packing.balance import balance
+from pl_grouprl.packing.bins import pack_sizes
+from pl_grouprl.packing.splits import SplitGroup, split_group
+from pl_grouprl.packing.trie import Trie, separate
 
-
-@dataclass(frozen=True)
-class SplitGroup:
-    """A group larger than the budget: its prompt runs separately, and its rollouts follow in slices.
-
-    Attributes:
-        group: Index of the group.
-        slices: Indices of the rollouts in each slice; together all rollouts of the group, each once.
-    """
-
-    group: int
-    slices: tuple[tuple[int, ...], ...]
+GroupShape = tuple[int, Sequence[int] | Trie]
+"""Tokens of a prompt, and those of each rollout, or the trie of what they have in common."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +26,33 @@ class RowPlan:
     splits: tuple[SplitGroup, ...]
 
 
-def plan_rows(groups: Sequence[tuple[int, Sequence[int]]], max_tokens: int | None) -> RowPlan:
-    """Pack groups into rows by their shared size: the prompt once and all rollouts, without padding.
+def plan_rows(groups: Sequence[GroupShape], max_tokens: int | None) -> RowPlan:
+    """Pack groups into rows by their shared size: each token that rollouts share once, without padding.
 
     The row with the most tokens comes first, so rows that run on several ranks at the same time have similar sizes,
     and a budget too large for the device fails in the first micro-batch.
 
     Args:
-        groups: Prompt length and rollout lengths of each group, as in `SharedPrefixLayout.from_groups`. Groups
-            without rollouts are skipped.
+        groups: The groups. Those without rollouts are skipped.
         max_tokens: Most tokens of a row. None puts all groups into one row.
 
     Returns:
         Every group with rollouts exactly once: in a row, or split if its shared size exceeds `max_tokens`. A slice has
-        at most `max_tokens` rollout tokens; the prompt does not count, because it does not run again.
+        at most `max_tokens` tokens; the path that it continues does not count, because it does not run again.
 
     Raises:
         ValueError: If a prompt alone or a rollout alone is longer than `max_tokens`, or `max_tokens` is less than 1.
     """
-    taking_part = [index for index, (_, rollouts) in enumerate(groups) if len(rollouts)]
+    tries = [own if isinstance(own, Trie) else separate(own) for _, own in groups]
+    taking_part = [index for index, trie in enumerate(tries) if trie.leaves]
     if max_tokens is None:
         return RowPlan((tuple(taking_part),) if taking_part else (), ())
     _check_budget(max_tokens)
-    sizes = {index: groups[index][0] + sum(groups[index][1]) for index in taking_part}
+    sizes = {index: groups[index][0] + tries[index].num_tokens for index in taking_part}
     fitting = [index for index in taking_part if sizes[index] <= max_tokens]
-    rows = _pack_sizes([sizes[index] for index in fitting], max_tokens)
-    splits = (_split(index, *groups[index], max_tokens) for index in taking_part if sizes[index] > max_tokens)
+    rows = pack_sizes([sizes[index] for index in fitting], max_tokens)
+    large = (index for index in taking_part if sizes[index] > max_tokens)
+    splits = (split_group(index, groups[index][0], tries[index], max_tokens) for index in large)
     return RowPlan(tuple(tuple(fitting[place] for place in row) for row in rows), tuple(splits))
 
 
@@ -120,61 +108,3 @@ def _by_group(units: Sequence[tuple[int, int]]) -> tuple[tuple[int, tuple[int, .
     for group, rollout in sorted(units):
         chosen.setdefault(group, []).append(rollout)
     return tuple((group, tuple(rollouts)) for group, rollouts in chosen.items())
-
-
-def _split(group: int, prompt: int, rollouts: Sequence[int], max_tokens: int) -> SplitGroup:
-    if prompt > max_tokens:
-        raise ValueError(
-            f"max_tokens is {max_tokens}, but the prompt of group {group} alone has {prompt} tokens; raise the budget, "
-            "or shorten prompts."
-        )
-    if max(rollouts) > max_tokens:
-        rollout = max(range(len(rollouts)), key=rollouts.__getitem__)
-        raise ValueError(
-            f"max_tokens is {max_tokens}, but rollout {rollout} of group {group} alone has {rollouts[rollout]} tokens; "
-            "raise the budget, or shorten completions."
-        )
-    return SplitGroup(group, tuple(_pack_sizes(rollouts, max_tokens)))
-
-
-def _pack_sizes(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """Pack sizes into bins of at most `capacity`; returns their indices, the fullest bin first."""
-    bins = _best_fit(sizes, capacity)
-    fewest = -(-sum(sizes) // capacity) or 1
-    while fewest < len(bins):
-        count = (fewest + len(bins)) // 2
-        even = _even(sizes, count, capacity)
-        if max(_total(sizes, items) for items in even) <= capacity:
-            bins = even
-        else:
-            fewest = count + 1
-    bins.sort(key=lambda items: (-_total(sizes, items), min(items)))
-    return [tuple(sorted(items)) for items in bins]
-
-
-def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each item, largest first, into the bin that it fills best."""
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
-    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        fullest = bisect_left(rooms, (sizes[item], -1))
-        if fullest < len(rooms):
-            room, place = rooms.pop(fullest)
-        else:
-            room, place = capacity, len(bins)
-            bins.append([])
-        bins[place].append(item)
-        insort(rooms, (room - sizes[item], place))
-    return bins
-
-
-def _even(sizes: Sequence[int], count: int, capacity: int) -> list[list[int]]:
-    """Balance items over `count` bins, until all are within the capacity if possible."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for item, place in enumerate(balance(sizes, count, good_enough=count * capacity / sum(sizes))):
-        bins[place].append(item)
-    return bins
-
-
-def _total(sizes: Sequence[int], items: Iterable[int]) -> int:
-    return sum(sizes[item] for item in items)

@@ -29,6 +29,11 @@ class Node(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
 
 class Trie(NamedTuple):
     """Sequences as paths through nodes.
@@ -40,6 +45,11 @@ class Trie(NamedTuple):
 
     nodes: tuple[Node, ...]
     leaves: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all nodes."""
+        return sum(node.length for node in self.nodes)
 
 
 def build_trie(sequences: Sequence[Tokens], min_shared_tokens: int | None = MIN_SHARED_TOKENS) -> Trie:
@@ -56,13 +66,12 @@ def build_trie(sequences: Sequence[Tokens], min_shared_tokens: int | None = MIN_
         ValueError: If `min_shared_tokens` is less than 1.
     """
     if min_shared_tokens is None:
-        whole = [Node(None, number, 0, len(tokens)) for number, tokens in enumerate(sequences)]
-        return Trie(tuple(whole), tuple(range(len(whole))))
+        return separate([len(tokens) for tokens in sequences])
     if min_shared_tokens < 1:
         raise ValueError(f"min_shared_tokens is {min_shared_tokens}; pass 1 or more, or None to share nothing.")
     nodes: list[Node] = []
     leaves = [0] * len(sequences)
-    order = sorted(range(len(sequences)), key=sequences.__getitem__)
+    order = sorted(range(len(sequences)), key=lambda number: list(sequences[number]))
     # To do: some sequences in lexicographic order, alike up to `start`, below a node. The last one is next.
     remaining: list[tuple[list[int], int, int, int | None]] = [(order, 0, 0, None)] if order else []
     while remaining:
@@ -79,6 +88,13 @@ def build_trie(sequences: Sequence[Tokens], min_shared_tokens: int | None = MIN_
         branches = sorted(_branches(sequences, members, common), key=min, reverse=True)
         remaining += [(branch, start, common, parent) for branch in branches]
     return Trie(tuple(nodes), tuple(leaves))
+
+
+def separate(lengths: Sequence[int]) -> Trie:
+    """The trie of sequences of these lengths that share nothing."""
+    return Trie(
+        tuple(Node(None, number, 0, length) for number, length in enumerate(lengths)), tuple(range(len(lengths)))
+    )
 
 
 def _branches(sequences: Sequence[Tokens], members: list[int], common: int) -> list[list[int]]:

@@ -15,7 +15,31 @@ from torch import Tensor
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
 from pl_grouprl.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How rollouts are laid out.
+
+    Attributes:
+        sharing: `shared` or `repeated`.
+        max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
+        device: Device of the tensors.
+        sequence_group: The ranks that split the tokens of each row; None if every rank runs its own rows.
+        sequence_ranks: Number of those ranks.
+        share_across_groups: Whether prompts share their beginning; see `packing.pack`.
+        min_shared_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+    """
+
+    sharing: Sharing
+    max_tokens: int | None
+    device: torch.device
+    sequence_group: Any = None
+    sequence_ranks: int = 1
+    share_across_groups: bool = False
+    min_shared_tokens: int | None = MIN_SHARED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -27,14 +51,19 @@ class MicroBatch:
         tokens: The buffer's per-token quantities, by name, on the module's device.
         groups: The groups, with those of their rollouts that are in the micro-batch.
         rollout_numbers: Index of each rollout in its rank's buffer, shape [B]; empty for a dummy.
-        weight: This rank's share: 1 / s if s ranks compute the micro-batch together.
+        options: How it was laid out; None if it will not be laid out again.
     """
 
     scoring: ScoringBatch
     tokens: dict[str, Tensor]
     groups: Sequence[RolloutGroup]
     rollout_numbers: tuple[int, ...] = ()
-    weight: float = 1.0
+    options: RowOptions | None = None
+
+    @property
+    def weight(self) -> float:
+        """This rank's share: 1 / s if s ranks compute the micro-batch together."""
+        return 1.0 if self.options is None else 1 / self.options.sequence_ranks
 
     @property
     def mask_N(self) -> Tensor:
@@ -48,31 +77,25 @@ class MicroBatch:
 
     def repack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
         """Lay out truncated groups the same way."""
-        return lay_out(
-            groups, self.scoring.sharing, self.mask_N.device, self.scoring.prefix, self.scoring.sequence_group
-        )
+        assert self.options is not None
+        return lay_out(groups, self.options, self.scoring.prefix)
 
 
-def lay_out(
-    groups: Sequence[RolloutGroup],
-    sharing: Sharing,
-    device: torch.device,
-    prefix: PrefixPass | None = None,
-    sequence_group: Any = None,
-) -> ScoringBatch:
-    """Lay out groups, or the rollouts of one group whose prefix has already run.
+def lay_out(groups: Sequence[RolloutGroup], options: RowOptions, prefix: PrefixPass | None = None) -> ScoringBatch:
+    """Lay out groups, or the rollouts of one group that continue what has already run.
 
     Args:
         groups: The groups to score.
-        sharing: How a row is packed.
-        device: Device of the tensors.
-        prefix: For a slice of a group's rollouts, the pass through its prompt.
-        sequence_group: Process group that splits the tokens of the row over its ranks.
+        options: How.
+        prefix: For a slice of a group's rollouts, the pass through its prompt or a branch.
     """
+    least = options.min_shared_tokens
     if prefix is not None:
         (group,) = groups
-        return pack_slice(group, range(len(group.rollouts)), prefix, device)
-    return replace(pack(groups, sharing, device=device), sequence_group=sequence_group)
+        return pack_slice(group, range(len(group.rollouts)), prefix, options.device, min_shared_tokens=least)
+    across = options.share_across_groups
+    batch = pack(groups, options.sharing, share_across_groups=across, min_shared_tokens=least, device=options.device)
+    return replace(batch, sequence_group=options.sequence_group)
 
 
 def dummy_group(like: RolloutGroup) -> RolloutGroup:

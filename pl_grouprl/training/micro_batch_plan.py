@@ -1,15 +1,18 @@
 """Plan the micro-batches of an optimizer step: the same kinds in the same order on every rank.
 
-A micro-batch is a row of whole groups, or a slice of one large group that continues its prefix. Sharded strategies
-gather weights and reduce gradients in each, so ranks with fewer micro-batches run dummies.
+A micro-batch is a row of whole groups, or a slice of one large group that continues its prompt or a branch. Sharded
+strategies gather weights and reduce gradients in each, so ranks with fewer micro-batches run dummies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
 
-from pl_grouprl.packing import Sharing, SplitGroup, plan_repeated_rows, plan_rows
+from pl_grouprl.packing import Branch, Sharing, SplitGroup, Trie, build_trie, plan_repeated_rows, plan_rows
+from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
 from pl_grouprl.types import RolloutGroup
 
 Part = tuple[int, tuple[int, ...]]
@@ -22,20 +25,56 @@ class MicroBatchPlan:
 
     Attributes:
         rows: The contents of each row.
-        splits: Groups larger than the budget, with the slices of their rollouts.
+        splits: Groups larger than the budget.
     """
 
     rows: tuple[tuple[Part, ...], ...]
     splits: tuple[SplitGroup, ...] = ()
 
     @property
-    def shape(self) -> list[int]:
-        """Number of rows, then the number of slices of each split group, largest first."""
-        return [len(self.rows), *(len(split.slices) for split in self.splits)]
+    def shape(self) -> Shape:
+        """What all ranks must agree on: the number of rows, and the passes of each split group."""
+        return Shape(len(self.rows), _shapes(self.splits))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many passes there are of each kind, in a plan, a split group or a branch.
+
+    Attributes:
+        count: Rows of a plan; slices of a split group or of a branch.
+        splits: Split groups of a plan; branches of a split group or of a branch.
+    """
+
+    count: int
+    splits: tuple[Shape, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """Number of micro-batches: rows and slices, and each prompt and branch that runs by itself."""
+        return self.count + sum(1 + split.number for split in self.splits)
+
+    def to_plain(self) -> list[Any]:
+        """As lists, to be sent to other ranks."""
+        return [self.count, [split.to_plain() for split in self.splits]]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Shape:
+        """The shape that `to_plain` was called on."""
+        count, splits = plain
+        return cls(count, tuple(cls.from_plain(split) for split in splits))
+
+
+def _shapes(splits: Iterable[SplitGroup | Branch]) -> tuple[Shape, ...]:
+    return tuple(Shape(len(split.slices), _shapes(split.branches)) for split in splits)
 
 
 def plan_micro_batches(
-    groups: Sequence[RolloutGroup], indices: Sequence[int], sharing: Sharing, max_tokens: int | None
+    groups: Sequence[RolloutGroup],
+    indices: Sequence[int],
+    sharing: Sharing,
+    max_tokens: int | None,
+    min_shared_tokens: int | None = MIN_SHARED_TOKENS,
 ) -> MicroBatchPlan:
     """Cut some groups into micro-batches of at most `max_tokens` tokens.
 
@@ -44,30 +83,35 @@ def plan_micro_batches(
         indices: Which of them to plan.
         sharing: How rows are packed.
         max_tokens: Most tokens in a row, with prompts, or in a slice, without its prompt; None puts all in one row.
+        min_shared_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
 
     Raises:
         ValueError: If a single rollout or prompt exceeds `max_tokens`.
     """
     if not indices:
         return MicroBatchPlan(())
-    sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
     everything = tuple((i, tuple(range(len(groups[i].rollouts)))) for i in indices)
     if max_tokens is None:
         return MicroBatchPlan((everything,))
     if sharing == "repeated":
+        sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
         rows = plan_repeated_rows(sizes, max_tokens)
         return MicroBatchPlan(tuple(tuple((indices[group], tuple(own)) for group, own in row) for row in rows))
-    plan = plan_rows(sizes, max_tokens)
-    splits = [SplitGroup(indices[split.group], split.slices) for split in plan.splits]
+    plan = plan_rows([_shape_of(groups[i], min_shared_tokens) for i in indices], max_tokens)
+    splits = [replace(split, group=indices[split.group]) for split in plan.splits]
     return MicroBatchPlan(
         tuple(tuple(everything[group] for group in row) for row in plan.rows),
-        tuple(sorted(splits, key=lambda split: -len(split.slices))),
+        tuple(sorted(splits, key=lambda split: -_shapes([split])[0].number)),
     )
 
 
-def elementwise_max(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The smallest shape that fits all ranks. It always ends in a row, which reaches every parameter."""
-    width = max(len(shape) for shape in shapes)
-    filled = [[*shape, *[0] * (width - len(shape))] for shape in shapes]
-    rows, *slices = (max(column) for column in zip(*filled, strict=True))
-    return [max(rows, 1), *slices]
+def _shape_of(group: RolloutGroup, min_shared_tokens: int | None) -> tuple[int, Trie]:
+    # What continues images or videos runs with the prompt's states alone, so branches would not help.
+    least = None if group.media else min_shared_tokens
+    return len(group.prompt_ids), build_trie([rollout.token_ids for rollout in group.rollouts], least)
+
+
+def largest(shapes: Sequence[Shape]) -> Shape:
+    """The smallest shape that fits all ranks."""
+    columns = zip_longest(*(shape.splits for shape in shapes), fillvalue=Shape(0))
+    return Shape(max(shape.count for shape in shapes), tuple(largest(column) for column in columns))

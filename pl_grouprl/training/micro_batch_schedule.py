@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.packing import ScoringBatch, Sharing
+from pl_grouprl.packing import ScoringBatch, SplitGroup
 from pl_grouprl.packing.transfer import move_together
-from pl_grouprl.training.distribution import from_state, to_state
-from pl_grouprl.training.micro_batch import MicroBatch, dummy_group, dummy_tokens, lay_out
-from pl_grouprl.training.micro_batch_plan import elementwise_max, plan_micro_batches
+from pl_grouprl.training.micro_batch import MicroBatch, RowOptions, dummy_group, dummy_tokens, lay_out
+from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batches
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.split_passes import (
+    Chosen,
+    Passes,
+    chosen_from_state,
+    chosen_to_state,
+    passes_from_state,
+    passes_of,
+    passes_to_state,
+)
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.progress import tick
 
-Chosen = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
-"""What `RolloutBuffer.select` returns."""
-
-
-@dataclass(frozen=True)
-class RowOptions:
-    """How rollouts are laid out.
-
-    Attributes:
-        sharing: `shared` or `repeated`.
-        max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
-        device: Device of the tensors.
-        sequence_group: The ranks that split the tokens of each row; None if every rank runs its own rows.
-        sequence_ranks: Number of those ranks.
-    """
-
-    sharing: Sharing
-    max_tokens: int | None
-    device: torch.device
-    sequence_group: Any = None
-    sequence_ranks: int = 1
+T = TypeVar("T")
 
 
 class PackedRowCache:
@@ -90,59 +78,64 @@ class MicroBatchSchedule:
         self._cache = PackedRowCache() if cache is None else cache
         ranks = options.sequence_ranks
         limit = None if options.max_tokens is None else options.max_tokens * ranks
-        self._plan = plan_micro_batches(buffer.groups, indices, options.sharing, limit)
-        self._shape = elementwise_max(gather_plain(self._plan.shape, options.device))
+        self._plan = plan_micro_batches(buffer.groups, indices, options.sharing, limit, options.min_shared_tokens)
+        per_rank = gather_plain(self._plan.shape.to_plain(), options.device)
+        # A row in any case: it reaches every parameter.
+        self._shape = largest([Shape(1), *map(Shape.from_plain, per_rank)])
 
     @property
     def number(self) -> int:
-        """Number of micro-batches, including the prefixes of split groups."""
-        rows, *slices = self._shape
-        return self._options.sequence_ranks * (rows + sum(count + 1 for count in slices))
+        """Number of micro-batches, including the prompts and branches of split groups."""
+        return self._options.sequence_ranks * self._shape.number
 
     def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
-        """Yield the slices of each large group, then its prefix, to run backward; then the rows.
+        """Yield large groups, each path before what is above it, to run backward; then the rows.
 
-        The first slice runs the prefix forward.
+        Of a prompt or branch: the branches below, the slices that continue it, then itself. The first slice runs the
+        path forward.
         """
-        rows, *slices = self._shape
-        for number, count in enumerate(slices):
-            for chosen in self._of_peers(self._slices(number, count)):
-                group = chosen[-1][0][0]
-                prefix = PrefixPass(group, self._options.device, self._options.sequence_group)
-                yield from (self._micro_batch(part, prefix) for part in chosen)
-                yield prefix
-        for parts in [()] * (rows - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
+        for split, shape in zip_longest(self._plan.splits, self._shape.splits):  # dummies are last
+            for passes in self._of_peers(self._passes(split, shape), passes_to_state, passes_from_state):
+                assert passes.prompt is not None
+                prompt = PrefixPass(passes.prompt, self._options.device, self._options.sequence_group)
+                yield from self._below(prompt, passes)
+        for parts in [()] * (self._shape.count - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
             row = self._buffer.select(parts) if parts else self._filler()
-            for (peers_row,) in self._of_peers([row]):
+            for peers_row in self._of_peers(row, chosen_to_state, chosen_from_state):
                 yield self._micro_batch(peers_row)
 
-    def _slices(self, number: int, count: int) -> list[Chosen]:
-        """The slices of a split group, after dummies."""
-        splits = self._plan.splits
-        parts = [(splits[number].group, own) for own in splits[number].slices] if number < len(splits) else []
-        return [self._filler()] * (count - len(parts)) + [self._buffer.select([part]) for part in parts]
+    def _below(self, prefix: PrefixPass, passes: Passes) -> Iterator[MicroBatch | PrefixPass]:
+        for branch in passes.branches:
+            yield from self._below(prefix.branch(branch.token_ids), branch)
+        for chosen in passes.slices:
+            yield self._micro_batch(chosen, prefix)
+        yield prefix
+
+    def _passes(self, split: SplitGroup | None, shape: Shape) -> Passes:
+        """The passes of a split group; of a dummy, if this rank has fewer than others."""
+        number = 0 if split is None else split.group
+        group, dummy = self._buffer.groups[number], self._filler()
+        passes = passes_of(group, split, shape, lambda own: self._buffer.select([(number, own)]), dummy)
+        return passes._replace(prompt=replace(group if split else dummy[0][0], rollouts=[]))
 
     def _filler(self) -> Chosen:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}
         return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
 
-    def _of_peers(self, own: list[Chosen]) -> Iterator[list[Chosen]]:
-        """What this rank runs: its own groups, or those of each rank of its sequence group in turn."""
+    def _of_peers(self, own: T, to_plain: Callable[[T], Any], from_plain: Callable[[Any], T]) -> list[T]:
+        """What this rank runs: its own, or that of each rank of its sequence group in turn."""
         group = self._options.sequence_group
         if group is None:
-            yield own
-            return
-        states = [([to_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in own]
-        for peer in gather_plain(states, self._options.device, group):
-            yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
+            return [own]
+        return [from_plain(state) for state in gather_plain(to_plain(own), self._options.device, group)]
 
     def _micro_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MicroBatch:
         """Lay out a micro-batch. A row of text that no peer shares is cached."""
         tick()
         groups, tokens, numbers = chosen
         options = self._options
-        lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)
+        lay = partial(lay_out, groups, options, prefix)
         keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
         keeps = keeps and not torch.is_inference_mode_enabled()  # inference tensors cannot be trained on
         scoring = self._cache.get(groups, options, lay) if keeps else lay()
-        return MicroBatch(scoring, move_together(tokens, options.device), groups, numbers, 1 / options.sequence_ranks)
+        return MicroBatch(scoring, move_together(tokens, options.device), groups, numbers, options)

@@ -12,7 +12,9 @@ from pl_grouprl.attention.sequence_parallel import (
     sequence_mesh,
 )
 from pl_grouprl.packing import Sharing
-from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule, PackedRowCache, RowOptions
+from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
+from pl_grouprl.training.micro_batch import RowOptions
+from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule, PackedRowCache
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import Prompt
@@ -28,13 +30,22 @@ class MicroBatcher:
         sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
         max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
         sequence_parallel_size: Ranks that share the tokens of each row in updates.
+        share_across_groups: Encode the common beginning of prompts once.
+        min_shared_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
 
     Raises:
         ValueError: If a number is less than 1, or padded rows would have to be divided among ranks.
     """
 
     def __init__(
-        self, run: Run, sharing: Sharing = "shared", max_tokens: int | None = None, sequence_parallel_size: int = 1
+        self,
+        run: Run,
+        sharing: Sharing = "shared",
+        max_tokens: int | None = None,
+        sequence_parallel_size: int = 1,
+        *,
+        share_across_groups: bool = False,
+        min_shared_tokens: int | None = MIN_SHARED_TOKENS,
     ) -> None:
         counts = {
             "sequence_parallel_size": sequence_parallel_size,
@@ -45,6 +56,7 @@ class MicroBatcher:
         self.sharing: Sharing = sharing
         self.max_tokens = max_tokens
         self.sequence_parallel_size = sequence_parallel_size
+        self.share_across_groups, self.min_shared_tokens = share_across_groups, min_shared_tokens
         self.cache = PackedRowCache()
         self._sequence_group: Any = None
 
@@ -103,7 +115,15 @@ class MicroBatcher:
         return MicroBatchSchedule(buffer, range(len(buffer.groups)), self._options(budget, None, 1), self.cache)
 
     def _options(self, budget: int | None, sequence_group: Any, sequence_ranks: int) -> RowOptions:
-        return RowOptions(self.sharing, budget, self._run.device, sequence_group, sequence_ranks)
+        return RowOptions(
+            self.sharing,
+            budget,
+            self._run.device,
+            sequence_group,
+            sequence_ranks,
+            self.share_across_groups,
+            self.min_shared_tokens,
+        )
 
     def naming_memory(self, what: str = "") -> contextlib.AbstractContextManager[None]:
         """Make an out-of-memory error name the option that bounds a micro-batch.

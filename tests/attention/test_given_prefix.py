@@ -151,28 +151,29 @@ def test_the_decoder_is_told_what_the_prompt_left():
     tokens = torch.arange(1, 8)[None]
     whole, given = SharedPrefixLayout([4, 3], [None, 0]), SharedPrefixLayout([4, 3], [None, 0], given=4)
     with shared_prefix(decoder), torch.no_grad():
-        states = PrefixStates()
+        recorder = PrefixStates(record=True)
         expected = decoder(input_ids=tokens, prefix_layout=whole).last_hidden_state
         prompt = decoder(
-            input_ids=tokens[:, :4], prefix_layout=SharedPrefixLayout([4], [None]), prefix_states=states
+            input_ids=tokens[:, :4], prefix_layout=SharedPrefixLayout([4], [None]), prefix_states=recorder
         ).last_hidden_state
+        states = PrefixStates([recorder.take_out()], record=False)
         rest = decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=states).last_hidden_state
         torch.testing.assert_close(torch.cat([prompt, rest], dim=1), expected)
         with pytest.raises(ValueError, match="gives 4 tokens; pass their states"):
             decoder(input_ids=tokens[:, 4:], prefix_layout=given)
         with pytest.raises(ValueError, match="input of shape"):
             decoder(input_ids=tokens, prefix_layout=given, prefix_states=states)
-        with pytest.raises(ValueError, match="one prompt alone"):
-            decoder(input_ids=tokens, prefix_layout=whole, prefix_states=PrefixStates())
+        with pytest.raises(ValueError, match="one prompt or branch alone"):
+            decoder(input_ids=tokens, prefix_layout=whole, prefix_states=PrefixStates(record=True))
         with pytest.raises(RuntimeError, match="has nothing for a LlamaAttention"):
-            decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=PrefixStates())
+            decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=PrefixStates(record=False))
 
 
 def test_a_layer_that_runs_twice_in_a_call_is_refused():
-    states, layer = PrefixStates(), nn.Identity()
+    states, layer = PrefixStates(record=True), nn.Identity()
     states.keep(layer, ("key",), torch.zeros(1))
     with pytest.raises(NotImplementedError, match="Identity runs several times"):
         states.keep(layer, ("key",), torch.zeros(1))
     states.close()
     states.keep(layer, ("key",), torch.ones(1))  # a recomputation
-    assert states.of(layer)["key",] == 0
+    assert states.take_out() == {(layer, ("key",)): torch.zeros(1)}

@@ -18,9 +18,9 @@ def branched_rollouts(rng: random.Random, count: int, longest: int, vocabulary: 
 
 
 def branched_groups(
-    seed: int, num_groups: int = 2, *, longest: int = 8, vocabulary: int = 32, common: int = 0
+    seed: int, num_groups: int = 2, *, most: int = 6, longest: int = 8, vocabulary: int = 32, common: int = 0
 ) -> list[RolloutGroup]:
-    """Groups of one to six rollouts with masks and without; prompts begin with `common` equal tokens."""
+    """Groups of one to `most` rollouts with masks and without; prompts begin with `common` equal tokens."""
     rng = random.Random(f"branched {seed}")
     system = [rng.randrange(vocabulary) for _ in range(common)]
     groups = []
@@ -28,7 +28,7 @@ def branched_groups(
         prompt = system + [rng.randrange(vocabulary) for _ in range(rng.randint(0 if common else 1, 6))]
         rollouts = [
             Rollout(ids, loss_mask=[rng.randint(0, 1) for _ in ids] if rng.random() < 0.5 else None)
-            for ids in branched_rollouts(rng, rng.randint(1, 6), longest, vocabulary)
+            for ids in branched_rollouts(rng, rng.randint(1, most), longest, vocabulary)
         ]
         groups.append(RolloutGroup(prompt, rollouts))
     return groups

@@ -124,7 +124,7 @@ class Recorder(Callback):
         members = buffer.members(buffer.updates_done - 1)
         passes = module.micro_batcher.for_update(buffer, members)
         self.passes.append(passes.number)
-        self.splits.append(len(passes._shape) - 1)
+        self.splits.append(len(passes._shape.splits))
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         self.validations.append(float(trainer.callback_metrics["val/reward"]))

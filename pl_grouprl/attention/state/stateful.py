@@ -200,13 +200,13 @@ class _States:
     def __init__(self, call: LayoutCall, mixer: nn.Module) -> None:
         self._kept: dict[tuple[str | int, ...], Tensor] = {}
         if call.states is not None and call.layout.given:
-            self._kept = call.states.of(mixer)
+            self._kept = {kind: states[-1] for kind, states in call.states.of(mixer).items()}
 
     def hand_on(self, call: LayoutCall, mixer: nn.Module) -> None:
-        """Record the final state of a prompt that runs alone."""
-        if call.states is not None and not call.layout.given:
+        """Record the final state of a prompt or branch that runs alone."""
+        if call.states is not None and call.states.records:
             for kind, states in self._kept.items():
-                call.states.keep(mixer, kind, states)
+                call.states.keep(mixer, kind, states[-1:])
 
     def cache_for(self, batch: Batch) -> _StateCache:
         if batch.starts is None:

@@ -1,0 +1,129 @@
+"""Trees larger than the token budget: whichever way they are cut, losses and gradients are those of repeated rows."""
+
+import pytest
+import torch
+from helpers.branched import branched_groups
+from helpers.tiny_models import gradients, tiny_model, worst_gradient_error
+
+from pl_grouprl.attention import shared_prefix
+from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.models.score import score
+from pl_grouprl.packing import pack
+from pl_grouprl.training.micro_batch import RowOptions
+from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batches
+from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+
+CPU = torch.device("cpu")
+QWEN3_NEXT = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 4},
+    **{"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1},
+    **{"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+}
+
+
+def buffer_of(groups):
+    buffer = RolloutBuffer(groups)
+    lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    weights = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    buffer.put("weights", weights)
+    return buffer
+
+
+def loss_of(model, scoring, weights_N):
+    """Weighs each token of each rollout on its own; half of it couples the tokens of a rollout, as GSPO does."""
+    logprobs_N = score(model, scoring).logprobs_N.double()
+    sums_B = torch.zeros(scoring.num_rollouts, dtype=torch.float64).index_add(
+        0, scoring.rollout_index_N, logprobs_N * weights_N
+    )
+    return sums_B.sum() + sums_B.square().sum(), logprobs_N.detach()
+
+
+def in_passes(model, buffer, options):
+    """The log-probabilities of all tokens in the buffer's order, and the gradients."""
+    model.zero_grad()
+    schedule = MicroBatchSchedule(buffer, range(len(buffer.groups)), options)
+    found, numbers, passes = [], [], 0
+    with shared_prefix(model):
+        for micro_batch in schedule:
+            passes += 1
+            if isinstance(micro_batch, PrefixPass):
+                micro_batch.loss(model.parameters()).backward()
+                continue
+            loss, logprobs_N = loss_of(model, micro_batch.scoring, micro_batch.tokens["weights"])
+            loss.backward()
+            if micro_batch.rollout_numbers:
+                found.append(logprobs_N)
+                numbers += micro_batch.rollout_numbers
+    assert passes == schedule.number
+    return buffer.in_order(found, numbers, per_token=True), gradients(model)
+
+
+def repeated(model, buffer):
+    model.zero_grad()
+    batch = pack(buffer.groups, "repeated")
+    loss, logprobs_N = loss_of(model, batch, torch.cat(buffer.tokens["weights"]))
+    loss.backward()
+    return logprobs_N, gradients(model)
+
+
+def assert_same(model, groups, budget, tolerance):
+    buffer = buffer_of(groups)
+    expected, others = repeated(model, buffer)
+    actual, found = in_passes(model, buffer, RowOptions("shared", budget, CPU, min_shared_tokens=1))
+    torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance, rtol=tolerance)
+    assert worst_gradient_error(found, others) < tolerance
+
+
+@pytest.mark.parametrize("budget", [8, 13, 30])
+@pytest.mark.parametrize("seed", range(12))
+def test_losses_and_gradients(seed, budget):
+    assert_same(tiny_model("gpt2", dtype=torch.float64), branched_groups(seed, 3, most=14), budget, 1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "gemma3_text"])
+def test_other_layers(family):
+    model = tiny_model(family, dtype=torch.float64, **(QWEN3_NEXT if family == "qwen3_next" else {}))
+    model.set_experts_implementation("eager")
+    for seed in range(4):
+        assert_same(model, branched_groups(seed, 2, most=14), 8, 1e-5)
+
+
+def test_the_trees_are_deep_enough_to_tell():
+    depths = [depth_of(plan(seed).shape) for seed in range(12)]
+    assert max(depths) >= 3
+    assert depths.count(1) < 6
+
+
+def plan(seed):
+    groups = branched_groups(seed, 3, most=14)
+    return plan_micro_batches(groups, range(len(groups)), "shared", 8, 1)
+
+
+def depth_of(shape):
+    return max((1 + depth_of(split) for split in shape.splits), default=0)
+
+
+def test_ranks_agree_on_the_largest_shape():
+    one = Shape(2, (Shape(3), Shape(1, (Shape(2), Shape(1)))))
+    other = Shape(0, (Shape(1, (Shape(4),)),))
+    both = largest([one, other])
+    assert both == Shape(2, (Shape(3, (Shape(4),)), Shape(1, (Shape(2), Shape(1)))))
+    # Rows and slices: 2 + (3 + 4) + (1 + 2 + 1), and each prompt and branch by itself: 2 + 1 + 2.
+    assert both.number == 2 + 7 + 4 + 5
+    assert Shape.from_plain(both.to_plain()) == both
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_fills_up_with_dummies_that_change_nothing(seed, monkeypatch):
+    model, groups = tiny_model("gpt2", dtype=torch.float64), branched_groups(seed, 3, most=14)
+    others = Shape(3, (Shape(5, (Shape(2, (Shape(3),)), Shape(2))), Shape(2), Shape(3), Shape(1, (Shape(1),))))
+    monkeypatch.setattr(
+        "pl_grouprl.training.micro_batch_schedule.gather_plain", lambda own, *_: [own, others.to_plain()]
+    )
+    buffer = buffer_of(groups)
+    expected, gradients_ = repeated(model, buffer)
+    # A dummy has one token of weight 0.
+    actual, found = in_passes(model, buffer, RowOptions("shared", 8, CPU, min_shared_tokens=1))
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert worst_gradient_error(found, gradients_) < 1e-9
