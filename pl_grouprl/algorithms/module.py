@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.callbacks.defaults import callbacks_of_module
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
@@ -116,7 +117,10 @@ class RLModule(pl.LightningModule, ABC):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. None where
             the environment rewards itself (`get_reward`).
         optimizer: AdamW and its schedule.
-        sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
+        sharing: `shared` encodes once what the rollouts of a group have in common: the prompt, and their own beginnings
+            where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per rollout.
+        share_across_groups: Also encode once what the prompts of a row have in common at their beginning, such as a
+            system prompt. Only for text.
         attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
         verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
         max_nonfinite_steps: Abort after so many steps in a row whose loss or gradient is NaN or infinite. A single one
@@ -230,6 +234,7 @@ class RLModule(pl.LightningModule, ABC):
         *,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         sharing: Sharing = "shared",
+        share_across_groups: bool = False,
         attention_backend: str = "auto",
         verify: bool = True,
         max_nonfinite_steps: int = 10,
@@ -297,6 +302,7 @@ class RLModule(pl.LightningModule, ABC):
         self.num_generations, self.val_num_generations = num_generations, val_num_generations
         self.num_iterations, self.num_mini_batches = num_iterations, num_mini_batches
         self.sharing, self.attention_backend, self.verify = sharing, attention_backend, verify
+        self.share_across_groups = share_across_groups
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.sequence_parallel_size = sequence_parallel_size
         self.mask_truncated_completions, self.dynamic_sampling = mask_truncated_completions, dynamic_sampling
@@ -350,7 +356,14 @@ class RLModule(pl.LightningModule, ABC):
             rollout_ahead=rollout_ahead,
             episodes=by_name(self.episodes, "loop_for_thread"),
         )
-        self.micro_batcher = MicroBatcher(self, sharing, max_tokens_per_micro_batch, sequence_parallel_size)
+        self.micro_batcher = MicroBatcher(
+            self,
+            sharing,
+            max_tokens_per_micro_batch,
+            sequence_parallel_size,
+            share_across_groups=share_across_groups,
+            max_depth=get_backend(attention_backend).max_depth,
+        )
         self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:
             raise ValueError(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.packing import SharedPrefixLayout, build_trie
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def share_rows(
     *,
     positions_are_relative: bool = True,
     by_column: bool = False,
-    min_saved_tokens: int = 16,
+    min_saved_tokens: int = MIN_SAVED_TOKENS,
     max_depth: int | None = None,
 ) -> SharedRows | None:
     """Pack the rows of a padded batch, each common prefix once.
@@ -138,15 +139,15 @@ def share_rows(
     source = [columns[row][kept[row]] + row * width for row in range(batch)]
     tokens, flat_positions = input_ids.cpu().flatten(), positions.flatten()
     compared = [tokens, flat_positions, *([columns.flatten()] if by_column else [])]
-    rows = [list(zip(*(values[index].tolist() for values in compared), strict=True)) for index in source]
+    values = torch.stack(compared, dim=1).numpy()
+    rows = [values[index.numpy()] for index in source]
     names: list[Hashable] = [0] * batch if group_ids is None else _names(group_ids)
-    forest = _Forest(rows, names, min_saved_tokens, max_depth)
-    if forest.num_tokens == sum(map(len, rows)):
+    layout, spans, leaves = _forest(rows, names, min_saved_tokens, max_depth)
+    if layout.num_tokens == sum(map(len, rows)):
         return None
-    layout = SharedPrefixLayout(forest.lengths, forest.parents, forest.group_ids)
-    taken = torch.cat([source[row][start:stop] for row, start, stop in forest.spans])
+    taken = torch.cat([source[row][start:stop] for row, start, stop in spans])
     packed_index = torch.zeros(batch, width, dtype=torch.long)
-    for row, leaf in forest.leaf_of_row.items():
+    for row, leaf in leaves.items():
         packed_index[row][kept[row]] = layout.path(leaf)
     device = input_ids.device
     return SharedRows(
@@ -159,83 +160,25 @@ def share_rows(
     )
 
 
-class _Forest:
-    """Builds segments from sorted rows: neighbours with a long enough common prefix get a common parent."""
-
-    def __init__(
-        self, rows: list[list[Any]], names: list[Hashable], min_saved_tokens: int, max_depth: int | None
-    ) -> None:
-        self.rows, self.names = rows, names
-        self.min_saved_tokens, self.max_depth = min_saved_tokens, max_depth
-        self.lengths: list[int] = []
-        self.parents: list[int | None] = []
-        self.group_ids: list[Hashable] = []
-        self.spans: list[tuple[int, int, int]] = []  # (row, start, stop) that a segment's tokens are taken from
-        self.leaf_of_row: dict[int, int] = {}
-        first_seen = {name: place for place, name in reversed(list(enumerate(names)))}
-        self.order = sorted(range(len(rows)), key=lambda row: (first_seen[names[row]], rows[row]))
-        self.common = [0] + [
-            _common_prefix(rows[a], rows[b]) if names[a] == names[b] else 0 for a, b in pairwise(self.order)
-        ]
-        self._grow(0, len(rows))
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    def _grow(self, first: int, last: int) -> None:
-        """Add the rows `order[first:last]`; a stack instead of recursion, for batches of any size."""
-        stack: list[tuple[int, int, int, int | None, int]] = [(first, last, 0, None, 0)]
-        while stack:
-            first, last, done, parent, depth = stack.pop()
-            if last - first == 1:
-                row = self.order[first]
-                self.leaf_of_row[row] = self._add(row, done, len(self.rows[row]), parent)
-                continue
-            shared = min(self.common[first + 1 : last])
-            saved = (last - first - 1) * (shared - done)
-            cuts = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
-            worth_it = saved >= self.min_saved_tokens
-            if self.max_depth is not None and worth_it:
-                # On the deepest level a prefix competes with longer ones shared by some of its rows.
-                deepest = depth + 1 == self.max_depth
-                worth_it = depth < self.max_depth and not (deepest and self._best_saving(cuts, done) > saved)
-            if worth_it:
-                parent, done, depth = self._add(self.order[first], done, shared, parent), shared, depth + 1
-            if self.max_depth is not None and depth >= self.max_depth:
-                cuts = list(range(first, last + 1))
-            # In the caller's order: a row's contents must not move other rows.
-            parts = sorted(pairwise(cuts), key=lambda part: min(self.order[part[0] : part[1]]))
-            stack += [(a, b, done, parent, depth) for a, b in reversed(parts)]
-
-    def _best_saving(self, cuts: list[int], done: int) -> int:
-        """Most tokens that one level of prefixes can save, with no prefix across a cut."""
-        stack = [(first, last, 0) for first, last in pairwise(cuts)]
-        above, here = [0], [0]  # per run of rows: the run that contains it, and what its prefix saves
-        while stack:
-            first, last, parent = stack.pop()
-            if last - first > 1:
-                shared = min(self.common[first + 1 : last])
-                saved = (last - first - 1) * (shared - done)
-                inner = [first, *(i for i in range(first + 1, last) if self.common[i] == shared), last]
-                stack += [(a, b, len(here)) for a, b in pairwise(inner)]
-                above.append(parent)
-                here.append(saved if saved >= self.min_saved_tokens else 0)
-        below = [0] * len(here)
-        for run in reversed(range(1, len(here))):  # a run comes after the run that contains it
-            below[above[run]] += max(here[run], below[run])
-        return below[0]
-
-    def _add(self, row: int, start: int, stop: int, parent: int | None) -> int:
-        self.lengths.append(stop - start)
-        self.parents.append(parent)
-        self.group_ids.append(self.names[row])
-        self.spans.append((row, start, stop))
-        return len(self.lengths) - 1
-
-
-def _common_prefix(a: list[Any], b: list[Any]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _forest(
+    rows: Sequence[np.ndarray], names: Sequence[Hashable], min_saved_tokens: int, max_depth: int | None
+) -> tuple[SharedPrefixLayout, list[tuple[int, int, int]], dict[int, int]]:
+    """The tries of each group's rows: their layout, the row and tokens of each segment, and the leaf of each row."""
+    lengths: list[int] = []
+    parents: list[int | None] = []
+    group_ids: list[Hashable] = []
+    spans: list[tuple[int, int, int]] = []
+    leaves: dict[int, int] = {}
+    for name in dict.fromkeys(names):
+        members = [row for row, own in enumerate(names) if own == name]
+        trie, first = build_trie([rows[row] for row in members], min_saved_tokens, max_depth=max_depth), len(lengths)
+        leaves |= {row: first + leaf for row, leaf in zip(members, trie.leaves, strict=True)}
+        for node in trie.nodes:
+            lengths.append(node.length)
+            parents.append(None if node.parent is None else first + node.parent)
+            group_ids.append(name)
+            spans.append((members[node.sequence], node.start, node.stop))
+    return SharedPrefixLayout(lengths, parents, group_ids), spans, leaves
 
 
 def _names(group_ids: Sequence[Hashable] | Tensor) -> list[Hashable]:

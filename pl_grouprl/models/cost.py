@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pl_grouprl.models.quantization import whole_shape
-from pl_grouprl.packing import SharedPrefixLayout, Sharing
+from pl_grouprl.packing import SharedPrefixLayout, Sharing, Trie
+from pl_grouprl.packing.trie import separate
 from pl_grouprl.utilities.arguments import checked_arguments
 
 if TYPE_CHECKING:
@@ -63,19 +64,28 @@ class ModelCost:
         """Operations of the decoder for the same sequences with repeated prefixes, without padding."""
         return self._of_runs([(0, length) for length in layout.repeated_lengths])
 
-    def of_groups(self, groups: Sequence[tuple[int, Sequence[int]]], sharing: Sharing = "shared") -> list[float]:
+    def of_groups(self, groups: Sequence[tuple[int, Sequence[int] | Trie]], sharing: Sharing = "shared") -> list[float]:
         """Operations to score each group, for `balance`.
 
         Args:
-            groups: Prompt length and rollout lengths of each group. A group without rollouts does not run and costs
-                nothing.
-            sharing: Whether each prompt is encoded once or once per rollout.
+            groups: Prompt length of each group, and its rollouts' lengths, or the trie of what they share. A group
+                without rollouts does not run and costs nothing.
+            sharing: Whether what is shared is encoded once or once per rollout.
         """
-        decode = self.shared if sharing == "shared" else self.repeated
-        return [
-            decode(SharedPrefixLayout.from_groups([group])) + self.per_prediction * sum(group[1]) if group[1] else 0.0
-            for group in groups
-        ]
+        return [self._of_group(prompt, rollouts, sharing) for prompt, rollouts in groups]
+
+    def _of_group(self, prompt: int, rollouts: Sequence[int] | Trie, sharing: Sharing) -> float:
+        trie = rollouts if isinstance(rollouts, Trie) else separate(rollouts)
+        if not trie.leaves:
+            return 0.0
+        if sharing == "repeated":
+            trie = separate([trie.nodes[leaf].stop for leaf in trie.leaves])
+        runs = [(prompt + node.start, node.length) for node in trie.nodes]
+        if sharing == "shared":
+            runs.append((0, prompt))
+        else:
+            runs = [(0, prompt + length) for _, length in runs]
+        return self._of_runs(runs) + self.per_prediction * trie.num_tokens
 
     def _of_runs(self, runs: Sequence[tuple[int, int]]) -> float:
         """Operations of runs of tokens, each given by the position of its first token and its length."""

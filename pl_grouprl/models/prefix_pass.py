@@ -73,7 +73,7 @@ class PrefixPass:
         below.num_tokens, below.path_ids = self.num_tokens + len(token_ids), [*self.path_ids, *token_ids]
         # Two equal rollouts have all of their tokens in common.
         group = RolloutGroup([0], [Rollout(below.path_ids)] * 2)
-        below.batch = pack_slice(group, [0, 1], self, self.batch.targets_N.device, min_shared_tokens=1)
+        below.batch = pack_slice(group, [0, 1], self, self.batch.targets_N.device, min_saved_tokens=1)
         below._above, below._done, below._counted = self, {}, False
         return below
 

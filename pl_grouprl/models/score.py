@@ -20,6 +20,7 @@ from pl_grouprl.media.inputs import check_batch_media
 from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.head import logits_function, plain_weight
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -157,8 +158,9 @@ def rollout_logprobs(
         UnsupportedModelError: If the model cannot share prefixes.
         RuntimeError: If activation checkpointing would run the forward again after the patch is removed.
     """
-    get_backend(backend)  # fail early if unknown, even with repeated prefixes
-    batch = pack(groups, sharing, device=model.device)
+    only_prompts = get_backend(backend).max_depth == 1  # fails early if unknown, even with repeated prefixes
+    least = None if only_prompts else MIN_SAVED_TOKENS
+    batch = pack(groups, sharing, min_saved_tokens=least, device=model.device)
     context = nullcontext() if sharing == "repeated" else _patched_for(model, backend)
     with context:
         logprobs_N = score(model, batch, temperature=temperature, chunk_size=chunk_size).logprobs_N

@@ -19,7 +19,7 @@ from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.packing.media import join_media
 from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.transfer import move_together
-from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.types import Rollout, RolloutGroup
 
 Sharing = Literal["shared", "repeated"]
@@ -104,7 +104,7 @@ def pack(
     sharing: Sharing = "shared",
     *,
     share_across_groups: bool = False,
-    min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
     path: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> ScoringBatch:
@@ -118,7 +118,7 @@ def pack(
         sharing: One packed row with shared tokens once, or a right-padded row per rollout.
         share_across_groups: Also encode once what the prompts of different groups have in common at their beginning,
             such as a system prompt. Only for text.
-        min_shared_tokens: Tokens that a shared segment after the prompt must save, see `build_trie`; None shares
+        min_saved_tokens: Tokens that a shared segment after the prompt must save, see `build_trie`; None shares
             prompts alone.
         path: Response tokens that every rollout begins with, or is the beginning of, to be laid out with the prompt.
         device: Device of the tensors.
@@ -134,9 +134,9 @@ def pack(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     if sharing == "repeated":
-        share_across_groups, min_shared_tokens = False, None
+        share_across_groups, min_saved_tokens = False, None
     forest = lay_out_forest(
-        groups, share_across_groups=share_across_groups, min_shared_tokens=min_shared_tokens, path=path
+        groups, share_across_groups=share_across_groups, min_saved_tokens=min_saved_tokens, path=path
     )
     layout = forest.layout
     row = {"input_ids": _int64(forest.token_ids)[None], "position_ids": layout.position_ids[None]}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
-from pl_grouprl.packing.trie import MIN_SHARED_TOKENS, Tokens, build_trie
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS, Tokens, build_trie
 from pl_grouprl.types import RolloutGroup
 
 
@@ -77,7 +77,7 @@ def lay_out_forest(
     groups: Sequence[RolloutGroup],
     *,
     share_across_groups: bool = False,
-    min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
     path: Tokens = (),
 ) -> Forest:
     """Lay out each prompt once, and once what rollouts of a group have in common after it.
@@ -85,7 +85,7 @@ def lay_out_forest(
     Args:
         groups: Groups with at least one rollout each.
         share_across_groups: Also lay out once what prompts have in common at their beginning.
-        min_shared_tokens: What a shared segment must save, see `build_trie`; None shares prompts alone.
+        min_saved_tokens: What a shared segment must save, see `build_trie`; None shares prompts alone.
         path: Response tokens that every rollout begins with, or is the beginning of; they are laid out with the prompt.
 
     Raises:
@@ -97,7 +97,7 @@ def lay_out_forest(
             "videos; pass False."
         )
     names = [number if group.group_id is None else group.group_id for number, group in enumerate(groups)]
-    least = min_shared_tokens if share_across_groups else None
+    least = min_saved_tokens if share_across_groups else None
     prompts = build_trie([group.prompt_ids for group in groups], least)
     group_of = {leaf: number for number, leaf in enumerate(prompts.leaves)}
     row = _Row()
@@ -111,7 +111,7 @@ def lay_out_forest(
             number, prompt = group_of[place], placed[-1]
             rollouts = [rollout.token_ids for rollout in groups[number].rollouts]
             root = row.add(path, prompt, names[number]) if path else prompt
-            leaves = row.graft([ids[len(path) :] for ids in rollouts], min_shared_tokens, root, names[number])
+            leaves = row.graft([ids[len(path) :] for ids in rollouts], min_saved_tokens, root, names[number])
             ends[number] = [(prompt, leaf, len(ids)) for leaf, ids in zip(leaves, rollouts, strict=True)]
     layout = SharedPrefixLayout(row.lengths, row.parents, row.names)
     num_prompt_tokens = sum(row.lengths[place] for place in placed)
@@ -136,9 +136,9 @@ class _Row:
         self.token_ids.append(tokens)
         return len(self.lengths) - 1
 
-    def graft(self, sequences: Sequence[Tokens], min_shared_tokens: int | None, root: int, name: Hashable) -> list[int]:
+    def graft(self, sequences: Sequence[Tokens], min_saved_tokens: int | None, root: int, name: Hashable) -> list[int]:
         """Append the trie of sequences below a segment; return the segment that ends each."""
-        first, trie = len(self.lengths), build_trie(sequences, min_shared_tokens)
+        first, trie = len(self.lengths), build_trie(sequences, min_saved_tokens)
         for node in trie.nodes:
             tokens = sequences[node.sequence][node.start : node.stop]
             self.add(tokens, root if node.parent is None else first + node.parent, name)

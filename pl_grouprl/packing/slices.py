@@ -14,7 +14,7 @@ import torch
 
 from pl_grouprl.packing.batch import ScoringBatch, pack
 from pl_grouprl.packing.layout import SharedPrefixLayout
-from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.types import RolloutGroup
 
 
@@ -38,7 +38,7 @@ def pack_slice(
     prefix: PathRun,
     device: torch.device | str = "cpu",
     *,
-    min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
 ) -> ScoringBatch:
     """Lay out some rollouts of a group for a decoder call that continues the run of `prefix`.
 
@@ -48,7 +48,7 @@ def pack_slice(
             of them.
         prefix: The run of the prompt, or of a branch.
         device: Device of the batch's tensors.
-        min_shared_tokens: As in `pack`.
+        min_saved_tokens: As in `pack`.
 
     Returns:
         A batch whose indices point into [1 + K + S, D]: the hidden state of the prompt's last token, of the K tokens,
@@ -63,7 +63,7 @@ def pack_slice(
     # Packing after a one-token prompt, whose hidden state comes first, gives exactly these indices.
     path, given = prefix.path_ids, prefix.num_tokens
     alone = RolloutGroup([0], rollouts, 0 if group.group_id is None else group.group_id)
-    batch = pack([alone], path=path, min_shared_tokens=min_shared_tokens, device=device)
+    batch = pack([alone], path=path, min_saved_tokens=min_saved_tokens, device=device)
     merged = 2 if path else 1  # segments of the path, which is one here
     segments = batch.layout.segments[merged:]
     lengths = [given, *(segment.length for segment in segments)]

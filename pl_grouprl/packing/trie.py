@@ -1,17 +1,20 @@
-"""Finds what token sequences have in common at their beginning: their trie, with few and long nodes."""
+"""Finds what token sequences have in common at their beginning: their trie, with few and long nodes.
+
+Legend: C numbers that are compared for each token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-MIN_SHARED_TOKENS = 32
-"""Tokens that a node must save. A segment more costs each layer of the model a pass over its descendants."""
+MIN_SAVED_TOKENS = 16
+"""What sharing must save. A segment more costs each layer of the model a pass over its descendants."""
 
 Tokens = Sequence[int]
+"""Token ids."""
 
 
 class Node(NamedTuple):
@@ -39,7 +42,7 @@ class Trie(NamedTuple):
     """Sequences as paths through nodes.
 
     Attributes:
-        nodes: Depth-first: each node is directly followed by its descendants.
+        nodes: Depth-first: each node is directly followed by its descendants; siblings in the caller's order.
         leaves: The node without children that ends each sequence, in the caller's order; it may be empty.
     """
 
@@ -52,60 +55,146 @@ class Trie(NamedTuple):
         return sum(node.length for node in self.nodes)
 
 
-def build_trie(sequences: Sequence[Tokens], min_shared_tokens: int | None = MIN_SHARED_TOKENS) -> Trie:
-    """Lay out sequences as a trie, in which a node with children saves at least `min_shared_tokens`.
+def build_trie(
+    sequences: Sequence[Tokens | np.ndarray],
+    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
+    *,
+    max_depth: int | None = None,
+) -> Trie:
+    """Lay out sequences as a trie, in which each node with children saves at least `min_saved_tokens`.
 
     Each sequence ends in a leaf of its own, so equal sequences, and one that another continues, end in empty leaves.
 
     Args:
-        sequences: Token ids, of any number and length.
-        min_shared_tokens: A node of n tokens that k sequences share saves (k - 1) n; with less, each branch keeps
-            its own copy. At least 1; None shares nothing.
+        sequences: Token ids, or arrays of shape [tokens] or [tokens, C]; of any number and length.
+        min_saved_tokens: A node of n tokens that k sequences share saves (k - 1) n; with less, each branch keeps its
+            own copy. At least 1; None shares nothing.
+        max_depth: Most nodes above a leaf; None is any number. 0 shares nothing.
 
     Raises:
-        ValueError: If `min_shared_tokens` is less than 1.
+        ValueError: If `min_saved_tokens` is less than 1.
     """
-    if min_shared_tokens is None:
+    if min_saved_tokens is None:
         return separate([len(tokens) for tokens in sequences])
-    if min_shared_tokens < 1:
-        raise ValueError(f"min_shared_tokens is {min_shared_tokens}; pass 1 or more, or None to share nothing.")
+    if min_saved_tokens < 1:
+        raise ValueError(f"min_saved_tokens is {min_saved_tokens}; pass 1 or more, or None to share nothing.")
+    branchings = _branchings(sequences)
     nodes: list[Node] = []
     leaves = [0] * len(sequences)
-    order = sorted(range(len(sequences)), key=lambda number: list(sequences[number]))
-    # To do: some sequences in lexicographic order, alike up to `start`, below a node. The last one is next.
-    remaining: list[tuple[list[int], int, int, int | None]] = [(order, 0, 0, None)] if order else []
+    # To do: branchings with the first of their tokens that is not yet in a node, below a node. The last one is next.
+    remaining: list[tuple[int, int, int | None, int]] = [(0, 0, None, 0)] if branchings else []
     while remaining:
-        members, start, alike, parent = remaining.pop()
-        first = sequences[members[0]]
-        if len(members) == 1:
-            leaves[members[0]] = len(nodes)
-            nodes.append(Node(parent, members[0], start, len(first)))
+        index, start, parent, depth = remaining.pop()
+        own = branchings[index]
+        first = own.members[0]
+        if not own.branches:
+            leaves[first] = len(nodes)
+            nodes.append(Node(parent, first, start, own.stop))
             continue
-        common = alike + _common_length(first[alike:], sequences[members[-1]][alike:])
-        if (len(members) - 1) * (common - start) >= min_shared_tokens:
-            nodes.append(Node(parent, min(members), start, common))
-            start, parent = common, len(nodes) - 1
-        branches = sorted(_branches(sequences, members, common), key=min, reverse=True)
-        remaining += [(branch, start, common, parent) for branch in branches]
+        if _is_kept(branchings, index, start, min_saved_tokens, max_depth and max_depth - depth):
+            nodes.append(Node(parent, first, start, own.stop))
+            start, parent, depth = own.stop, len(nodes) - 1, depth + 1
+        below = own.branches if max_depth is None or depth < max_depth else _leaves(branchings, index)
+        remaining += [(branch, start, parent, depth) for branch in reversed(below)]
     return Trie(tuple(nodes), tuple(leaves))
 
 
 def separate(lengths: Sequence[int]) -> Trie:
     """The trie of sequences of these lengths that share nothing."""
-    return Trie(
-        tuple(Node(None, number, 0, length) for number, length in enumerate(lengths)), tuple(range(len(lengths)))
-    )
+    nodes = tuple(Node(None, number, 0, length) for number, length in enumerate(lengths))
+    return Trie(nodes, tuple(range(len(lengths))))
 
 
-def _branches(sequences: Sequence[Tokens], members: list[int], common: int) -> list[list[int]]:
-    """Part sequences by the token after those in common; one that ends there is a branch of its own."""
-    ended = [[member] for member in members if len(sequences[member]) == common]
-    going_on = members[len(ended) :]  # in lexicographic order, the ended ones come first
-    return ended + [list(branch) for _, branch in groupby(going_on, key=lambda member: sequences[member][common])]
+class _Branching(NamedTuple):
+    """Sequences that are alike up to a token, and there part.
+
+    Attributes:
+        members: The sequences, ascending.
+        stop: Tokens that they have in common from their beginning; all tokens of a single one.
+        branches: Indices of the branchings after it, in the order of their first members; none for a single sequence.
+    """
+
+    members: list[int]
+    stop: int
+    branches: list[int]
 
 
-def _common_length(left: Tokens, right: Tokens) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    length = min(len(left), len(right))
-    differ = np.flatnonzero(np.asarray(left[:length]) != np.asarray(right[:length]))
-    return int(differ[0]) if len(differ) else length
+def _branchings(sequences: Sequence[Tokens | np.ndarray]) -> list[_Branching]:
+    """All branchings, each before those after it."""
+    found: list[_Branching] = []
+    remaining: list[tuple[list[int], int, list[int]]] = [(list(range(len(sequences))), 0, [])] if sequences else []
+    while remaining:
+        members, alike, siblings = remaining.pop()
+        first, *others = members
+        stop = len(sequences[first])
+        for other in others:
+            stop = _common_length(sequences[first], sequences[other], alike, stop)
+        siblings.append(len(found))
+        found.append(_Branching(members, stop, []))
+        if others:
+            branches: dict[object, list[int]] = {}
+            for member in members:
+                branches.setdefault(_next_token(sequences[member], stop, member), []).append(member)
+            remaining += [(branch, stop, found[-1].branches) for branch in reversed(branches.values())]
+    return found
+
+
+def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start: int, stop: int) -> int:
+    """How many of the first `stop` tokens are alike, if the first `start` are."""
+    stop, count = min(stop, len(right)), 32
+    while start < stop:
+        end = min(start + count, stop)
+        ours, others = left[start:end], right[start:end]
+        # Lists compare faster as lists.
+        if ours != others if isinstance(ours, list) else not np.array_equal(ours, others):
+            differ = np.asarray(ours) != np.asarray(others)
+            return start + int(np.argmax(differ.reshape(end - start, -1).any(axis=1)))
+        start, count = end, 4 * count
+    return stop
+
+
+def _next_token(tokens: Tokens | np.ndarray, place: int, number: int) -> object:
+    """What two sequences that go on alike have in common; a sequence that ends there has it for itself."""
+    if place == len(tokens):
+        return "end", number
+    return tokens[place].tobytes() if isinstance(tokens, np.ndarray) else tokens[place]
+
+
+def _is_kept(
+    branchings: list[_Branching], index: int, start: int, min_saved_tokens: int, depth_left: int | None
+) -> bool:
+    """Whether what a branching has in common becomes a node."""
+    saved = _saved(branchings[index], start)
+    if saved < min_saved_tokens or depth_left == 0:
+        return False
+    # On the deepest level it competes with longer ones that fewer sequences share.
+    return depth_left != 1 or saved >= _best_below(branchings, index, start, min_saved_tokens)
+
+
+def _saved(own: _Branching, start: int) -> int:
+    """Tokens that a node from `start` on saves."""
+    return (len(own.members) - 1) * (own.stop - start)
+
+
+def _best_below(branchings: list[_Branching], index: int, start: int, min_saved_tokens: int) -> int:
+    """Most tokens that one level of nodes after a branching can save."""
+    best: dict[int, int] = {}
+    for own in reversed(_subtree(branchings, index)):
+        below = sum(best[branch] for branch in branchings[own].branches)
+        saved = _saved(branchings[own], start)
+        best[own] = max(below, saved if saved >= min_saved_tokens and own != index else 0)
+    return best[index]
+
+
+def _subtree(branchings: list[_Branching], index: int) -> list[int]:
+    """A branching and all after it, each before those after it."""
+    found = [index]
+    for own in found:
+        found += branchings[own].branches
+    return found
+
+
+def _leaves(branchings: list[_Branching], index: int) -> list[int]:
+    """The single sequences of a branching, ascending."""
+    leaves = (own for own in _subtree(branchings, index) if not branchings[own].branches)
+    return sorted(leaves, key=lambda own: branchings[own].members)

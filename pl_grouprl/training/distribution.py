@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pl_grouprl.models.cost import ModelCost
-from pl_grouprl.packing import Sharing, balance, imbalance
+from pl_grouprl.packing import Sharing, balance, build_trie, imbalance
 from pl_grouprl.training.selection import without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import field_values
@@ -71,8 +71,9 @@ def distribute_groups(
     found.sort(key=lambda pair: pair[1]["group_id"])  # same order for any number of ranks
     everything = [from_state(state) for _, state in found]
     owners = [owner for owner, _ in found]
-    sizes = [(len(group.prompt_ids), [len(r.token_ids) for r in group.rollouts]) for group in everything]
-    costs = cost.of_groups(sizes, sharing)
+    tries = (build_trie([rollout.token_ids for rollout in group.rollouts]) for group in everything)
+    shapes = [(len(group.prompt_ids), trie) for group, trie in zip(everything, tries, strict=True)]
+    costs = cost.of_groups(shapes, sharing)
     numbers = cut_into_mini_batches(len(everything), num_mini_batches, seed)
     own: list[int] = []
     balanced, unbalanced = [], []

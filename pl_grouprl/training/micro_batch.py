@@ -15,7 +15,7 @@ from torch import Tensor
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.slices import pack_slice
-from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
@@ -30,7 +30,7 @@ class RowOptions:
         sequence_group: The ranks that split the tokens of each row; None if every rank runs its own rows.
         sequence_ranks: Number of those ranks.
         share_across_groups: Whether prompts share their beginning; see `packing.pack`.
-        min_shared_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+        min_saved_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
     """
 
     sharing: Sharing
@@ -39,7 +39,7 @@ class RowOptions:
     sequence_group: Any = None
     sequence_ranks: int = 1
     share_across_groups: bool = False
-    min_shared_tokens: int | None = MIN_SHARED_TOKENS
+    min_saved_tokens: int | None = MIN_SAVED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def lay_out(groups: Sequence[RolloutGroup], options: RowOptions, prefix: PrefixP
         options: How.
         prefix: For a slice of a group's rollouts, the pass through its prompt or a branch.
     """
-    least = options.min_shared_tokens
+    least = options.min_saved_tokens
     if prefix is not None:
         (group,) = groups
-        return pack_slice(group, range(len(group.rollouts)), prefix, options.device, min_shared_tokens=least)
+        return pack_slice(group, range(len(group.rollouts)), prefix, options.device, min_saved_tokens=least)
     across = options.share_across_groups
-    batch = pack(groups, options.sharing, share_across_groups=across, min_shared_tokens=least, device=options.device)
+    batch = pack(groups, options.sharing, share_across_groups=across, min_saved_tokens=least, device=options.device)
     return replace(batch, sequence_group=options.sequence_group)
 
 

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from pl_grouprl.packing import Branch, Sharing, SplitGroup, Trie, build_trie, plan_repeated_rows, plan_rows
-from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.types import RolloutGroup
 
 Part = tuple[int, tuple[int, ...]]
@@ -74,7 +74,7 @@ def plan_micro_batches(
     indices: Sequence[int],
     sharing: Sharing,
     max_tokens: int | None,
-    min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
 ) -> MicroBatchPlan:
     """Cut some groups into micro-batches of at most `max_tokens` tokens.
 
@@ -83,7 +83,7 @@ def plan_micro_batches(
         indices: Which of them to plan.
         sharing: How rows are packed.
         max_tokens: Most tokens in a row, with prompts, or in a slice, without its prompt; None puts all in one row.
-        min_shared_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+        min_saved_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
 
     Raises:
         ValueError: If a single rollout or prompt exceeds `max_tokens`.
@@ -97,7 +97,7 @@ def plan_micro_batches(
         sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
         rows = plan_repeated_rows(sizes, max_tokens)
         return MicroBatchPlan(tuple(tuple((indices[group], tuple(own)) for group, own in row) for row in rows))
-    plan = plan_rows([_shape_of(groups[i], min_shared_tokens) for i in indices], max_tokens)
+    plan = plan_rows([_shape_of(groups[i], min_saved_tokens) for i in indices], max_tokens)
     splits = [replace(split, group=indices[split.group]) for split in plan.splits]
     return MicroBatchPlan(
         tuple(tuple(everything[group] for group in row) for row in plan.rows),
@@ -105,9 +105,9 @@ def plan_micro_batches(
     )
 
 
-def _shape_of(group: RolloutGroup, min_shared_tokens: int | None) -> tuple[int, Trie]:
+def _shape_of(group: RolloutGroup, min_saved_tokens: int | None) -> tuple[int, Trie]:
     # What continues images or videos runs with the prompt's states alone, so branches would not help.
-    least = None if group.media else min_shared_tokens
+    least = None if group.media else min_saved_tokens
     return len(group.prompt_ids), build_trie([rollout.token_ids for rollout in group.rollouts], least)
 
 

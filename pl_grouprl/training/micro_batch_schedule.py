@@ -78,7 +78,7 @@ class MicroBatchSchedule:
         self._cache = PackedRowCache() if cache is None else cache
         ranks = options.sequence_ranks
         limit = None if options.max_tokens is None else options.max_tokens * ranks
-        self._plan = plan_micro_batches(buffer.groups, indices, options.sharing, limit, options.min_shared_tokens)
+        self._plan = plan_micro_batches(buffer.groups, indices, options.sharing, limit, options.min_saved_tokens)
         per_rank = gather_plain(self._plan.shape.to_plain(), options.device)
         # A row in any case: it reaches every parameter.
         self._shape = largest([Shape(1), *map(Shape.from_plain, per_rank)])

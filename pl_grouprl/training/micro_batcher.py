@@ -12,7 +12,7 @@ from pl_grouprl.attention.sequence_parallel import (
     sequence_mesh,
 )
 from pl_grouprl.packing import Sharing
-from pl_grouprl.packing.trie import MIN_SHARED_TOKENS
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.training.micro_batch import RowOptions
 from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule, PackedRowCache
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -31,10 +31,10 @@ class MicroBatcher:
         max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
         sequence_parallel_size: Ranks that share the tokens of each row in updates.
         share_across_groups: Encode the common beginning of prompts once.
-        min_shared_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+        max_depth: Deepest forest that the attention backend runs; 1 is prompts with rollouts, None is any.
 
     Raises:
-        ValueError: If a number is less than 1, or padded rows would have to be divided among ranks.
+        ValueError: If a number is less than 1, options exclude each other, or padded rows would have to be divided.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MicroBatcher:
         sequence_parallel_size: int = 1,
         *,
         share_across_groups: bool = False,
-        min_shared_tokens: int | None = MIN_SHARED_TOKENS,
+        max_depth: int | None = None,
     ) -> None:
         counts = {
             "sequence_parallel_size": sequence_parallel_size,
@@ -56,7 +56,13 @@ class MicroBatcher:
         self.sharing: Sharing = sharing
         self.max_tokens = max_tokens
         self.sequence_parallel_size = sequence_parallel_size
-        self.share_across_groups, self.min_shared_tokens = share_across_groups, min_shared_tokens
+        if share_across_groups and (sharing == "repeated" or max_depth is not None):
+            raise ValueError(
+                "share_across_groups=True needs sharing='shared' and an attention backend that runs forests of any "
+                "depth; use attention_backend='auto', 'cascade' or 'flex'."
+            )
+        self.share_across_groups = share_across_groups
+        self._min_saved_tokens = MIN_SAVED_TOKENS if max_depth is None else None
         self.cache = PackedRowCache()
         self._sequence_group: Any = None
 
@@ -122,7 +128,7 @@ class MicroBatcher:
             sequence_group,
             sequence_ranks,
             self.share_across_groups,
-            self.min_shared_tokens,
+            self._min_saved_tokens,
         )
 
     def naming_memory(self, what: str = "") -> contextlib.AbstractContextManager[None]:

@@ -16,6 +16,7 @@ FREE_OPTIONS = frozenset(
         "policy",  # its base model, adapter and weights are compared elsewhere
         "engine",
         "sharing",
+        "share_across_groups",
         "attention_backend",
         "verify",
         "max_nonfinite_steps",
@@ -64,6 +65,7 @@ PASSED_ON = frozenset(
         "num_generations",
         "num_mini_batches",
         "sharing",
+        "share_across_groups",
         "attention_backend",
         "verify",
         "max_tokens_per_micro_batch",

@@ -120,6 +120,7 @@ OPTION_PATHS = {
     "model.init_args.scale_rewards": "norm_adv_by_std_in_grpo",
     "model.init_args.seed": "",
     "model.init_args.sequence_parallel_size": "ulysses_sequence_parallel_size",
+    "model.init_args.share_across_groups": "",
     "model.init_args.sharing": "use_prefix_grouper",
     "model.init_args.teacher": "teacher_model teacher_model_name_or_path",
     "model.init_args.tool_timeout": "",

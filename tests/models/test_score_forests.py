@@ -28,7 +28,7 @@ def scores_and_gradients(model, batch, weights_N):
 @pytest.mark.parametrize("seed", range(20))
 def test_shared_equals_repeated(model, seed, across):
     groups = branched_groups(seed, 3, common=4)
-    shared = pack(groups, share_across_groups=across, min_shared_tokens=1)
+    shared = pack(groups, share_across_groups=across, min_saved_tokens=1)
     weights_N = torch.randn(len(shared.targets_N), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     actual, gradients = scores_and_gradients(model, shared, weights_N)
     expected, others = scores_and_gradients(model, pack(groups, "repeated"), weights_N)

@@ -11,7 +11,7 @@ GROUP = RolloutGroup([1, 2], [Rollout([3, 4, 5]), Rollout([8]), Rollout([3, 4, 6
 
 
 def test_by_hand():
-    batch = pack([GROUP], min_shared_tokens=1)
+    batch = pack([GROUP], min_saved_tokens=1)
     assert batch.model_inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 8]]
     assert batch.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 2]]
     assert [segment.parent for segment in batch.layout.segments] == [None, 0, 1, 1, 1, 0]
@@ -39,7 +39,7 @@ def test_prompts_share_their_beginning_where_asked():
         RolloutGroup([5], [Rollout([6])], group_id="b"),
         RolloutGroup([1, 2], [Rollout([3]), Rollout([])], group_id="c"),
     ]
-    batch = pack(groups, share_across_groups=True, min_shared_tokens=1)
+    batch = pack(groups, share_across_groups=True, min_saved_tokens=1)
     # 1 2 | 3 | 7 | (end) | 8 | (the prompt of c ends) | 3 | (nothing) | 5 | 6
     assert batch.model_inputs["input_ids"].tolist() == [[1, 2, 3, 7, 8, 3, 5, 6]]
     assert [segment.parent for segment in batch.layout.segments] == [None, 0, 1, 2, 2, 0, 5, 5, None, 8]
@@ -47,7 +47,7 @@ def test_prompts_share_their_beginning_where_asked():
     assert batch.predict_index_N.tolist() == [2, 2, 3, 6, 1]
     assert batch.targets_N.tolist() == [7, 7, 8, 6, 3]
     assert batch.final_index_B.tolist() == [3, 4, 7, 5, 1]
-    assert pack(groups, min_shared_tokens=1).num_tokens_run == 3 + 2 + 1 + 1 + 2 + 1
+    assert pack(groups, min_saved_tokens=1).num_tokens_run == 3 + 2 + 1 + 1 + 2 + 1
 
 
 def test_prompts_with_images_are_not_compared():
@@ -60,7 +60,7 @@ def test_prompts_with_images_are_not_compared():
 @pytest.mark.parametrize("seed", range(40))
 def test_every_index_points_to_the_rollouts_own_tokens(seed, across):
     groups = branched_groups(seed, 3, vocabulary=3, common=seed % 3)
-    batch = pack(groups, share_across_groups=across, min_shared_tokens=1 + seed % 4)
+    batch = pack(groups, share_across_groups=across, min_saved_tokens=1 + seed % 4)
     tokens, layout = batch.model_inputs["input_ids"][0], batch.layout
     owner = {place: index for index, own in enumerate(layout.segments) for place in range(own.start, own.stop)}
     sequences = [group.prompt_ids + own.token_ids for group in groups for own in group.rollouts]

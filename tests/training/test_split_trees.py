@@ -70,7 +70,7 @@ def repeated(model, buffer):
 def assert_same(model, groups, budget, tolerance):
     buffer = buffer_of(groups)
     expected, others = repeated(model, buffer)
-    actual, found = in_passes(model, buffer, RowOptions("shared", budget, CPU, min_shared_tokens=1))
+    actual, found = in_passes(model, buffer, RowOptions("shared", budget, CPU, min_saved_tokens=1))
     torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance, rtol=tolerance)
     assert worst_gradient_error(found, others) < tolerance
 
@@ -124,6 +124,6 @@ def test_a_rank_fills_up_with_dummies_that_change_nothing(seed, monkeypatch):
     buffer = buffer_of(groups)
     expected, gradients_ = repeated(model, buffer)
     # A dummy has one token of weight 0.
-    actual, found = in_passes(model, buffer, RowOptions("shared", 8, CPU, min_shared_tokens=1))
+    actual, found = in_passes(model, buffer, RowOptions("shared", 8, CPU, min_saved_tokens=1))
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
     assert worst_gradient_error(found, gradients_) < 1e-9
