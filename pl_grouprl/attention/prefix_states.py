@@ -10,6 +10,8 @@ Legend: K key/value heads, S tokens that run, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +31,14 @@ class PrefixStates:
     Args:
         path: The states of the given tokens: of the prompt, then of each branch down to the tokens that run.
         record: Whether the call fills it with the states of the tokens that run.
+        recomputes: Whether activation checkpointing runs the layers again in the backward pass.
 
     Attributes:
         records: Whether it is to be filled.
     """
 
-    def __init__(self, path: Sequence[States] = (), *, record: bool) -> None:
-        self._path, self.records = tuple(path), record
+    def __init__(self, path: Sequence[States] = (), *, record: bool, recomputes: bool = False) -> None:
+        self._path, self.records, self._recomputes = tuple(path), record, recomputes
         self._tensors: States = {}
         self._with_gradient = torch.is_grad_enabled()
 
@@ -90,7 +93,7 @@ class PrefixStates:
             )
         return found
 
-    def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> JoinedStates:
         """Prepend the given tokens' keys and values; if it is to be filled, record those of the tokens that run.
 
         Args:
@@ -103,13 +106,51 @@ class PrefixStates:
             length = layout.segments[1 if layout.given else 0].length  # without the padding of a sequence group
             self.keep(layer, ("key",), key[:, :, :length])
             self.keep(layer, ("value",), value[:, :, :length])
-        if not layout.given:
-            return key, value
-        given = self.of(layer)
-        keys, values = (
-            [tensor.to(own.dtype) for tensor in given[name,]] for name, own in (("key", key), ("value", value))
-        )
-        return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
+        given = self.of(layer) if layout.given else {}
+        keys, values = [*given.get(("key",), ()), key], [*given.get(("value",), ()), value]
+        return JoinedStates(keys, values, by_parts=not self._recomputes)
+
+
+class JoinedStates:
+    """Keys and values of given tokens and those that run, which autograd saves by their parts.
+
+    Saving them whole would keep a copy of the path for each layer, and on a path of several branches for each of them.
+
+    Args:
+        keys: From the prompt down, shape [1, K, S, D] each.
+        values: Likewise.
+        by_parts: False saves them whole, for layers that run again in the backward pass and keep neither.
+
+    Attributes:
+        key: All keys, of the dtype of the last.
+        value: All values.
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], *, by_parts: bool = True) -> None:
+        self._by_parts = by_parts and len(keys) > 1
+        self._parts = tuple([part.to(parts[-1].dtype) for part in parts] for parts in (keys, values))
+        self.key, self.value = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in self._parts)
+
+    def saved_by_parts(self) -> AbstractContextManager[Any]:
+        """Let what runs in this context save views of the keys and values as their parts."""
+        if not self._by_parts:
+            return nullcontext()
+        storages = [joined.untyped_storage()._cdata for joined in (self.key, self.value)]
+        detached = [[part.detach() for part in parts] for parts in self._parts]
+
+        def pack(tensor: Tensor) -> Any:
+            storage = tensor.untyped_storage()._cdata
+            if storage not in storages:
+                return tensor
+            return detached[storages.index(storage)], tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            parts, *view = saved
+            return torch.cat(parts, dim=2).as_strided(*view)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout) -> None:

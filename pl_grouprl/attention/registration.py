@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,8 +166,10 @@ def _attend_packed(
     if call.shards is not None:
         query, key, value = call.shards.to_heads(query, key, value)
         options = options._replace(sinks_H=call.shards.own_heads(options.sinks_H))
+    saving: AbstractContextManager[Any] = nullcontext()
     if call.states is not None:  # for this rank's heads
-        key, value = call.states.join(module, call.layout, key, value)
+        joined = call.states.join(module, call.layout, key, value)
+        key, value, saving = joined.key, joined.value, joined.saved_by_parts()
     rule = options.rule(mask, call.layout)
     kind, rule = rule.kind, rule.narrowed(call.layout)
     call.reached.add(id(module))
@@ -174,7 +177,8 @@ def _attend_packed(
         query = rescale_by_column(module, query, call.layout, call.columns_T)
     backend = ORACLE if call.only not in (None, kind) else backend.resolve(query, key, value, call.layout, rule)
     call.ran[id(module)] = (kind, backend.name)
-    attended = backend(query, key, value, call.layout, rule)
+    with saving:
+        attended = backend(query, key, value, call.layout, rule)
     return attended if call.shards is None else call.shards.to_tokens(attended)
 
 

@@ -106,8 +106,8 @@ class PrefixPass:
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         """Run a slice; return the states of the prompt's last token, the path and the slice, shape [1 + K + S, D]."""
         prefix = self.states(model)
-        given = PrefixStates(prefix.path, record=False)
-        return torch.cat([prefix.hidden, run_decoder(model, batch, **self._media(model, batch), prefix_states=given)])
+        given = PrefixStates(prefix.path, record=False, recomputes=_recomputes(model))
+        return torch.cat([*prefix.hidden, run_decoder(model, batch, **self._media(model, batch), prefix_states=given)])
 
     def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
         """Arguments of a slice whose prompt has images or videos: positions after them, and token types of text."""
@@ -147,8 +147,8 @@ class Prefix:
 
     Attributes:
         path: The states that slices read in each layer, of the prompt and each branch.
-        hidden: Hidden states of the prompt's last token and of the branches, shape [1 + K, D], which predict the tokens
-            that continue them.
+        hidden: Hidden states of the prompt's last token and of each branch, together of shape [1 + K, D], which predict
+            the tokens that continue them.
     """
 
     def __init__(self, model: PreTrainedModel, batch: ScoringBatch, above: Prefix | None = None) -> None:
@@ -157,13 +157,14 @@ class Prefix:
                 f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a "
                 "group in slices would differ from one in a single call; use a larger token budget."
             )
-        recorder = PrefixStates(() if above is None else above.path, record=True)
+        path = () if above is None else above.path
+        recorder = PrefixStates(path, record=True, recomputes=_recomputes(model))
         hidden = run_decoder(model, batch, prefix_states=recorder)
         self._leaves: list[Leaf] = []
         own = self._cut(hidden[-1:] if above is None else hidden)
-        self.hidden: Tensor = own if above is None else torch.cat([above.hidden, own])
+        self.hidden: tuple[Tensor, ...] = (own,) if above is None else (*above.hidden, own)
         states = {place: self._cut(tensor) for place, tensor in recorder.take_out().items()}
-        self.path: tuple[States, ...] = (states,) if above is None else (*above.path, states)
+        self.path: tuple[States, ...] = (*path, states)
 
     @property
     def needs_backward(self) -> bool:
@@ -182,6 +183,10 @@ class Prefix:
         leaf = Leaf(tensor)
         self._leaves.append(leaf)
         return leaf.cut()
+
+
+def _recomputes(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "is_gradient_checkpointing", False)) and model.training
 
 
 class Leaf:

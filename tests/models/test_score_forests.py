@@ -8,6 +8,7 @@ from helpers.tiny_models import tiny_model
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
+from pl_grouprl.types import Rollout, RolloutGroup
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +38,36 @@ def test_shared_equals_repeated(model, seed, across):
     largest = max(float(gradient.abs().max()) for gradient in others)
     for one, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9 * largest, rtol=1e-9)
+
+
+BRANCHED = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12], [5, 6, 13, 14, 15, 16], [20, 21, 22]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_tokens_after_the_last_branch_point_move_no_bit_of_other_rollouts(family):
+    model = tiny_model(family)
+
+    def logprobs(rollouts):
+        batch = pack([RolloutGroup([1, 2, 3], [Rollout(ids) for ids in rollouts])], min_saved_tokens=1)
+        assert [segment.length for segment in batch.layout.segments] == [3, 2, 1, 3, 2, 4, 3]
+        with torch.no_grad(), shared_prefix(model):
+            return score(model, batch).logprobs_N.split(batch.rollout_lengths)
+
+    before = logprobs(BRANCHED)
+    for number, place in ((0, 4), (1, 4), (2, 3), (3, 0)):
+        changed = [list(ids) for ids in BRANCHED]
+        changed[number][place] = 30
+        for other, (one, two) in enumerate(zip(before, logprobs(changed), strict=True)):
+            assert torch.equal(one, two) == (other != number)
+
+
+def test_shared_tokens_move_those_after_them_alone():
+    model = tiny_model("qwen3")
+    groups = [RolloutGroup([1, 2, 3], [Rollout(ids) for ids in BRANCHED])]
+    with torch.no_grad(), shared_prefix(model):
+        before = score(model, pack(groups, min_saved_tokens=1)).logprobs_N
+        for rollout in groups[0].rollouts[:3]:
+            rollout.token_ids[1] = 30  # of what three have in common
+        after = score(model, pack(groups, min_saved_tokens=1)).logprobs_N
+    moved = (before != after).tolist()
+    assert moved == [False, *[True] * 5, False, *[True] * 4, False, *[True] * 5, *[False] * 3]

@@ -79,7 +79,7 @@ def assert_same(models, seed, name, mode):
         importance_sampling={"kind": "token_truncate", "low": None, "high": 1.2},
     )
     loss, expected = step(policy, critic, buffer, objective, RowOptions("repeated", None, CPU))
-    cuts = [None] if POLICY_LOSSES[name].compares_tokens else [None, rng.choice([9, 14, 25])]
+    cuts = [None] if POLICY_LOSSES[name].compares_tokens else [None, rng.choice([13, 16, 25])]
     for budget in cuts:
         options = RowOptions("shared", budget, CPU, share_across_groups=bool(seed % 2), min_saved_tokens=1 + seed % 3)
         found, gradients_ = step(policy, critic, buffer, objective, options)
