@@ -14,7 +14,7 @@ over a rollout's trained tokens:
 `low` and `high` are TRL's `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` (once
 `vllm_importance_sampling_cap`). Multiply the policy loss of each token by its weight; a KL penalty is not weighted.
 
-Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
+Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
 
 
 def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Return the bounded ratio, and whether it was not rejected."""
+    """Return the bounded ratio, and which entries are kept."""
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     everything = torch.ones_like(ratio, dtype=torch.bool)
     if kind == "none":

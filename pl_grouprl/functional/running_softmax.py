@@ -165,7 +165,7 @@ def sum_block(
 
 
 def fused(block_NC: Tensor) -> ModuleType | None:
-    """Return the Triton kernels for blocks on CUDA, if Triton is installed (PyTorch for CUDA brings it)."""
+    """Return the Triton kernels for blocks on CUDA, if Triton is installed (it comes with PyTorch for CUDA)."""
     fits = block_NC.is_cuda and block_NC.dtype != torch.float64 and block_NC.stride(1) == 1
     if not fits or not _has_triton():
         return None

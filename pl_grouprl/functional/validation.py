@@ -1,11 +1,11 @@
-"""Scores of k answers per prompt: their mean, the best, and the majority's; and whether any of them passes.
+"""Validation scores from several answers per prompt: mean@k, best@k, majority@k and pass@k.
 
 From n answers per prompt, `best` and `majority` of k < n are expectations over a random choice of k of them, in
-closed form, drawn in one of two ways:
-- without replacement (default): the unbiased estimator for k fresh answers (as pass@k, arXiv:2107.03374); for k = n it
-  is simply the best, or the majority, of the answers;
-- with replacement: verl estimates this by 1000 bootstrap samples, as `best@k/mean` and `maj@k/mean`; biased, since even
-  for k = n some answers are drawn twice and others never.
+closed form. The choice is
+- without replacement (default): the unbiased estimator for k new answers (as pass@k, arXiv:2107.03374); for k = n it
+  is simply the best answer, or the majority;
+- or with replacement, which verl estimates by 1000 bootstrap samples, as `best@k/mean` and `maj@k/mean`: biased, since
+  even for k = n some answers are drawn twice and others never.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _expected_majority(row: Sequence[float], votes: Sequence[Hashable], k: int, 
 
 @lru_cache(maxsize=4096)
 def _win_probabilities(counts: tuple[int, ...], k: int, replacement: bool) -> dict[int, float]:
-    """Return the probability that an answer given `count` times wins the vote of k draws, by its count.
+    """Probability that an answer wins the vote of k draws, by how often it was given.
 
     Args:
         counts: How often each distinct answer was given.

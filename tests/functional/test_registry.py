@@ -121,7 +121,7 @@ def test_an_estimator_gets_what_it_declares():
         ({"needs": ("mask",)}, "'bad' needs mask; with per_token=False there are group_ids, lengths, greedy_rewards"),
         ({"needs": ("lengths",), "per_token": True}, "needs lengths; with per_token=True there are group_ids, mask"),
         ({"takes_token_rewards": True}, "needs takes_token_rewards; with per_token=False"),
-        ({"takes_steps": True, "per_token": True}, "'bad' takes steps, for which there are group_ids alone"),
+        ({"takes_steps": True, "per_token": True}, "'bad' takes steps, for which it may only need group_ids"),
         ({"needs": ("group_ids", "lengths")}, "'bad' lacks lengths; make the arguments of centred and its"),
         ({"needs": ()}, "'bad' does not declare group_ids; make the arguments of centred"),
     ],

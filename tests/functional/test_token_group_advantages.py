@@ -203,7 +203,8 @@ def test_bfloat16_is_computed_in_float32_and_no_rows_are_fine():
     ("change", "message"),
     [
         ({"mode": "mean"}, "mode is 'mean'; it must be one of broadcast, endpoint, variable_lambda"),
-        ({"lam": 1.5}, r"lam has the entry 1\.5"),
+        ({"lam": 1.5}, r"lam is 1\.5; it must lie in"),
+        ({"lam": torch.tensor([0.5, 1.5])}, r"lam has the entry 1\.5; each must lie in"),
         ({"critic_lam": torch.ones(3)}, r"critic_lam has shape \(3,\); pass one number, or one per rollout of 2"),
         ({"gamma": -0.1}, "gamma is -0.1"),
         ({"values": torch.ones(2, 3)}, r"values has shape \(2, 3\)"),
