@@ -1,7 +1,7 @@
-"""States of a prompt that lets its rollouts run in later calls, so a group need not fit into one call.
+"""States of a prompt, with which its rollouts can run in later calls, so a group need not fit into one call.
 
 These are the keys and values of attention layers, and the final states of stateful layers. The call on the prompt
-fills a `PrefixStates`; calls whose layout gives the prompt's tokens read it.
+fills a `PrefixStates`; later calls read it, with layouts in which the prompt's tokens are given.
 
 Legend: P tokens of the prompt, K key/value heads, D head size.
 """
@@ -53,10 +53,10 @@ class PrefixStates:
         """Stop recording: the prompt's call is over."""
         self._recording = False
 
-    def take_out(self) -> dict[tuple[nn.Module, Name], Tensor]:
+    def pop_all(self) -> dict[tuple[nn.Module, Name], Tensor]:
         """Return the recorded tensors and forget them.
 
-        Activation checkpointing keeps the layer's arguments, and so this object: a tensor kept here would keep its own
+        Activation checkpointing keeps this object, as an argument of layers, so tensors left in it would keep their own
         graph alive forever.
         """
         tensors, self._tensors = self._tensors, {}
@@ -86,7 +86,7 @@ class PrefixStates:
             value: Values, likewise.
         """
         if not layout.given:
-            length = layout.segments[0].length  # without the padding of a sequence group
+            length = layout.segments[0].length  # without padding for sequence parallelism
             self.keep(layer, ("key",), key[:, :, :length])
             self.keep(layer, ("value",), value[:, :, :length])
             return key, value

@@ -59,7 +59,7 @@ class LayoutCall:
         return self._rules[key][1]
 
     def kinds(self) -> dict[str, tuple[str, int]]:
-        """What ran each kind of layer, and the number of layers."""
+        """For each kind of layer, what ran it and the number of layers."""
         counts = Counter(self.ran.values())
         return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
 
@@ -178,7 +178,7 @@ def _attend_packed(
     return attended if call.shards is None else call.shards.to_tokens(attended)
 
 
-_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="keeps a prompt's states by module, in Python")
+_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="records a prompt's states by module, in Python")
 
 
 def _checked(attention_mask: Tensor | None) -> Tensor:
@@ -205,7 +205,7 @@ def own_implementation(module: nn.Module, name: str) -> Callable[..., tuple[Tens
 
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    # "eager" is not registered: each modelling file has its own function; that of a subclass may lack one.
+    # "eager" is not registered: each modeling file defines its function, except some files of subclasses.
     for cls in type(module).__mro__:
         if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None:
             return function

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.patch import SharedPrefix, shared_prefix
-from pl_grouprl.attention.support import find_decoder, frequencies_move
+from pl_grouprl.attention.support import find_decoder, has_dynamic_rope
 from pl_grouprl.checks.padded_parity import padded_parity
 from pl_grouprl.checks.parity_report import LayerParity, PaddedParity, ParityReport
 from pl_grouprl.checks.probes import token_logprobs, weighted_sum
@@ -114,7 +114,7 @@ def compare_paths(
     dtype = computing_dtype(model)
     patch = shared_prefix(model, backend)
     # If frequencies depend on the longest sequence of a call, use those of the longest for all.
-    width = max(batch.layout.repeated_lengths) if frequencies_move(decoder) else 0
+    width = max(batch.layout.repeated_lengths) if has_dynamic_rope(decoder) else 0
     with _comparable_mode(model), torch.enable_grad():
         repeated_N = torch.cat(
             [_repeated(from_sequence, tokens, start, width) for tokens, start in _sequences(groups, model)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder
 from pl_grouprl.attention.prefix_states import Name, PrefixStates
-from pl_grouprl.attention.support import frequencies_move
+from pl_grouprl.attention.support import has_dynamic_rope
 from pl_grouprl.media.inputs import check_batch_media
 from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.adapter_layers import adapter_layers
@@ -121,7 +121,7 @@ class Prefix:
     """
 
     def __init__(self, model: PreTrainedModel, batch: ScoringBatch) -> None:
-        if frequencies_move(find_decoder(model)):
+        if has_dynamic_rope(find_decoder(model)):
             raise NotImplementedError(
                 f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a "
                 "group in slices would differ from one in a single call; use a larger token budget."
@@ -130,7 +130,7 @@ class Prefix:
         hidden = run_decoder(model, batch, prefix_states=recorder)
         self._leaves: list[Leaf] = []
         self.last_hidden = self._cut(hidden[-1:])
-        recorded: dict[tuple[nn.Module, Name], Tensor] = recorder.take_out()
+        recorded: dict[tuple[nn.Module, Name], Tensor] = recorder.pop_all()
         self.given = PrefixStates({place: self._cut(tensor) for place, tensor in recorded.items()})
 
     @property

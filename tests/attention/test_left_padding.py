@@ -107,7 +107,7 @@ def with_unknown_layer(counts):
         (lambda mask: mask.shape[1] > 12, "padding", None),  # longer than what is run in a packed row's stead
     ],
 )
-def test_other_models_that_differ_through_padding_are_found_and_run_as_they_are(counts, kind, harmless):
+def test_other_models_that_differ_through_padding_are_detected_and_run_unshared(counts, kind, harmless):
     model = with_unknown_layer(counts)
     ids, mask = shifted(4, 5, 5, 5, 5)
     with torch.no_grad():

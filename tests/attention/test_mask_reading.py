@@ -125,7 +125,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_understood_is_refused(name):
+def test_unknown_compositions_are_refused(name):
     function, part = UNKNOWN[name]
     message = (
         rf"composes its attention mask with .*({part}).*, which shared-prefix attention does not support; train this"
@@ -208,7 +208,7 @@ def test_gemma_3_bounds_its_images_by_the_window(size):
     assert near == MaskRule(window=size, blocks=BLOCKS)
 
 
-def test_masks_both_ways_are_refused_in_a_packed_call():
+def test_bidirectional_masks_are_refused_in_a_packed_call():
     with pytest.raises(NotImplementedError, match="bidirectional_mask_function"):
         create_packed(
             lambda implementation: masking_utils.create_bidirectional_mask(
@@ -217,14 +217,14 @@ def test_masks_both_ways_are_refused_in_a_packed_call():
         )
 
 
-def test_functions_of_the_model_s_own_are_refused_in_a_packed_call():
+def test_custom_mask_functions_are_refused_in_a_packed_call():
     for extra in ({"or_mask_function": own}, {"and_mask_function": own}):
         with pytest.raises(NotImplementedError, match="composes its attention mask with own"):
             create_packed(lambda implementation, extra=extra: create("causal", implementation, **extra))
 
 
 @pytest.mark.parametrize("wrapped", ["eager", "sdpa"])
-def test_outside_a_packed_call_masks_are_the_model_s_own(wrapped):
+def test_outside_a_packed_call_masks_are_unchanged(wrapped):
     name = register("auto", wrapped)
     for kind in ("causal", "sliding_window_causal", "chunked_causal"):
         one, other = create(kind, name), create(kind, wrapped)
@@ -302,12 +302,12 @@ def test_a_marker_survives_checkpointing(use_reentrant):
     ],
     ids=lambda mask: str(getattr(mask, "shape", mask)),
 )
-def test_other_masks_are_no_markers(mask):
+def test_other_masks_are_not_markers(mask):
     assert from_marker(mask) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_marker_fits_no_attention(layout):
+def test_a_marker_is_not_a_valid_mask(layout):
     """A layer that runs again when the context is left must fail, not lie."""
     states = torch.zeros(1, 2, TOKENS, 8)
     for rule in RULES:

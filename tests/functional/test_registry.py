@@ -126,13 +126,13 @@ def test_an_estimator_gets_what_it_declares():
         ({"needs": ()}, "'bad' does not declare group_ids; make the arguments of centred"),
     ],
 )
-def test_declarations_that_do_not_fit_are_refused(declared, message):
+def test_mismatched_declarations_are_refused(declared, message):
     with pytest.raises((TypeError, ValueError), match=message):
         register_advantage_estimator("bad", **declared)(centred)
     assert "bad" not in estimator_registry.ADVANTAGE_ESTIMATORS
 
 
-def test_what_is_no_named_function_is_refused():
+def test_non_functions_and_missing_names_are_refused():
     with pytest.raises(TypeError, match=r"a name is missing: write @register_policy_loss\('...'\) above a function"):
         register_policy_loss(scaled)
     with pytest.raises(TypeError, match="policy_loss 'torch' is the class Tensor; register a function"):
@@ -201,7 +201,7 @@ def test_options_are_keyword_only_and_have_defaults():
         register_advantage_estimator("own", needs="group_ids")
 
 
-def test_an_annotation_that_is_not_there_at_run_time_names_the_option():
+def test_an_unresolvable_annotation_names_the_option():
     def typed(rewards, group_ids, *, weight: "Missing" = 1.0):  # noqa: F821
         return rewards
 
@@ -213,7 +213,7 @@ def test_an_annotation_that_is_not_there_at_run_time_names_the_option():
         make_advantage_estimator("typed", weight=2.0)
 
 
-def test_functions_made_alike_are_not_the_same():
+def test_closures_of_one_factory_are_distinct():
     def scaled_by(factor):
         def scaled(rewards, group_ids):
             return factor * rewards

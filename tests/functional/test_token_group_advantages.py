@@ -103,7 +103,7 @@ def test_groups_of_one_token_are_token_gae(mode, dtype):
         torch.testing.assert_close(left, right)
 
 
-def test_one_group_with_the_prompts_mean_as_value_is_unnormalised_grpo():
+def test_one_group_with_the_prompts_mean_as_value_is_unnormalized_grpo():
     # Two prompts, interleaved; the reward stands at the last token, and V_0 is the mean reward of the prompt.
     lengths, prompts = torch.tensor([3, 5, 1, 4, 2]), torch.tensor([0, 1, 0, 1, 0])
     outcomes = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.5], dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_one_group_with_the_prompts_mean_as_value_is_unnormalised_grpo():
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_gaps_and_what_stands_there_change_nothing():
+def test_gaps_and_their_contents_change_nothing():
     rewards, values, _, bootstrap, norms = random_case(2, length=10)
     mask = torch.ones(7, 10, dtype=torch.bool)
     places = [0, 2, 3, 7, 8, 9, 12, 13, 15, 16]

@@ -353,7 +353,7 @@ def test_nothing_stays_behind(family, checkpointing):
             gc.enable()
 
 
-def test_a_model_whose_frequencies_move_is_refused():
+def test_a_model_with_dynamic_rope_is_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
     model, group = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16), group_of()
     with shared_prefix(model), pytest.raises(NotImplementedError, match="larger token budget"):

@@ -85,7 +85,7 @@ def test_rollouts_that_are_all_empty_keep_the_graph(model, sharing):
 
 @pytest.mark.parametrize("backend", ["cascade", "prefix_grouper", "reference"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_one_rollout_moves_no_bit_of_the_others(family, backend):
+def test_one_rollout_does_not_change_others_bitwise(family, backend):
     """Exact: log-probabilities of all other rollouts. Where experts are shared, see the parity tests."""
     model = tiny_model(family)
     before = random_groups(4, [(30, [9, 6, 12, 0]), (7, [5, 5])])

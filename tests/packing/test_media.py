@@ -65,7 +65,7 @@ def test_shortened_groups_keep_their_images():
         ({"pixel_values": torch.zeros(1, 4)}, r"items of the shapes \[\(3,\), \(4,\)\], which cannot be joined"),
     ],
 )
-def test_what_does_not_fit_is_refused(media, message):
+def test_mismatched_arguments_are_refused(media, message):
     wrong = groups()
     wrong[1].media = media
     with pytest.raises(ValueError, match=message):

@@ -69,8 +69,8 @@ class _Run:
 def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.device) -> RunPlan:
     """Batch the segments of a layout.
 
-    A single token after a state is not run for its final state, because decoding kernels, which have no gradient, would
-    take over. Its children recompute it before their own tokens, and its own output is computed with padding.
+    A one-token segment that starts from a state does not run for its final state: that would select decoding kernels,
+    which have no gradient. Its children recompute the token instead, and its own output is computed with padding.
 
     Args:
         layout: The forest.
@@ -107,18 +107,18 @@ def _runs(layout: SharedPrefixLayout) -> list[_Run]:
     """The runs, parents before children."""
     leaves = set(layout.leaves)
     runs: list[_Run] = []
-    handed_on: list[_Run] = []  # per segment, the run whose start and tokens its children begin with
+    continuations: list[_Run] = []  # per segment, the start and first tokens of its children's runs
     for index, segment in enumerate(layout.segments):
-        above = _Run([], None, 0) if segment.parent is None else handed_on[segment.parent]
+        above = _Run([], None, 0) if segment.parent is None else continuations[segment.parent]
         if segment.start < layout.given:
-            handed_on.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
+            continuations.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
             continue
         tokens = [*above.tokens, *range(segment.start - layout.given, segment.stop - layout.given)]
         run = _Run(tokens, above.start, above.level, own=segment.length)
-        handed_on.append(run)
+        continuations.append(run)
         if index not in leaves and len(tokens) > (0 if run.start is None else 1):
             run.keeps_state = True
-            handed_on[-1] = _Run([], run, run.level + 1)
+            continuations[-1] = _Run([], run, run.level + 1)
         if run.keeps_state or run.own:
             runs.append(run)
     return runs
