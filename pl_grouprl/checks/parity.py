@@ -40,10 +40,10 @@ def check_parity(
     backend: str = "auto",
     padded_rows: bool = True,
 ) -> ParityReport:
-    """Run groups with repeated prefixes, one sequence at a time, and with shared prefixes, and compare.
+    """Compare shared with repeated prefixes (one sequence at a time) on a few groups.
 
-    Then run a short padded batch with and without a `shared_prefix` context, as in a training loop that does not pack
-    rows itself.
+    Then compare a short padded batch with and without a `shared_prefix` context, as in a training loop that does not
+    pack rows itself.
 
     Both paths use the model's own logits. The model does not change, and no gradients remain. Models with dropout, or
     with reentrant activation checkpointing (which only supports `backward`), are compared in eval mode, others in their
@@ -53,7 +53,7 @@ def check_parity(
         model: A causal language model.
         groups: Groups to compare on; by default two small random groups with one empty rollout.
         backend: Attention backend of the shared path.
-        padded_rows: Whether to compare the padded batch; not needed for code that packs rows itself.
+        padded_rows: Whether to compare the padded batch; not needed if your code packs rows itself.
 
     Raises:
         UnsupportedModelError: If the model cannot share prefixes.
@@ -98,7 +98,7 @@ def compare_paths(
         from_batch: Takes a packed batch; returns one number for each of its N response tokens.
         groups: As in `check_parity`, as are the errors.
         backend: Attention backend of the shared path.
-        quantity: Its name in the report.
+        quantity: Name of the quantity in the report.
     """
     decoder = find_decoder(model)
     spans = _spans(decoder.config)
@@ -113,7 +113,7 @@ def compare_paths(
     weights = _compared_weights(model)
     dtype = computing_dtype(model)
     patch = shared_prefix(model, backend)
-    # If frequencies depend on the longest sequence of a call, use those of the longest for all.
+    # If frequencies depend on the longest sequence of a call, pad all sequences to the longest.
     width = max(batch.layout.repeated_lengths) if has_dynamic_rope(decoder) else 0
     with _comparable_mode(model), torch.enable_grad():
         repeated_N = torch.cat(
@@ -171,9 +171,9 @@ def _shared_run(
     repeated: tuple[Tensor, Sequence[Tensor | None]],
     kind: str | None,
 ) -> tuple[float, float, float]:
-    """Largest and mean difference of the quantity, and the relative one of the gradients.
+    """Largest and mean difference of the quantity, and relative difference of the gradients.
 
-    Given a kind of layer, attention of all other kinds runs the oracle; None is the model as in training.
+    With a kind of layer, attention of all other kinds runs the reference; None runs the model as in training.
     """
     patch.only = kind
     # Compiled layers cannot choose a backend by kind.

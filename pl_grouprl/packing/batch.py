@@ -1,4 +1,4 @@
-"""Turns rollout groups into decoder inputs and scoring indices, with each prompt once or once per rollout.
+"""Turns rollout groups into decoder inputs and scoring indices, with prompts shared or repeated per rollout.
 
 Legend: B rollouts, T packed tokens, L longest sequence, N response tokens of all rollouts, concatenated.
 """
@@ -39,15 +39,15 @@ class ScoringBatch:
         targets_N: The response tokens, int64.
         rollout_index_N: The rollout of each response token, counted over all groups in order, int64.
         loss_mask_N: Which response tokens are trained, bool.
-        final_index_B: Index in the flattened hidden states of each rollout's last token, int64; if empty, of its
-            prompt's.
+        final_index_B: Index in the flattened hidden states of each rollout's last token, int64; for an empty rollout,
+            of its prompt's last token.
         rollout_lengths: Response tokens of each of the B rollouts.
         layout: The forest of the groups, with either encoding.
         sharing: The encoding.
         sequence_group: Process group whose ranks run this row together, each with the same batch; None if this rank
             runs it alone. See `attention.sequence_parallel`.
-        prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch
-            includes its prompts.
+        prefix: For a slice of a group, the run of its prompt (`models.PrefixPass`); None if the batch includes its
+            prompts.
     """
 
     model_inputs: dict[str, Any]
@@ -74,7 +74,7 @@ class ScoringBatch:
 
     @property
     def num_tokens_run(self) -> int:
-        """Tokens that go through the decoder, including padding."""
+        """Tokens that the decoder runs on, including padding."""
         return self.model_inputs["input_ids"].numel()
 
     @property
@@ -118,12 +118,12 @@ def pack(
         [(len(group.prompt_ids), [len(rollout.token_ids) for rollout in group.rollouts]) for group in groups],
         [number if group.group_id is None else group.group_id for number, group in enumerate(groups)],
     )
-    token_ids = [ids for group in groups for ids in (group.prompt_ids, *(own.token_ids for own in group.rollouts))]
+    token_ids = [ids for group in groups for ids in (group.prompt_ids, *(r.token_ids for r in group.rollouts))]
     model_inputs: dict[str, Any] = {"input_ids": _int64(token_ids)[None], "position_ids": layout.position_ids[None]}
     if sharing == "repeated":
         model_inputs = repeat_rows(layout, model_inputs["input_ids"])
-    places = _places_in_packed_row if sharing == "shared" else _places_in_padded_rows
-    predict_index_N, final_index_B = places(layout)
+    find_indices = _indices_in_packed_row if sharing == "shared" else _indices_in_padded_rows
+    predict_index_N, final_index_B = find_indices(layout)
     moved = move_together(
         {
             "predict_index_N": predict_index_N,
@@ -143,24 +143,24 @@ def pack(
     return ScoringBatch(model_inputs, **moved, rollout_lengths=tuple(lengths), layout=layout, sharing=sharing)
 
 
-def _places_in_packed_row(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """Index that predicts each response token, shape [N], and that ends each rollout, shape [B]."""
+def _indices_in_packed_row(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
+    """`predict_index_N` and `final_index_B` in a packed row."""
     rollouts = [segment for segment in layout.segments if segment.parent is not None]
-    ends_of_prompts = [layout.segments[segment.parent].stop - 1 for segment in rollouts]  # type: ignore[index]
-    # A token is predicted at the previous one; a rollout's first token at the end of the prompt.
+    prompt_ends = [layout.segments[segment.parent].stop - 1 for segment in rollouts]  # type: ignore[index]
+    # Each token is predicted at the previous one, a rollout's first token at the end of the prompt.
     is_rollout_T = layout.per_token([segment.parent is not None for segment in layout.segments])
     predict_N = is_rollout_T.nonzero()[:, 0] - 1
-    firsts = accumulate((segment.length for segment in rollouts), initial=0)
-    begun = [(first, end) for first, end, own in zip(firsts, ends_of_prompts, rollouts, strict=False) if own.length]
-    if begun:
-        places, ends = torch.tensor(begun).unbind(1)
-        predict_N[places] = ends
-    final = [own.stop - 1 if own.length else end for own, end in zip(rollouts, ends_of_prompts, strict=True)]
+    starts = accumulate((segment.length for segment in rollouts), initial=0)
+    firsts = [(start, end) for start, end, r in zip(starts, prompt_ends, rollouts, strict=False) if r.length]
+    if firsts:
+        first_tokens, ends = torch.tensor(firsts).unbind(1)
+        predict_N[first_tokens] = ends
+    final = [rollout.stop - 1 if rollout.length else end for rollout, end in zip(rollouts, prompt_ends, strict=True)]
     return predict_N, torch.tensor(final)
 
 
-def _places_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """The same in the flattened rows, shape [B * L]."""
+def _indices_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
+    """The same in the flattened rows, [B * L]."""
     width = max(layout.repeated_lengths)
     last = [row * width + length - 1 for row, length in enumerate(layout.repeated_lengths)]
     lengths = [layout.segments[leaf].length for leaf in layout.leaves]
@@ -169,7 +169,7 @@ def _places_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
 
 def _loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """Which response tokens are trained, bool, shape [N]."""
-    masks = [[True] * len(own.token_ids) if own.loss_mask is None else own.loss_mask for own in rollouts]
+    masks = [[True] * len(r.token_ids) if r.loss_mask is None else r.loss_mask for r in rollouts]
     return _int64(masks).bool()
 
 

@@ -1,7 +1,7 @@
 """Packs groups of rollouts into few rows, none with more tokens than a budget.
 
-Uses best fit decreasing. If that takes more rows than the token count requires, balances the groups over fewer rows, as
-over ranks: if no row is much fuller than the mean, all fit. Deterministic.
+Uses best-fit decreasing. If that takes more rows than the token count requires, tries to balance the groups over fewer
+rows, as over ranks. Deterministic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pl_grouprl.packing.balance import balance
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """A group larger than the budget: its prompt runs separately, and its rollouts follow in slices.
+    """A group larger than the budget: its prompt runs first, then its rollouts in slices.
 
     Attributes:
         group: Index of the group.
@@ -48,7 +48,7 @@ def plan_rows(groups: Sequence[tuple[int, Sequence[int]]], max_tokens: int | Non
     Args:
         groups: Prompt length and rollout lengths of each group, as in `SharedPrefixLayout.from_groups`. Groups
             without rollouts are skipped.
-        max_tokens: Most tokens of a row. None puts all groups into one row.
+        max_tokens: Maximum number of tokens per row. None puts all groups into one row.
 
     Returns:
         Every group with rollouts exactly once: in a row, or split if its shared size exceeds `max_tokens`. A slice has
@@ -57,15 +57,15 @@ def plan_rows(groups: Sequence[tuple[int, Sequence[int]]], max_tokens: int | Non
     Raises:
         ValueError: If a prompt alone or a rollout alone is longer than `max_tokens`, or `max_tokens` is less than 1.
     """
-    taking_part = [index for index, (_, rollouts) in enumerate(groups) if len(rollouts)]
+    nonempty = [index for index, (_, rollouts) in enumerate(groups) if len(rollouts)]
     if max_tokens is None:
-        return RowPlan((tuple(taking_part),) if taking_part else (), ())
+        return RowPlan((tuple(nonempty),) if nonempty else (), ())
     _check_budget(max_tokens)
-    sizes = {index: groups[index][0] + sum(groups[index][1]) for index in taking_part}
-    fitting = [index for index in taking_part if sizes[index] <= max_tokens]
+    sizes = {index: groups[index][0] + sum(groups[index][1]) for index in nonempty}
+    fitting = [index for index in nonempty if sizes[index] <= max_tokens]
     rows = _pack_sizes([sizes[index] for index in fitting], max_tokens)
-    splits = (_split(index, *groups[index], max_tokens) for index in taking_part if sizes[index] > max_tokens)
-    return RowPlan(tuple(tuple(fitting[place] for place in row) for row in rows), tuple(splits))
+    splits = (_split(index, *groups[index], max_tokens) for index in nonempty if sizes[index] > max_tokens)
+    return RowPlan(tuple(tuple(fitting[item] for item in row) for row in rows), tuple(splits))
 
 
 def plan_repeated_rows(
@@ -73,23 +73,23 @@ def plan_repeated_rows(
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
     """Cut groups into padded batches [B, L], where each rollout is a row with its whole prompt.
 
-    Batches rollouts of similar length. Filling batches from the longest rollout down needs the fewest batches.
+    Fills batches with the longest rollouts first, which needs the fewest batches.
 
     Args:
         groups: Prompt length and rollout lengths of each group. Groups without rollouts are skipped.
-        max_tokens: Most tokens of a batch, including padding. None puts all rollouts into one batch.
+        max_tokens: Maximum number of tokens per batch, including padding. None puts all rollouts into one batch.
 
     Returns:
-        For each batch its groups as (group, indices of its rollouts), all ascending. Every rollout exactly once; the
-        batch with the longest sequence first.
+        For each batch, its groups as (group, indices of its rollouts), ascending. Every rollout occurs exactly once;
+        the batch with the longest sequence comes first.
 
     Raises:
         ValueError: If a prompt with its rollout is longer than `max_tokens`, or `max_tokens` is less than 1.
     """
     lengths = {
-        (group, rollout): prompt + own
+        (group, rollout): prompt + length
         for group, (prompt, rollouts) in enumerate(groups)
-        for rollout, own in enumerate(rollouts)
+        for rollout, length in enumerate(rollouts)
     }
     remaining = sorted(lengths, key=lambda unit: -lengths[unit])
     if max_tokens is None:
@@ -143,9 +143,9 @@ def _pack_sizes(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     fewest = -(-sum(sizes) // capacity) or 1
     while fewest < len(bins):
         count = (fewest + len(bins)) // 2
-        even = _even(sizes, count, capacity)
-        if max(_total(sizes, items) for items in even) <= capacity:
-            bins = even
+        balanced = _balanced_bins(sizes, count, capacity)
+        if max(_total(sizes, items) for items in balanced) <= capacity:
+            bins = balanced
         else:
             fewest = count + 1
     bins.sort(key=lambda items: (-_total(sizes, items), min(items)))
@@ -153,26 +153,26 @@ def _pack_sizes(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
 
 
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each item, largest first, into the bin that it fills best."""
+    """Put each item, largest first, into the fullest bin that has room for it."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         fullest = bisect_left(rooms, (sizes[item], -1))
         if fullest < len(rooms):
-            room, place = rooms.pop(fullest)
+            room, number = rooms.pop(fullest)
         else:
-            room, place = capacity, len(bins)
+            room, number = capacity, len(bins)
             bins.append([])
-        bins[place].append(item)
-        insort(rooms, (room - sizes[item], place))
+        bins[number].append(item)
+        insort(rooms, (room - sizes[item], number))
     return bins
 
 
-def _even(sizes: Sequence[int], count: int, capacity: int) -> list[list[int]]:
-    """Balance items over `count` bins, until all are within the capacity if possible."""
+def _balanced_bins(sizes: Sequence[int], count: int, capacity: int) -> list[list[int]]:
+    """Balance items over `count` bins, until none exceeds the capacity if possible."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    for item, place in enumerate(balance(sizes, count, good_enough=count * capacity / sum(sizes))):
-        bins[place].append(item)
+    for item, number in enumerate(balance(sizes, count, good_enough=count * capacity / sum(sizes))):
+        bins[number].append(item)
     return bins
 
 

@@ -31,7 +31,7 @@ class PromptRun(Protocol):
 def pack_slice(
     group: RolloutGroup, rollout_indices: Sequence[int], prefix: PromptRun, device: torch.device | str = "cpu"
 ) -> ScoringBatch:
-    """Lay out some rollouts of a group for a decoder call that continues the prompt of `prefix`.
+    """Lay out some rollouts of a group for a decoder call that continues from the prompt run in `prefix`.
 
     Args:
         group: The group; its prompt is not read.
@@ -41,7 +41,7 @@ def pack_slice(
 
     Returns:
         A batch whose indices point into [1 + S, D]: the hidden state of the prompt's last token, then those of the
-        rollouts' tokens. If all rollouts are empty, one unused token runs, so every slice calls the decoder.
+        rollouts' tokens. If all rollouts are empty, one dummy token runs, so every slice calls the decoder.
 
     Raises:
         ValueError: If `rollout_indices` is empty.
@@ -49,7 +49,7 @@ def pack_slice(
     rollouts = [group.rollouts[index] for index in rollout_indices]
     if not rollouts:
         raise ValueError("rollout_indices is empty; a slice has at least one rollout.")
-    # Packing after a one-token prompt, whose hidden state comes first, gives exactly these indices.
+    # Packing with a one-token prompt, in place of the prompt's last hidden state, gives exactly these indices.
     batch = pack([RolloutGroup([0], rollouts, group.group_id)], device=device)
     tokens, given = batch.model_inputs["input_ids"][:, 1:], prefix.num_tokens
     lengths = [len(rollout.token_ids) for rollout in rollouts]

@@ -224,10 +224,11 @@ def test_the_report_reads_well():
     assert first.startswith(
         "parity of shared and repeated prefix: passed (LlamaForCausalLM, torch.float32, cpu, sequences of up to 36 "
     )
-    assert f"differences of log-probabilities, and relative ones of the gradients of {report.compared_weights:,} " in (
-        allowed
+    assert (
+        f"differences of log-probabilities, and relative differences of the gradients of {report.compared_weights:,} "
+        in (allowed)
     )
-    assert allowed.endswith("; allowed 1e-04 and 1e-03")
+    assert allowed.endswith("; allowed: 1e-04 and 1e-03")
     assert whole.split() == ["whole", "model", "2", "auto", "2.0e-06", "1.0e-07", "3.0e-06", "2.50"]
     assert padded.startswith("  a padded batch differs by ")
     failed = dataclasses.replace(report, gradient_difference=2e-3)

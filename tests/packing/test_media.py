@@ -62,7 +62,7 @@ def test_shortened_groups_keep_their_images():
             r"group 1: media.* has shape \[2\] for a prompt of 1 tokens",
         ),
         ({"pixel_values": [[1.0]]}, r"group 1: media\['pixel_values'\] is of type list; pass a tensor"),
-        ({"pixel_values": torch.zeros(1, 4)}, r"items of the shapes \[\(3,\), \(4,\)\], which cannot be joined"),
+        ({"pixel_values": torch.zeros(1, 4)}, r"items of shapes \[\(3,\), \(4,\)\], which cannot be concatenated"),
     ],
 )
 def test_mismatched_arguments_are_refused(media, message):
