@@ -45,8 +45,8 @@ class LoRAOptions:
         dropout: Dropout rate of their input, in training mode. With shared prefixes, a prompt's tokens are dropped
             once for all rollouts of a group.
         target_modules: `all-linear` for every linear layer of the language model's decoder; or suffixes of layer names,
-            looked up in the decoder first and then elsewhere; or a regular expression for whole names, as in PEFT.
-            Experts stored in one parameter are not linear layers.
+            looked up in the decoder first, then elsewhere; or a regular expression for full names, as in PEFT. Experts
+            stored in one parameter are not linear layers.
         use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead (rank-stabilized LoRA, arXiv:2312.03732).
         seed: Seed of the new layers.
@@ -105,9 +105,9 @@ class LoRAOptions:
         if chosen is not None and taken != chosen:
             raise ValueError(
                 f"{argument} matches {len(chosen)} layers of "
-                f"{type(model).__name__}, but PEFT chooses others for some, such as {min(taken ^ chosen)!r}: it "
-                "reads names of an expert's layers as the parameters that contain all experts. Leave those names "
-                "out, or pass a regular expression to mean the experts."
+                f"{type(model).__name__}, but PEFT chooses others, such as {min(taken ^ chosen)!r}: it takes names of "
+                "an expert's layers for the parameters that contain all experts. Leave out those names, or pass a "
+                "regular expression that matches the experts."
             )
 
 
@@ -190,16 +190,16 @@ class LoRAAdapter(LoRAOptions):
 
 
 def adapter_options(model: nn.Module) -> dict[str, Any]:
-    """Options that, besides the weights, decide the effect of a model's adapters, as plain values.
+    """Options that affect what a model's adapters compute, as plain values.
 
     Args:
         model: Any model; without adapters, the result is empty.
 
     Returns:
         By `<adapter name>.<option>`: the options of `LoRAOptions` that matter outside training, and PEFT's per-layer
-        exceptions. Layer names are sorted, and `all-linear` is spelled out.
+        exceptions. Layer names are sorted, and `all-linear` is expanded.
     """
-    configs: Any = next((own.peft_config for own in model.modules() if "peft_config" in vars(own)), {})
+    configs: Any = next((module.peft_config for module in model.modules() if "peft_config" in vars(module)), {})
     return {
         f"{name}.{option}": sorted(value) if isinstance(value, set | list) else value
         for name, config in configs.items()
@@ -223,7 +223,7 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: st
 
     Raises:
         ValueError: If the model already has adapters, no layer has one of the names, a layer cannot take an adapter,
-            or its weights are tied to another module's, which merging would change too.
+            or its weights are tied to another module's, so that merging would change that module too.
     """
     if has_adapters(model):
         raise ValueError(
@@ -238,7 +238,7 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: st
         try:
             model.add_adapter(config, name)
         except (ValueError, re.error) as error:
-            _refuse_places(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
+            _refuse_targets(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
     for parameter in model.parameters():
         if parameter.requires_grad:  # PEFT creates them in the base weights' dtype, too coarse for training
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -272,13 +272,13 @@ def _chosen_layers(model: Any, targets: str | list[str], argument: str) -> set[s
     if targets == ALL_LINEAR:
         chosen = {name for name, module in model.named_modules() if module in inside and _is_linear(module)}
     else:
-        names = {name: module in inside for name, module in model.named_modules() if name}
-        found = {target: _find(names, target) for target in targets}
+        in_decoder = {name: module in inside for name, module in model.named_modules() if name}
+        found = {target: _find(in_decoder, target) for target in targets}
         if missing := [target for target in targets if not found[target]]:
-            _refuse_places(argument, f"no layer of {type(model).__name__} is named {missing[0]!r}")
-        chosen = {name for own in found.values() for name in own}
+            _refuse_targets(argument, f"no layer of {type(model).__name__} is named {missing[0]!r}")
+        chosen = {name for names in found.values() for name in names}
     if not chosen:
-        _refuse_places(argument, f"{type(find_decoder(model)).__name__} has no linear layers")
+        _refuse_targets(argument, f"{type(find_decoder(model)).__name__} has no linear layers")
     return chosen
 
 
@@ -292,13 +292,13 @@ def _shortest_names(model: nn.Module, chosen: set[str]) -> list[str]:
     return sorted(ends if matched == chosen else chosen)
 
 
-def _find(names: dict[str, bool], target: str) -> list[str]:
+def _find(in_decoder: dict[str, bool], target: str) -> list[str]:
     """Modules whose names end in a target: in the decoder, or elsewhere if the decoder has none."""
-    found = [name for name in names if name == target or name.endswith(f".{target}")]
-    return [name for name in found if names[name]] or found
+    found = [name for name in in_decoder if name == target or name.endswith(f".{target}")]
+    return [name for name in found if in_decoder[name]] or found
 
 
-def _refuse_places(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
+def _refuse_targets(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
     raise ValueError(
         f"{argument} matches no layer: {reason}. target_modules are 'all-linear', a list of suffixes of names of "
         "linear layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), for the right model."

@@ -73,8 +73,8 @@ class WeightMismatch:
 def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[str] = (), **options: Any) -> Any:
     """Load a transformers model; refuse it unless its files have exactly its weights, all finite.
 
-    `AutoModel` skips a head in the files. Weights that transformers expects to be missing or left over for a model
-    family are not a mismatch, nor is the second name of a tied weight.
+    With `AutoModel`, a head in the files is skipped. Weights that transformers expects to be missing or left over for a
+    model family are not a mismatch, nor is the second name of a tied weight.
 
     Args:
         auto_class: Name of a class in transformers.
@@ -112,10 +112,10 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
         mismatch: The mismatch.
         refusal: Beginning of the error.
         allowed: Glob patterns of weights that may differ.
-        remedy: End of the error; by default, use a matching folder or allow the names.
+        remedy: End of the error; by default, to use a matching folder or allow the names.
 
     Raises:
-        ValueError: Names the weights, or a pattern that matches none.
+        ValueError: Lists the weights, or a pattern that matches none.
     """
     unused = [pattern for pattern in allowed if not any(fnmatchcase(name, pattern) for name in mismatch.names)]
     if unused:
@@ -136,7 +136,7 @@ def check_finite_weights(weights: dict[str, Tensor], owner: str) -> None:
     """Refuse weights with NaN or infinity.
 
     Raises:
-        ValueError: Names them and the dtype they were loaded in.
+        ValueError: Lists them and the dtype they were loaded in.
     """
     broken = nonfinite_tensors(weights.items())
     if broken:
@@ -203,7 +203,7 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def _conversion_errors(error: BaseException) -> list[str]:
-    """Weights that transformers could not convert, which it logs but leaves out of its error."""
+    """Weights that transformers could not convert; it logs them, but its error does not mention them."""
     trace = error.__traceback__
     while trace is not None:
         report = getattr(trace.tb_frame.f_locals.get("loading_info"), "conversion_errors", None)
@@ -214,7 +214,7 @@ def _conversion_errors(error: BaseException) -> list[str]:
 
 
 def _belongs_to_a_head(name: str, model: Any) -> bool:
-    """Whether an unexpected weight belongs to a head, which `AutoModel` skips: the model lacks its first name part."""
+    """Whether an unexpected weight belongs to a head, which `AutoModel` skips: no child has its first name part."""
     body = {model.base_model_prefix, *(child for child, _ in model.named_children())}
     return name.partition(".")[0] not in body
 

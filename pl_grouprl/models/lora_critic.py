@@ -1,7 +1,7 @@
 """A critic made of the policy's base weights, its own low-rank layers and a value head.
 
 The base weights exist once: the critic's alias the policy's storage, so they follow the policy as it trains, and the
-critic's gradient never reaches them. The critic excludes the policy's adapter; both share one base.
+critic's gradient never reaches them. The critic does not include the policy's adapter.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class LoRACritic(LoRAOptions):
 class TiedCritic(Critic):
     """A critic whose trunk has frozen parameters that alias the policy's.
 
-    Its `state_dict` leaves them out, and loading does not report them missing. Call `retie` after either model got new
+    Its `state_dict` leaves these out, and loading does not report them missing. Call `retie` when either model gets new
     storage: after moving or casting one, after `copy.deepcopy` or pickling of both, and after
-    `policy.load_state_dict(..., assign=True)`. Until then the critic reads its old weights.
+    `policy.load_state_dict(..., assign=True)`. Until then the critic uses its old weights.
 
     Args:
         trunk: A structural copy of the policy's decoder, with additional layers.

@@ -1,9 +1,9 @@
-"""The prompt of a group larger than a micro-batch: runs once, and its rollouts follow in slices.
+"""Runs the prompt of a group larger than a micro-batch once; its rollouts follow in slices.
 
 One forward of the prompt records tensors in every layer (`attention.prefix_states`). They are detached from their
-graph, so each slice of rollouts runs backward separately and adds to their gradients. A final backward pass takes the
-sum of these through the prompt. The gradients equal those of the whole group in one call, with the memory of the prompt
-and one slice.
+graph, so each slice of rollouts runs backward separately and adds to their gradients. A final backward pass propagates
+the summed gradients through the prompt. The result equals the gradients of the whole group in one call, with the memory
+of the prompt and one slice.
 
 Legend: P tokens of the prompt, S tokens of a slice, D hidden size.
 """
@@ -39,8 +39,8 @@ class PrefixPass:
     Args:
         group: The group; its rollouts are not read.
         device: Device of the models.
-        sequence_group: The ranks that run the prompt and each slice together; see `ScoringBatch`. Each of them then
-            has the states of its heads.
+        sequence_group: The ranks that run the prompt and each slice together; see `ScoringBatch`. Each then has the
+            states of its heads.
     """
 
     def __init__(self, group: RolloutGroup, device: torch.device | str, sequence_group: Any = None) -> None:
@@ -51,21 +51,21 @@ class PrefixPass:
         self._counted = False
 
     def count_once(self) -> int:
-        """P at the first call, then 0, for sums over slices."""
+        """P at the first call, then 0, for totals over slices."""
         counted, self._counted = self._counted, True
         return 0 if counted else self.num_tokens
 
     def states(self, model: PreTrainedModel) -> Prefix:
         """The prompt's states in a model. Runs the prompt the first time, with gradient if enabled.
 
-        Runs it separately with and without gradient, and with and without adapters.
+        The states with and without gradient, and with and without adapters, are separate.
 
         Args:
             model: A model in a `shared_prefix` context.
 
         Raises:
             NotImplementedError: If the model cannot run a group in slices.
-            ValueError: If the model cannot place the prompt's images and videos.
+            ValueError: If the prompt's images and videos do not fit the model.
         """
         switched_off = any(layer.disable_adapters for layer in adapter_layers(model))
         key = (find_backbone(model), torch.is_grad_enabled(), switched_off)
@@ -76,7 +76,7 @@ class PrefixPass:
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         """Run a slice; return the hidden states of the prompt's last token and of the slice, shape [1 + S, D]."""
         prefix = self.states(model)
-        hidden = run_decoder(model, batch, **self._media(model, batch), prefix_states=prefix.given)
+        hidden = run_decoder(model, batch, **self._media(model, batch), prefix_states=prefix.layer_states)
         return torch.cat([prefix.last_hidden, hidden])
 
     def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
@@ -93,14 +93,14 @@ class PrefixPass:
         return inputs if positions is None else inputs | {"position_ids": positions[..., self.num_tokens :]}
 
     def loss(self, parameters: Iterable[nn.Parameter] = (), *, loss_scale: float = 1.0) -> Tensor:
-        """A zero whose backward pass takes the collected gradients through the prompt, in all models that ran it.
+        """A zero whose backward pass propagates the collected gradients through the prompt, in all models that ran it.
 
         Call it once, after the backward of all slices; it drops the prompt's states. A model none of whose slices ran
         backward gets zero gradients, so collectives of sharded weights match.
 
         Args:
-            parameters: Parameters that need a gradient in any case, zero if there is no other.
-            loss_scale: Factor of the slices' losses (of a gradient scaler), if it also multiplies this one.
+            parameters: Parameters that must get a gradient, zero if there is no other.
+            loss_scale: A gradient scaler's factor on the slices' losses, if it will also multiply this one.
 
         Returns:
             A differentiable scalar, even if no run of the prompt had a gradient.
@@ -116,7 +116,7 @@ class Prefix:
     """The prompt's states in one model.
 
     Attributes:
-        given: The states that slices read in each layer.
+        layer_states: The states that slices read in each layer.
         last_hidden: Hidden state of the prompt's last token, shape [1, D]; it predicts each rollout's first token.
     """
 
@@ -129,9 +129,9 @@ class Prefix:
         recorder = PrefixStates()
         hidden = run_decoder(model, batch, prefix_states=recorder)
         self._leaves: list[Leaf] = []
-        self.last_hidden = self._cut(hidden[-1:])
+        self.last_hidden = self._detach(hidden[-1:])
         recorded: dict[tuple[nn.Module, Name], Tensor] = recorder.pop_all()
-        self.given = PrefixStates({place: self._cut(tensor) for place, tensor in recorded.items()})
+        self.layer_states = PrefixStates({key: self._detach(tensor) for key, tensor in recorded.items()})
 
     @property
     def needs_backward(self) -> bool:
@@ -142,18 +142,18 @@ class Prefix:
         """A zero whose backward pass propagates the collected gradients."""
         # A gradient always reaches the last layer, so every layer's collectives run.
         used = [leaf for number, leaf in enumerate(self._leaves) if leaf.gradient is not None or number == 0]
-        return _HandOn.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
+        return _Propagate.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
 
-    def _cut(self, tensor: Tensor) -> Tensor:
+    def _detach(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
         leaf = Leaf(tensor)
         self._leaves.append(leaf)
-        return leaf.cut()
+        return leaf.detach()
 
 
 class Leaf:
-    """A detached tensor, and the sum of the gradients that reach it.
+    """A recorded tensor, and the sum of the gradients that reach its detached copies.
 
     Attributes:
         recorded: The tensor in its graph.
@@ -164,8 +164,8 @@ class Leaf:
         self.recorded = recorded
         self.gradient: Tensor | None = None
 
-    def cut(self) -> Tensor:
-        """Return the values as a leaf; its gradients go into the sum instead of `grad`."""
+    def detach(self) -> Tensor:
+        """Return the values as a leaf whose gradients are added to the sum, not to `grad`."""
         leaf = self.recorded.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._collect)
         return leaf
@@ -177,7 +177,7 @@ class Leaf:
         self.gradient = wide if self.gradient is None else self.gradient.add_(wide)
 
 
-class _HandOn(torch.autograd.Function):
+class _Propagate(torch.autograd.Function):
     """Zero with given gradients. A sum of products would have the same gradients, but a meaningless value."""
 
     @staticmethod

@@ -133,7 +133,7 @@ def test_wrong_positions_fail(monkeypatch, family):
         check_parity(tiny_model(family))
 
 
-def test_a_nan_is_not_a_pass():
+def test_nan_fails():
     report = check_parity(tiny_model())
     assert not dataclasses.replace(report, max_logprob_difference=math.nan).passed
     assert not dataclasses.replace(report, gradient_difference=math.nan).passed
@@ -189,7 +189,7 @@ def test_activation_checkpointing(use_reentrant):
     assert model.training
 
 
-def test_groups_of_ones_own():
+def test_custom_groups():
     report = check_parity(tiny_model(), random_groups(0, [(50, [10] * 4)]))
     assert report.token_ratio == 240 / 90
     check_parity(tiny_model(), [RolloutGroup([1, 2, 3], [Rollout([])])]).raise_if_failed()
@@ -238,7 +238,7 @@ def test_the_report_reads_well():
     assert str(dataclasses.replace(report, padded=None)).splitlines()[-1].split() == whole.split()
 
 
-def test_a_padded_batch_is_judged_too():
+def test_a_padded_batch_is_compared_too():
     report = check_parity(tiny_model())
     assert report.padded.reason is None
     assert max(report.padded.differences) < 1e-4

@@ -36,7 +36,7 @@ def test_one_row_for_each_kind_of_layer():
     assert len(lines) == 7
 
 
-def test_layers_with_a_state_have_a_row():
+def test_stateful_layers_have_a_row():
     report = check_parity(tiny_model("qwen3_5_text", **STATEFUL), random_groups(0, SHAPES))
     assert {layer.kind: layer.backend for layer in report.layers} == {
         "Qwen3_5GatedDeltaNet": "segment by segment",
@@ -45,7 +45,7 @@ def test_layers_with_a_state_have_a_row():
 
 
 @pytest.mark.parametrize("broken_kind", ["full", "window 8"])
-def test_the_kind_that_is_off_is_named(monkeypatch, broken_kind):
+def test_the_differing_kind_is_named(monkeypatch, broken_kind):
     def attend(query, key, value, layout, rule):
         wrong = (rule.window is None) == (broken_kind == "full")
         scale = rule.scale * (1.1 if wrong else 1.0)
@@ -72,7 +72,7 @@ def test_default_groups_are_longer_than_the_window():
     assert "no sequence was longer" not in str(report)
 
 
-def test_a_window_that_was_not_reached_is_named():
+def test_a_window_that_was_not_reached_is_reported():
     report = check_parity(tiny_model("mistral", sliding_window=100_000))
     assert report.longest_sequence < 100
     assert str(report).endswith("no sequence was longer than the model's window or chunk of 100000 tokens")

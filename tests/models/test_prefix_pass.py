@@ -188,7 +188,7 @@ def test_the_prompt_runs_once():
     assert lengths == [20, 7, 13, 12]
 
 
-def test_two_models_and_a_value_of_every_state():
+def test_two_models_and_a_value_head():
     """A policy and a critic in one pass; the critic reads the states before each token and behind the last."""
     policy, group = model_of("llama"), group_of()
     head = ValueHead.near_zero(32, std=0.5).double()
@@ -250,7 +250,7 @@ def test_an_adapter_switched_off_is_another_run():
     assert (base - policy_in_slices).abs().max() > 0.1
 
 
-def test_frozen_layers_take_no_part():
+def test_frozen_layers_get_no_gradient():
     model, group = model_of("llama"), group_of()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1.self_attn.v_proj" in name)
@@ -260,7 +260,7 @@ def test_frozen_layers_take_no_part():
     assert worst_gradient_error(found[1], expected[1]) < 1e-6
 
 
-def test_a_model_that_is_not_trained_has_a_loss_too():
+def test_a_frozen_model_has_a_loss_too():
     model, group = model_of("llama").requires_grad_(False), group_of()
     with shared_prefix(model):
         prefix = PrefixPass(group, "cpu")
@@ -269,7 +269,7 @@ def test_a_model_that_is_not_trained_has_a_loss_too():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_nobody_differentiated_gets_zeros():
+def test_slices_without_a_backward_get_zero_gradients():
     model, group = model_of("llama"), group_of()
     with shared_prefix(model):
         prefix = PrefixPass(group, "cpu")
@@ -304,7 +304,7 @@ def test_gradients_of_many_slices_are_added_in_float32():
     torch.testing.assert_close(leaf.gradient, torch.full((3,), 600.0), atol=0, rtol=0)
 
 
-def test_only_empty_rollouts_run_a_token_that_nobody_reads():
+def test_only_empty_rollouts_run_one_unused_token():
     model, group = model_of("llama"), group_of()
     with shared_prefix(model):
         prefix = PrefixPass(group, "cpu")
@@ -333,7 +333,7 @@ def test_indices_of_a_slice_by_hand():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_nothing_stays_behind(family, checkpointing):
+def test_no_states_are_left(family, checkpointing):
     """Tensors of a pass go when it is done, without the garbage collector: a cycle through a graph would stay."""
     model, group = model_of(family).train(), group_of()
     if checkpointing:

@@ -43,7 +43,7 @@ def test_text_has_no_media(sharing):
     assert set(pack(groups(), sharing).media) == {"pixel_values", "mm_token_type_ids"}
 
 
-def test_a_group_without_rollouts_leaves_its_images_out():
+def test_images_of_a_group_without_rollouts_are_left_out():
     empty = groups()
     empty[0].rollouts = []
     assert pack(empty).model_inputs["pixel_values"][:, 0].tolist() == [20]
