@@ -77,7 +77,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
     """Run a small padded batch with and without sharing, and return the padding for which the results differ.
 
-    Prompts are padded on the left and completions on the right. If that differs, right padding alone is tried.
+    Prompts are padded on the left and completions on the right. If results differ, tries right padding only.
 
     Args:
         decoder: Accepted by `check_layers`, in a `shared_prefix` context.
@@ -147,7 +147,7 @@ def _is_shift_invariant(decoder: PreTrainedModel, tokens: Tensor) -> bool:
 
 
 def _without_remedy(reason: str) -> str:
-    """The reason alone; `refusal` adds the remedy."""
+    """Strip the remedy; `refusal` adds one."""
     return re.split(r"; (?:train|Train) this|\. Train this|; the result would be", reason)[0].rstrip(".") + "."
 
 

@@ -135,10 +135,10 @@ class SharedPrefix:
             handle.remove()
         self._handles = []
         contexts = _IN_FORCE[self.decoder]
-        place = contexts.index(self)
+        index = contexts.index(self)
         contexts.remove(self)
-        if place < len(contexts):  # exits before the inner context, which then restores the model
-            contexts[place].wrapped = self.wrapped
+        if index < len(contexts):  # exits before the inner context, which then restores the model
+            contexts[index].wrapped = self.wrapped
         else:
             self.decoder.config._attn_implementation = self.wrapped
 

@@ -107,4 +107,4 @@ def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout)
         if layout.given:
             raise ValueError(f"prefix_layout gives {layout.given} tokens; pass their states as prefix_states.")
     elif not layout.given and any(segment.length for segment in layout.segments[1:]):
-        raise ValueError("prefix_states is filled by a row of one prompt alone; pass its layout, without rollouts.")
+        raise ValueError("prefix_states is filled by a row of one prompt; pass its layout, without rollouts.")

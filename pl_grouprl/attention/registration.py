@@ -135,7 +135,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                 ), None
             if scales_by_row(module):
                 raise NotImplementedError(
-                    f"{type(module).__name__} scales queries by their place in the row, which can only be corrected "
+                    f"{type(module).__name__} scales queries by their index in the row, which can only be corrected "
                     "outside graphs; do not compile this model's layers."
                 )
             if not backend.in_compiled_layers:

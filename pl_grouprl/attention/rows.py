@@ -204,7 +204,7 @@ class _Forest:
                 parent, done, depth = self._add(self.order[first], done, shared, parent), shared, depth + 1
             if self.max_depth is not None and depth >= self.max_depth:
                 cuts = list(range(first, last + 1))
-            # In the caller's order, so that a row's contents do not affect the place of other rows.
+            # In the caller's order, so that the contents of a row do not affect the order of others.
             parts = sorted(pairwise(cuts), key=lambda part: min(self.order[part[0] : part[1]]))
             stack += [(a, b, done, parent, depth) for a, b in reversed(parts)]
 

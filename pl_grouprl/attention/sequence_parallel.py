@@ -96,7 +96,7 @@ def _why_not(decoder: nn.Module) -> str | None:
     if stateful:
         return f"the state of its layers {', '.join(stateful)} runs from token to token, over all ranks"
     if any(scales_by_row(module) for module in decoder.modules()):
-        return "it scales queries by their place in the row, which differs in a rank's part of it"
+        return "it scales queries by their index in the row, which differs in a rank's part of it"
     if has_dynamic_rope(decoder):
         return "its rotary frequencies depend on the largest position, which differs between the parts of a row"
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in decoder.modules()):
@@ -121,10 +121,10 @@ def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGro
     check_sequence_parallel(model, group.size())
     call: LayoutCall = kwargs["prefix_layout"]
     allowed = (*_SPLIT_ARGUMENTS, "attention_mask")
-    whole = sorted(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in allowed)
-    if whole:
+    refused = sorted(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in allowed)
+    if refused:
         raise NotImplementedError(
-            f"sequence_parallel_size={group.size()} with {', '.join(whole)}: only rows of text can be split; use "
+            f"sequence_parallel_size={group.size()} with {', '.join(refused)}: only rows of text can be split; use "
             "sequence_parallel_size=1."
         )
     shards = RowShards(group, call.layout.num_queries)

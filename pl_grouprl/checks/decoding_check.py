@@ -117,7 +117,7 @@ def continues_exactly(
 def _ordinary_tokens(model: Any, placeholders: Collection[int]) -> list[int]:
     size = int(model.get_input_embeddings().weight.shape[0])
     ordinary = sorted(set(range(1, min(size, 500))) - set(placeholders)) or [0]
-    return [ordinary[7 * place % len(ordinary)] for place in range(LONGEST)]
+    return [ordinary[7 * index % len(ordinary)] for index in range(LONGEST)]
 
 
 def _difference(model: Any, prompt: list[int], rollout: Rollout, placeholders: Collection[int]) -> float:

@@ -122,10 +122,10 @@ def compare_paths(
         repeated = repeated_N.detach(), torch.autograd.grad(weighted_sum(repeated_N), weights, allow_unused=True)
         del repeated_N
         with patch:
-            whole = _shared_run(patch, from_batch, batch, weights, repeated, None)
+            overall = _shared_run(patch, from_batch, batch, weights, repeated, None)
             layers = patch.layers
-            alone = (
-                [whole]
+            by_kind = (
+                [overall]
                 if len(layers) == 1
                 else [_shared_run(patch, from_batch, batch, weights, repeated, kind) for kind in layers]
             )
@@ -134,9 +134,9 @@ def compare_paths(
         backend=backend,
         dtype=dtype,
         device=model.device,
-        max_logprob_difference=whole[0],
-        mean_logprob_difference=whole[1],
-        gradient_difference=whole[2],
+        max_logprob_difference=overall[0],
+        mean_logprob_difference=overall[1],
+        gradient_difference=overall[2],
         compared_weights=sum(weight.numel() for weight in weights),
         token_ratio=batch.layout.token_ratio,
         tolerance=tolerance_of(dtype),
@@ -145,7 +145,7 @@ def compare_paths(
         longest_span=max(spans, default=0),
         layers=tuple(
             LayerParity(kind, count, ran, *differences)
-            for (kind, (ran, count)), differences in zip(layers.items(), alone, strict=True)
+            for (kind, (ran, count)), differences in zip(layers.items(), by_kind, strict=True)
         ),
     )
 

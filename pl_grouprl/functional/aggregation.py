@@ -78,7 +78,7 @@ def aggregate(
     Args:
         values_N: Loss (or any other quantity) of each token, shape [N].
         mask_N: True for trained tokens, bool, shape [N]; values elsewhere may be NaN.
-        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be whole.
+        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be complete.
         mode: One of `LOSS_AGG_MODES`.
         num_rollouts: B, the rollouts of this call.
         denominator: Divides the step's sum (`loss_denominator`, summed over micro-batches and ranks). If gradients are
@@ -110,7 +110,7 @@ def loss_denominator(mask_N: Tensor, rollout_index_N: Tensor, num_rollouts: int,
 
     Args:
         mask_N: True for trained tokens, bool, shape [N].
-        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be whole.
+        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be complete.
         num_rollouts: B, the rollouts of this call.
         mode: One of `LOSS_AGG_MODES`.
 

@@ -75,7 +75,7 @@ def importance_weights(
         rollout_logprobs_N: Those reported by the sampler, shape [N].
         kind: One of `IMPORTANCE_KINDS`.
         mask_N: True for trained tokens, bool, shape [N]; log-probabilities elsewhere may be NaN.
-        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole for the sequence kinds.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete for the sequence kinds.
         num_rollouts: B.
         low: Lower bound of the ratio; None sets none.
         high: Upper bound of the ratio; None sets none. Not used by `none`.

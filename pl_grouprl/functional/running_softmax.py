@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 _TILE = 2**18  # elements per CPU thread
-LOWEST = -1e30  # in place of -inf: its exponential is 0, and 0 times it is 0
+LOWEST = -1e30  # instead of -inf: its exponential is 0, and 0 * LOWEST is 0, not NaN
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Sums:
         return self
 
     def add_(self, other: Sums) -> Sums:
-        """Add the sums over further token ids; consumes `other`."""
+        """Add the sums over other token ids; consumes `other`."""
         max_N = torch.maximum(self.max_N, other.max_N)
         self.scale_(max_N)
         other.scale_(max_N)

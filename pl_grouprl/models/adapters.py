@@ -301,7 +301,7 @@ def _find(in_decoder: dict[str, bool], target: str) -> list[str]:
 def _refuse_targets(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
     raise ValueError(
         f"{argument} matches no layer: {reason}. target_modules are 'all-linear', a list of suffixes of names of "
-        "linear layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), for the right model."
+        "linear layers (['q_proj']), or a regular expression for full names ('.*q_proj')."
     ) from error
 
 

@@ -173,8 +173,8 @@ def readable_weights(location: str, owner: str) -> Iterator[None]:
         if not (conversions or file or absent or isinstance(error, _unreadable())):
             raise
         cause = "; ".join(conversions) or " ".join(str(error).split())
-        place, kind = file or location, type(error).__name__
-        raise ValueError(f"{owner} cannot be loaded: {place}: {cause:.500} ({kind}). Copy or save it again.") from error
+        name, kind = file or location, type(error).__name__
+        raise ValueError(f"{owner} cannot be loaded: {name}: {cause:.500} ({kind}). Copy or save it again.") from error
 
 
 def _unreadable() -> tuple[type[Exception], ...]:

@@ -83,13 +83,13 @@ class PrefixPass:
         """Arguments of a slice whose prompt has images or videos: positions after them, and token types of text."""
         if not self.batch.media:
             return {}
-        whole = replace(
+        with_media = replace(
             self.batch, layout=batch.layout, targets_N=batch.targets_N, rollout_index_N=batch.rollout_index_N
         )
-        check_batch_media(model, whole)
+        check_batch_media(model, with_media)
         tokens = batch.model_inputs["input_ids"]
         inputs = {name: torch.zeros_like(tokens) for name in self.batch.media if is_per_token(name)}
-        positions = media_position_ids(model, whole)
+        positions = media_position_ids(model, with_media)
         return inputs if positions is None else inputs | {"position_ids": positions[..., self.num_tokens :]}
 
     def loss(self, parameters: Iterable[nn.Parameter] = (), *, loss_scale: float = 1.0) -> Tensor:

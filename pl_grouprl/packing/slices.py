@@ -21,7 +21,7 @@ class PromptRun(Protocol):
 
     Attributes:
         num_tokens: Tokens of the prompt.
-        batch: The prompt alone.
+        batch: The prompt, without rollouts.
     """
 
     num_tokens: int

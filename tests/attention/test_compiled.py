@@ -156,7 +156,7 @@ def test_what_does_not_compile_is_refused():
         "attn_temperature_tuning": True,
     }
     cases = [(noisy_model("qwen3"), "flex", "'flex' does not run inside compiled layers")]
-    cases.append((noisy_model("llama4_text", **llama4), "auto", "scales queries by their place in the row"))
+    cases.append((noisy_model("llama4_text", **llama4), "auto", "scales queries by their index in the row"))
     for model, backend, message in cases:
         compile_layers(model, fullgraph=True)
         with torch.no_grad(), shared_prefix(model, backend), pytest.raises(Exception, match=message):

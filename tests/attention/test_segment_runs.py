@@ -18,8 +18,8 @@ def plan(lengths: list[int], parents: list[int | None], *, pad_roots: bool = Tru
 
 def rows(batch: Batch) -> list[list[int]]:
     """The packed token at each place of a batch; -1 for padding."""
-    places = torch.full((batch.size[0] * batch.size[1],), -1).index_copy(0, batch.places, batch.tokens)
-    return places.reshape(batch.size).tolist()
+    slots = torch.full((batch.size[0] * batch.size[1],), -1).index_copy(0, batch.slots, batch.tokens)
+    return slots.reshape(batch.size).tolist()
 
 
 def test_a_group_is_its_prompt_and_its_rollouts_padded_on_the_right() -> None:

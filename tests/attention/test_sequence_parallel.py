@@ -104,7 +104,7 @@ def test_a_size_divides_the_ranks():
         (
             "llama4_text",
             {"num_local_experts": 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True},
-            "scales queries by their place in the row",
+            "scales queries by their index in the row",
         ),
     ],
 )

@@ -254,9 +254,9 @@ def test_an_option_that_is_a_function_is_recorded_by_its_name():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda p, mask: PolicyLoss(p, None, mask.sum()), "returned metrics=None; metrics maps names to"),
-        (lambda p, mask: PolicyLoss(p, {"mine": 1.0}, mask.sum()), "returned mine; metrics maps names to sums"),
-        (lambda p, mask: PolicyLoss(p, {"mine": p}, mask.sum()), "returned mine; metrics maps names to sums"),
+        (lambda p, mask: PolicyLoss(p, None, mask.sum()), "returned metrics=None; metrics must map names to"),
+        (lambda p, mask: PolicyLoss(p, {"mine": 1.0}, mask.sum()), "returned mine; metrics must map names to sums"),
+        (lambda p, mask: PolicyLoss(p, {"mine": p}, mask.sum()), "returned mine; metrics must map names to sums"),
         (lambda p, mask: PolicyLoss(p[mask], {}, mask.sum()), "for two tokens; return a PolicyLoss whose per_token_N"),
     ],
 )

@@ -1,7 +1,7 @@
 """Plans the attention calls for a forest under a layer's rule.
 
 Segments are cut into *pieces* at chunk borders, across which there is no attention. Every piece attends to itself
-causally; all descendants of a piece attend to the whole of it, as one long run of queries. Under a window, each segment
+causally; all descendants of a piece attend to all of it, as one long run of queries. Under a window, each segment
 attends in one call to itself and to the part of its prefix within the window. Tokens of a block (an image) attend to
 later ones by a causal call on the block in reverse order.
 """

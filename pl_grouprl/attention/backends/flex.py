@@ -43,14 +43,14 @@ def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.de
 
     sees = visibility_function(layout, rule, device)
     tokens = torch.arange(layout.num_tokens, device=device)
-    places = tokens[layout.given :]
+    query_tokens = tokens[layout.given :]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(places[query], key)
+        return sees(query_tokens[query], key)
 
     some, every = [], []
     rows = max(1, _PAIRS // (BLOCK * max(1, layout.num_tokens))) * BLOCK
-    for queries in places.split(rows):
+    for queries in query_tokens.split(rows):
         seen = sees(queries[:, None], tokens[None])
         seen = pad(seen, (0, -len(tokens) % BLOCK, 0, -len(queries) % BLOCK))
         tiles = seen.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))

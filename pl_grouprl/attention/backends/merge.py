@@ -21,7 +21,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
     Args:
         out: Output over the keys so far, shape [S, H, E].
         lse: Log-sum-exp of the scores so far, shape [H, S], float32 or wider.
-        part: Output over the further keys, shape [N, H, E].
+        part: Output over the new keys, shape [N, H, E].
         part_lse: Log-sum-exp of their scores, shape [H, N].
         where: The N tokens to merge, without repetitions.
     """

@@ -27,7 +27,7 @@ class Batch:
 
     Attributes:
         size: R and L.
-        places: Index of each token in the flattened batch [R * L], int64.
+        slots: Index of each token in the flattened batch [R * L], int64.
         tokens: Index of each of these tokens among the tokens that run, int64.
         starts: Index of the final state that each row starts from, shape [R], int64; None if all start from zero.
         keeps_state: Whether other runs start from the final states. These are numbered in batch order; the final state
@@ -35,7 +35,7 @@ class Batch:
     """
 
     size: tuple[int, int]
-    places: Tensor
+    slots: Tensor
     tokens: Tensor
     starts: Tensor | None
     keeps_state: bool
@@ -87,19 +87,19 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
         if group[0].start is not None:
             length = max(length, 2)
             starts = torch.tensor([run.start.state for run in group if run.start is not None], device=device)
-        places: list[int] = []
+        slots: list[int] = []
         tokens: list[int] = []
         for row, run in enumerate(group):
             first = row * length + (length - len(run.tokens) if keeps_state else 0)
-            places += range(first, first + len(run.tokens))
+            slots += range(first, first + len(run.tokens))
             tokens += run.tokens
             own = run.tokens[len(run.tokens) - run.own :]
             outputs[own] = torch.arange(num_tokens + len(tokens) - run.own, num_tokens + len(tokens))
             if keeps_state:
                 run.state, num_states = num_states, num_states + 1
         num_tokens += len(tokens)
-        place_index, token_index = (torch.tensor(index, device=device) for index in (places, tokens))
-        batches.append(Batch((len(group), length), place_index, token_index, starts, keeps_state))
+        slot_index, token_index = (torch.tensor(index, device=device) for index in (slots, tokens))
+        batches.append(Batch((len(group), length), slot_index, token_index, starts, keeps_state))
     return RunPlan(tuple(batches), outputs.to(device))
 
 

@@ -166,12 +166,12 @@ def _run_packed(
     for batch in plan.batches:
         rows, length = batch.size
         tokens = hidden_states[0][batch.tokens]
-        padded = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, batch.places, tokens)
+        padded = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, batch.slots, tokens)
         cache = states.cache_for(batch)
         output = own_forward(hidden_states=padded.view(rows, length, -1), **{cache_argument: cache}, **options)
         if batch.keeps_state:
             states.keep(cache)
-        outputs.append(output.reshape(rows * length, -1)[batch.places])
+        outputs.append(output.reshape(rows * length, -1)[batch.slots])
     states.record_prompt(call, mixer)
     return torch.cat(outputs)[plan.outputs][None]
 

@@ -72,8 +72,8 @@ class PolicyLossFunction(RegisteredFunction):
             wrong = [name for name, value in numbers.items() if not isinstance(value, Tensor) or value.dim()]
             if loss.metrics is None or wrong:
                 raise TypeError(
-                    f"policy_loss={self.name!r} returned {', '.join(wrong) or 'metrics=None'}; metrics maps names to "
-                    "sums over tokens, and they and metric_count are tensors of shape []."
+                    f"policy_loss={self.name!r} returned {', '.join(wrong) or 'metrics=None'}; metrics must map names "
+                    "to sums over tokens, and these and metric_count must be tensors of shape []."
                 )
 
 

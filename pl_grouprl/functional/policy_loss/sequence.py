@@ -53,7 +53,7 @@ def gspo_policy_loss(
         old_logprobs_N: The same before the update, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N]; the mean is over these.
-        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete.
         num_rollouts: B.
         epsilon: How far the sequence ratio may fall below 1 (3e-4 in the paper).
         epsilon_high: How far it may rise above 1 (4e-4 in the paper); None means `epsilon`.
@@ -99,7 +99,7 @@ def gspo_token_policy_loss(
         old_logprobs_N: The same before the update, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N]; the mean is over these.
-        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete.
         num_rollouts: B.
         epsilon: How far the sequence ratio may fall below 1.
         epsilon_high: How far it may rise above 1; None means `epsilon`.
@@ -146,7 +146,7 @@ def gmpo_policy_loss(
         old_logprobs_N: The same before the update, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N]; one per rollout in the paper.
         mask_N: True for tokens to train, bool, shape [N]; the mean is over these.
-        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete.
         num_rollouts: B.
         epsilon: How far a log-ratio may fall below 0, in nats: e^-0.4 is the paper's lower bound of the ratio.
         epsilon_high: How far it may rise above 0, in nats; None means `epsilon`.
