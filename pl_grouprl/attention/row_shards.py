@@ -84,9 +84,9 @@ class RowShards:
         """This peer's share of a per-head tensor."""
         return None if per_head_H is None else per_head_H.chunk(self.num_peers)[self.group.rank()]
 
-    def gather(self, own: Tensor, dim: int) -> Tensor:
+    def gather(self, local: Tensor, dim: int) -> Tensor:
         """Concatenate all peers' tokens along `dim`, without padding; the peers' gradients of the result add up."""
-        received = self._exchange(own.movedim(dim, 0).expand(self.num_peers, *own.movedim(dim, 0).shape))
+        received = self._exchange(local.movedim(dim, 0).expand(self.num_peers, *local.movedim(dim, 0).shape))
         return received.flatten(0, 1)[: self.num_tokens].movedim(0, dim)
 
     def _exchange(self, parts: Tensor) -> Tensor:

@@ -179,10 +179,10 @@ def _check_same_row(input_ids: Tensor, layout: SharedPrefixLayout, shards: RowSh
     forest = tuple((s.length, -1 if s.parent is None else s.parent) for s in layout.segments)
     factors = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
     tokens = (input_ids.flatten() * factors).sum()
-    own = torch.stack([torch.full_like(tokens, hash(forest)), tokens])
-    found = [torch.empty_like(own) for _ in range(shards.num_peers)]
-    dist.all_gather(found, own, group=shards.group)
-    if any(not torch.equal(other, own) for other in found):
+    checksums = torch.stack([torch.full_like(tokens, hash(forest)), tokens])
+    found = [torch.empty_like(checksums) for _ in range(shards.num_peers)]
+    dist.all_gather(found, checksums, group=shards.group)
+    if any(not torch.equal(other, checksums) for other in found):
         raise RuntimeError(
             f"the {shards.num_peers} ranks of a sequence group were given different rows; give each of them the same "
             "rows, in the same order."

@@ -103,9 +103,9 @@ class ParityReport:
     @property
     def passed(self) -> bool:
         """Whether rounding explains all differences (never a NaN)."""
-        own = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
+        overall = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
         parts: list[LayerParity | PaddedParity] = [*self.layers, *([self.padded] if self.padded else [])]
-        return all(self._within(*differences) for differences in (own, *(part.differences for part in parts)))
+        return all(self._within(*differences) for differences in (overall, *(part.differences for part in parts)))
 
     def _within(self, largest: float, mean: float, gradient: float) -> bool:
         exact = self.dtype in (torch.float32, torch.float64)

@@ -171,6 +171,6 @@ def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: st
 
 
 def _fill_in(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    own = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     for name in names:
-        state.setdefault(prefix + name, own[name])
+        state.setdefault(prefix + name, parameters[name])

@@ -101,7 +101,7 @@ class LoRAOptions:
         )
         inject(config, model, name, seed=self.seed, argument=argument)
         layers = set(adapter_layers(model))
-        taken = {own for own, module in model.named_modules() if module in layers}
+        taken = {name for name, module in model.named_modules() if module in layers}
         if chosen is not None and taken != chosen:
             raise ValueError(
                 f"{argument} matches {len(chosen)} layers of "
@@ -179,11 +179,11 @@ class LoRAAdapter(LoRAOptions):
             )
         names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
         for field in fields(LoRAOptions):
-            own, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)
-            own, saved = (set(value) if isinstance(value, list) else value for value in (own, saved))
-            if field.name != "seed" and own not in (field.default, saved):
+            ours, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)
+            ours, saved = (set(value) if isinstance(value, list) else value for value in (ours, saved))
+            if field.name != "seed" and ours not in (field.default, saved):
                 raise ValueError(
-                    f"{type(self).__name__}.{field.name} is {own!r}, but the adapter of path {path!r} was made with "
+                    f"{type(self).__name__}.{field.name} is {ours!r}, but the adapter of path {path!r} was made with "
                     f"{saved!r}; leave it out."
                 )
         return config

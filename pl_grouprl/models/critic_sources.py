@@ -154,11 +154,11 @@ class PretrainedCritic:
         return Critic(trunk, head).train()
 
     def _check_vocabulary(self, trunk: Any, policy: Any) -> None:
-        own, needed = (model.get_input_embeddings().num_embeddings for model in (trunk, policy))
-        if own < needed:
+        available, needed = (model.get_input_embeddings().num_embeddings for model in (trunk, policy))
+        if available < needed:
             raise ValueError(
-                f"PretrainedCritic(path={self.path!r}) has embeddings for {own} tokens and the policy for {needed}; "
-                "choose a critic with the policy's tokenizer."
+                f"PretrainedCritic(path={self.path!r}) has embeddings for {available} tokens and the policy for "
+                f"{needed}; choose a critic with the policy's tokenizer."
             )
 
     def load_config(self) -> PretrainedConfig:

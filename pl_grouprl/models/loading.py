@@ -60,7 +60,7 @@ class WeightMismatch:
     def __str__(self) -> str:
         """For example `missing from it: a.weight; of another shape: b.weight ([3, 4], and [48, 32] in the model)`."""
         shapes = [
-            f"{name} ({list(own)}, and {list(model)} in the model)" for name, (own, model) in self.misshaped.items()
+            f"{name} ({list(found)}, and {list(model)} in the model)" for name, (found, model) in self.misshaped.items()
         ]
         kinds = {
             "missing from it": sorted(self.missing),
@@ -98,7 +98,7 @@ def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[
     unexpected = found["unexpected_keys"]
     if auto_class == "AutoModel":
         unexpected = {name for name in unexpected if not _belongs_to_a_head(name, model)}
-    misshaped = {name: (own, expected) for name, own, expected in found["mismatched_keys"]}
+    misshaped = {name: (in_files, expected) for name, in_files, expected in found["mismatched_keys"]}
     mismatch = WeightMismatch(tuple(found["missing_keys"]), tuple(unexpected), misshaped)
     check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", allowed)
     check_finite_weights(model.state_dict(), owner)

@@ -90,15 +90,15 @@ class TiedCritic(Critic):
         Raises:
             ValueError: If the policy's parameters are not whole tensors of the same shapes (as when sharded by FSDP).
         """
-        own = dict(self.trunk.named_parameters())
-        theirs = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]
+        aliases = dict(self.trunk.named_parameters())
+        sources = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]
         for name, source in self.tied.items():
-            parameter = theirs.get(source)
-            if parameter is None or type(parameter) is not type(own[name]) or parameter.shape != own[name].shape:
+            alias, parameter = aliases[name], sources.get(source)
+            if parameter is None or type(parameter) is not type(alias) or parameter.shape != alias.shape:
                 found = "missing" if parameter is None else f"a {type(parameter).__name__} of {list(parameter.shape)}"
                 raise ValueError(
-                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(own[name].shape)}, which "
+                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(alias.shape)}, which "
                     f"is now {found}; it needs whole parameters (one device or DDP). With sharded weights use "
                     "PolicyCopyCritic or SharedTrunkCritic."
                 )
-            own[name].data = parameter.data
+            alias.data = parameter.data

@@ -256,10 +256,10 @@ class PretrainedPolicy:
         if not (self.gradient_checkpointing and self._checkpointing_options["use_reentrant"]):
             return
         decoder = find_decoder(model)
-        own = set(decoder.parameters())
+        in_decoder = set(decoder.parameters())
         for module in model.modules():
             around = not getattr(module, "gradient_checkpointing", False) or decoder in set(module.modules())
-            if not around and any(p.requires_grad and p not in own for p in module.parameters()):
+            if not around and any(p.requires_grad and p not in in_decoder for p in module.parameters()):
                 raise ValueError(
                     f"adapter has layers in a {type(module).__name__}, outside the language model, which get no "
                     "gradient if gradient_checkpointing_kwargs has use_reentrant: true; leave that out."

@@ -43,8 +43,8 @@ def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
             del state[name]
 
     def ignore_missing(_: nn.Module, incompatible: Any) -> None:
-        own = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
-        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(own)]
+        prefixes = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(prefixes)]
 
     module.register_state_dict_post_hook(drop)
     module.register_load_state_dict_post_hook(ignore_missing)

@@ -62,7 +62,7 @@ class _Run:
     start: _Run | None
     level: int
     keeps_state: bool = False
-    own: int = 0  # tokens at the end that belong to its segment; earlier ones are recomputed
+    num_outputs: int = 0  # tokens at the end that belong to its segment; earlier ones are recomputed
     state: int = field(default=-1)  # index of its final state
 
 
@@ -93,8 +93,8 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
             first = row * length + (length - len(run.tokens) if keeps_state else 0)
             slots += range(first, first + len(run.tokens))
             tokens += run.tokens
-            own = run.tokens[len(run.tokens) - run.own :]
-            outputs[own] = torch.arange(num_tokens + len(tokens) - run.own, num_tokens + len(tokens))
+            output_tokens = run.tokens[len(run.tokens) - run.num_outputs :]
+            outputs[output_tokens] = torch.arange(num_tokens + len(tokens) - run.num_outputs, num_tokens + len(tokens))
             if keeps_state:
                 run.state, num_states = num_states, num_states + 1
         num_tokens += len(tokens)
@@ -114,12 +114,12 @@ def _runs(layout: SharedPrefixLayout) -> list[_Run]:
             continuations.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
             continue
         tokens = [*above.tokens, *range(segment.start - layout.given, segment.stop - layout.given)]
-        run = _Run(tokens, above.start, above.level, own=segment.length)
+        run = _Run(tokens, above.start, above.level, num_outputs=segment.length)
         continuations.append(run)
         if index not in leaves and len(tokens) > (0 if run.start is None else 1):
             run.keeps_state = True
             continuations[-1] = _Run([], run, run.level + 1)
-        if run.keeps_state or run.own:
+        if run.keeps_state or run.num_outputs:
             runs.append(run)
     return runs
 
