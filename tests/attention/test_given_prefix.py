@@ -162,7 +162,7 @@ def test_the_decoder_gets_the_states_of_the_prompt():
             decoder(input_ids=tokens[:, 4:], prefix_layout=given)
         with pytest.raises(ValueError, match="input of shape"):
             decoder(input_ids=tokens, prefix_layout=given, prefix_states=states)
-        with pytest.raises(ValueError, match="one prompt alone"):
+        with pytest.raises(ValueError, match="a row of one prompt"):
             decoder(input_ids=tokens, prefix_layout=whole, prefix_states=PrefixStates())
         with pytest.raises(RuntimeError, match="has nothing for a LlamaAttention"):
             decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=PrefixStates())

@@ -68,5 +68,5 @@ def test_continuing_caches_is_tested_once(caplog):
             first = decoding_check.continues_exactly(model, partial(turns, model))
             assert first == decoding_check.continues_exactly(model, not_again) == (model is exact)
     (record,) = caplog.records
-    assert "encodes every turn of an episode from the start: LlamaForCausalLM gives" in record.message
+    assert "encodes every turn of an episode from the start: log-probabilities of LlamaForCausalLM" in record.message
     assert "differ by 1.0e-01" in record.message
