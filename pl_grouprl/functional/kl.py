@@ -4,7 +4,7 @@ With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Ap
 
 | kind | value | gradient with respect to logp |
 |---|---|---|
-| `k1` (`kl`) | -x | 1, which is zero in expectation: for a KL in the reward, useless in a loss |
+| `k1` (`kl`) | -x | 1, an expected gradient of zero: for a KL in the reward, useless in a loss |
 | `abs` | absolute value of x | sign(-x) |
 | `k2` (`mse`) | x^2 / 2 | -x, in expectation the gradient of KL(policy, reference) |
 | `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, in expectation the gradient of KL(reference, policy) |

@@ -134,13 +134,7 @@ def _expected_majority(row: Sequence[float], votes: Sequence[Hashable], k: int, 
 
 @lru_cache(maxsize=4096)
 def _win_probabilities(counts: tuple[int, ...], k: int, replacement: bool) -> dict[int, float]:
-    """Probability that an answer wins the vote of k draws, by how often it was given.
-
-    Args:
-        counts: How often each distinct answer was given.
-        k: Number of draws.
-        replacement: Whether they are drawn with replacement.
-    """
+    """Probability that an answer wins the vote of k draws, by how often it was given; `counts` is sorted."""
 
     def ways(count: int, drawn: int) -> float:  # up to a factor that depends on k alone
         return count**drawn / math.factorial(drawn) if replacement else math.comb(count, drawn)

@@ -160,7 +160,7 @@ class LoRAAdapter(LoRAOptions):
     def _saved_config(self, path: str) -> LoraConfig:
         from peft import LoraConfig, PeftConfig
 
-        location = str(Path(path).expanduser()) if path.startswith("~") else path
+        location = expand_home(path)
         with readable_weights(location, f"the adapter of path {path!r}"):
             config = PeftConfig.from_pretrained(location)
         if not isinstance(config, LoraConfig):
@@ -312,14 +312,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _load_weights(model: Any, path: str, name: str) -> None:
-    """Load an adapter's weights.
-
-    Raises:
-        ValueError: If they do not match the model's adapter, or are not finite or not readable.
-    """
+    """Load an adapter's weights; they must match the model's adapter and be finite."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    location, owner = str(Path(path).expanduser()) if path.startswith("~") else path, f"the adapter of path {path!r}"
+    location, owner = expand_home(path), f"the adapter of path {path!r}"
     with readable_weights(location, owner):
         saved = load_peft_weights(location, device="cpu")
     state = {key.removeprefix(_KEY_PREFIX): value for key, value in saved.items()}
@@ -337,6 +333,11 @@ def _load_weights(model: Any, path: str, name: str) -> None:
     check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", remedy=remedy)
     check_finite_weights(state, owner)
     set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def expand_home(path: str) -> str:
+    """Expand a leading `~`; hub names and other paths stay unchanged."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def check_folder(path: str, what: str) -> None:

@@ -176,11 +176,7 @@ def _tokenizer_kind(file: Path) -> tuple[str | None, str | None]:
 
 
 def _set_word_split(tokenizer: Any, rules: str | None, file: Path) -> None:
-    """Make a tokenizer split text into words as the original tokenizer does.
-
-    Raises:
-        ValueError: If the rules are unknown. Tokens would silently differ from those that the model was trained on.
-    """
+    """Make a tokenizer split text as the original does; refuses unknown rules, which would silently change tokens."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

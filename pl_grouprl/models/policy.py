@@ -14,7 +14,7 @@ from pl_grouprl.attention import find_decoder
 from pl_grouprl.media.processor import language_model_class
 from pl_grouprl.models import gguf
 from pl_grouprl.models.adapter_layers import has_adapters
-from pl_grouprl.models.adapters import LoRAAdapter, check_folder
+from pl_grouprl.models.adapters import LoRAAdapter, check_folder, expand_home
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import check_patterns, load_model
 from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
@@ -284,7 +284,7 @@ class PretrainedPolicy:
 
     @property
     def _location(self) -> str:
-        return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+        return expand_home(self.path)
 
     @property
     def _hub_options(self) -> dict[str, Any]:

@@ -39,11 +39,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
 
 @cache
 def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor, Index], None] | None:
-    """The Triton kernel, if Triton is installed (it comes with PyTorch for CUDA); otherwise PyTorch takes four passes.
-
-    There is no kernel for the backward pass: it could only precompute the product of gradient and output, which
-    FlashAttention's operator recomputes in each call anyway.
-    """
+    """The Triton kernel, if installed (it comes with PyTorch for CUDA); otherwise PyTorch takes four passes."""
     if find_spec("triton") is None:
         return None
     from pl_grouprl.attention.backends.merge_triton import merge_triton
