@@ -1,4 +1,4 @@
-"""What the context leaves behind (nothing), contexts in contexts, copies; and arguments that do not fit a layout."""
+"""Restoring the model on exit, nested contexts, copies, and arguments that contradict a layout."""
 
 import copy
 import io

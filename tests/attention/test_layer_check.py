@@ -69,7 +69,7 @@ MIXERS = [Roll, CumulativeMean, TokenShift, Convolution, ConvolutionModule, Mean
 
 
 class Beside(nn.Module):
-    """A feed-forward network with something beside it."""
+    """A feed-forward network with an additional module."""
 
     def __init__(self, mlp, other):
         super().__init__()

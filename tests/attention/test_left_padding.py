@@ -1,4 +1,4 @@
-"""Models that count columns, padding included: what a context makes of a padded batch, and what its checks see."""
+"""Models that count columns, padding included: padded batches inside a context, and its checks."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_padding_in_the_middle_and_activation_checkpointing():
 
 
 class ScaledByColumn(nn.Module):
-    """A layer that nobody knows, and which scales by the column where `counts(mask)`: in no packed row."""
+    """An unknown layer that scales by the column if `counts(mask)`, which is false in packed rows."""
 
     def __init__(self, mlp, counts):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Backends from outside: known by name, chosen by what they declare."""
+"""User-defined backends: registered by name, chosen by their capabilities."""
 
 from dataclasses import replace
 

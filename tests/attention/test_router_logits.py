@@ -1,4 +1,4 @@
-"""Router logits of calls that shared their prefixes: handed back row by row, for models that leave padding out."""
+"""Router logits of calls that shared prefixes: unpacked row by row, for models whose loss ignores padding."""
 
 import pytest
 import torch

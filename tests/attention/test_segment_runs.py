@@ -1,4 +1,4 @@
-"""Batches of segments: worked out by hand for small forests, and by their rules for random ones."""
+"""Batches of segments: worked out by hand for small forests, invariants for random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that carry a state, run on a packed row, against each sequence run alone from its root."""
+"""Stateful layers on a packed row, against each sequence run separately."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_arguments_that_do_not_fit_the_segments_are_refused() -> None:
 
 
 class OwnState(nn.Module):
-    """A layer that nobody has heard of."""
+    """An unknown layer."""
 
     def __init__(self, **kept: Any) -> None:
         super().__init__()

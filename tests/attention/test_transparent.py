@@ -1,4 +1,4 @@
-"""Ordinary padded batches: inside the context everything that the caller reads is what it was outside."""
+"""Ordinary padded batches: all results inside the context equal those outside."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def trl_shape(rows):
 
 
 def holes(rows):
-    """[prompt, padding][completion]: the padding stands in the middle."""
+    """[prompt, padding][completion]: the padding is in the middle."""
     mask = torch.ones_like(rows)
     mask[:, 20:24] = 0
     return rows * mask, mask
@@ -206,7 +206,7 @@ def test_hundreds_of_rows_each_a_prefix_of_the_next():
 
 
 def test_one_level_of_prefixes_goes_where_it_saves_most():
-    """Prompts behind one common first token: a backend of depth 1 shares the prompts, not the token."""
+    """Prompts after one common first token: a backend of depth 1 shares the prompts, not the token."""
     rows = repeated_rows(4, [24] * 4, 5, 9)
     rows[:, 0] = 1
     model = tiny_model()

@@ -1,4 +1,4 @@
-"""Calls that cannot be shared go through as they are, and the context says why."""
+"""Calls that cannot be shared go through untouched, and the context says why."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What a probe tells of a model: the width of its states, whether it looks ahead, what its scores are read from."""
+"""What a short run shows: hidden size, causality, and what a score head reads."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The guard itself: it passes where it should, fails where something is broken, and leaves no trace."""
+"""The parity check itself: it passes where it should, fails where something is broken, and leaves no trace."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def test_dtypes_and_backends(backend, dtype):
 
 
 def looked_at(model, backend="auto"):
-    """A model that was in a context before anything broke: the first look at a few tokens is behind it."""
+    """A model that passed the layer check before anything broke."""
     with shared_prefix(model, backend):
         return model
 

@@ -82,7 +82,7 @@ def test_a_window_that_was_not_reached_is_reported():
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_longest_sequence(rope_type):
-    """Each sequence is compared as it stands beside the longest one: alone it would have other frequencies."""
+    """Each sequence is compared as padded to the longest one, or its frequencies would differ."""
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
@@ -101,5 +101,5 @@ def test_what_auto_chose_in_words():
     assert context.describe() == "auto, chosen at the first call"
     with context:
         assert context.describe() == "full: cascade (1 layer); window 8: cascade (2 layers)"
-    with shared_prefix(model) as again:  # not looked at again, and known all the same
+    with shared_prefix(model) as again:  # known without another check
         assert again.describe() == "full: cascade (1 layer); window 8: cascade (2 layers)"

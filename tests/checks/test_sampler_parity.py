@@ -1,4 +1,4 @@
-"""A sampler of its own against the policy: which tokens are compared, and what filters explain."""
+"""A separate sampler against the policy: which tokens are compared, and what sampling filters explain."""
 
 import math
 

@@ -95,7 +95,7 @@ def test_without_gradient():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_near_certain_token_keeps_its_small_gradient(frozen):
-    """Its distance from the others is 30: 1 - p_a is about 1e-13, which float32 does not see beside 1."""
+    """Its distance from the others is 30: 1 - p_a is about 1e-13, which is lost in float32 next to 1."""
     hidden = torch.tensor([[30.0]], requires_grad=True)
     weight = torch.zeros(V, 1)
     weight[3] = 1

@@ -1,4 +1,4 @@
-"""Losses and estimators from outside: registered, bound with options that are checked, refused with the remedy."""
+"""User-defined losses and estimators: registration, checked options, errors with a remedy."""
 
 import copy
 import importlib

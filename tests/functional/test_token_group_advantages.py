@@ -104,7 +104,7 @@ def test_groups_of_one_token_are_token_gae(mode, dtype):
 
 
 def test_one_group_with_the_prompts_mean_as_value_is_unnormalized_grpo():
-    # Two prompts, interleaved; the reward stands at the last token, and V_0 is the mean reward of the prompt.
+    # Two prompts, interleaved; the reward is at the last token, and V_0 is the mean reward of the prompt.
     lengths, prompts = torch.tensor([3, 5, 1, 4, 2]), torch.tensor([0, 1, 0, 1, 0])
     outcomes = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.5], dtype=torch.float64)
     mask = torch.arange(5) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""The controller of the threshold, and that it steers what `find_token_groups` does."""
+"""The threshold controller, and its effect on `find_token_groups`."""
 
 import math
 

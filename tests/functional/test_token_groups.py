@@ -1,4 +1,4 @@
-"""The cut against a plain loop over tokens, and everything that must not move a boundary."""
+"""Token groups against a plain loop over tokens, and what must not move a boundary."""
 
 import pytest
 import torch
@@ -283,7 +283,7 @@ def test_scaling_all_rewards_moves_no_boundary(scale):
 
 
 def test_epsilon_is_relative_to_the_mean_signal():
-    # Signals 100 and 1: the mean is 50.5, and 1 lies below 0.1 * 50.5, above 0.01 * 50.5.
+    # Signals 100 and 1: the mean is 50.5, and 1 is below 0.1 * 50.5, above 0.01 * 50.5.
     deltas, norms, mask = torch.tensor([[10.0, 1.0]]).repeat(1, 3), torch.ones(1, 6), torch.ones(1, 6, dtype=torch.bool)
     assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.01), mask) == [[1] * 6]
     assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.1), mask) == [[1, 2, 2, 1]]

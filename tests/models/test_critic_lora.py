@@ -230,7 +230,7 @@ def test_assigned_weights_need_a_retie():
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_the_adapter_of_a_policy_is_not_part_of_the_critic(use_dora):
-    """Both stand on one base: the critic of an adapted policy is that of the policy without its adapter."""
+    """Both have the same base: the critic of an adapted policy is that of the policy without its adapter."""
     policy = LoRAAdapter(r=3).add_to(tiny_model("llama")).train()
     for parameter in policy.parameters():
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Which heads are one matrix and nothing else, and that scoring them as such changes nothing."""
+"""Which heads are plain matrices, and that scoring them as such changes nothing."""
 
 import sys
 

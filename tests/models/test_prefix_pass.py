@@ -1,4 +1,4 @@
-"""A group in slices behind its prompt against the same group in one call: hidden states and gradients, in float64."""
+"""A group in slices against the same group in one call: hidden states and gradients, in float64."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_autocast_rounds_no_more_than_in_one_call():
 
 @pytest.mark.slow
 def test_compiled_layers():
-    """What is before and behind attention is compiled; attention behind a prompt is not."""
+    """Layers are compiled except for the attention of slices."""
     torch._dynamo.reset()
     model, group = model_of("llama", torch.float32).train(), group_of()
     with shared_prefix(model):
@@ -189,7 +189,7 @@ def test_the_prompt_runs_once():
 
 
 def test_two_models_and_a_value_head():
-    """A policy and a critic in one pass; the critic reads the states before each token and behind the last."""
+    """A policy and a critic in one pass; the critic reads the states before each token and after the last."""
     policy, group = model_of("llama"), group_of()
     head = ValueHead.near_zero(32, std=0.5).double()
     critic = Critic(tiny_model("qwen3", dtype=torch.float64, seed=1).model, head)

@@ -28,7 +28,7 @@ def model(folder):
 
 
 def dense(folder, quantized):
-    """The unquantized model with the weights that 4 bits stand for."""
+    """The unquantized model with the dequantized weights."""
     from bitsandbytes.functional import dequantize_4bit
 
     model = PretrainedPolicy(folder).load()

@@ -1,4 +1,4 @@
-"""Scoring of rollouts: the same numbers whichever way the prompts are encoded, and what one rollout can move."""
+"""Scoring of rollouts: the same numbers with shared and repeated prompts, and independence of other rollouts."""
 
 import copy
 

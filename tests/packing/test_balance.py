@@ -1,4 +1,4 @@
-"""Groups on ranks: loads as even as can be, whatever the number of groups."""
+"""Groups on ranks: balanced loads for any number of groups."""
 
 import itertools
 import random
