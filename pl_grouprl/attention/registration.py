@@ -34,7 +34,7 @@ class LayoutCall:
         layout: The forest of the packed row.
         reached: Identities of the modules that followed it: attention, and stateful layers.
         ran: For each of those, the kind of layer and what ran it.
-        only: The kind of layer that the chosen backend runs, while other attention runs the oracle; None is any.
+        only: Kind of the layers that run the chosen backend, while others run the reference; None for all layers.
         shards: How the row is split over ranks; None if this rank has all of it.
         states: States of the given tokens; if no tokens are given, records those of the row's tokens.
         columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.

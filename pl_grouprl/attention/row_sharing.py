@@ -29,7 +29,7 @@ class RowSharing:
     Args:
         decoder: The decoder.
         min_saved_tokens: Minimum number of tokens that sharing a prefix must save.
-        max_depth: Deepest forest to build; None is any.
+        max_depth: Maximum depth of the forest; None for no limit.
 
     Attributes:
         positions_are_relative: Whether rows may share a prefix although their positions differ by a constant.

@@ -116,7 +116,7 @@ def share_rows(
         by_column: Whether the model counts columns, including padding, instead of positions, so only tokens in the
             same column can be shared.
         min_saved_tokens: A prefix is shared only if that saves at least this many tokens.
-        max_depth: Deepest forest to build; None is any.
+        max_depth: Maximum depth of the forest; None for no limit.
 
     Returns:
         The packed rows, or None if nothing is saved.

@@ -77,8 +77,8 @@ def importance_weights(
         mask_N: True for trained tokens, bool, shape [N]; log-probabilities elsewhere may be NaN.
         rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete for the sequence kinds.
         num_rollouts: B.
-        low: Lower bound of the ratio; None sets none.
-        high: Upper bound of the ratio; None sets none. Not used by `none`.
+        low: Lower bound of the ratio; None for no bound.
+        high: Upper bound of the ratio; None for no bound. `none` ignores it.
 
     Returns:
         The weights and the metrics. In TRL, rollouts without a trained token count in the mean ratio of the sequence
@@ -115,8 +115,8 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
 
     Args:
         kind: One of `IMPORTANCE_KINDS`.
-        low: Lower bound of the ratio; None sets none.
-        high: Upper bound of the ratio; None sets none.
+        low: Lower bound of the ratio; None for no bound.
+        high: Upper bound of the ratio; None for no bound.
         prefix: Prefix of the caller's names of the bounds.
 
     Raises:

@@ -37,7 +37,7 @@ def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replac
 
     Args:
         scores: The scores of each prompt's answers, any unit.
-        k: How many answers are drawn; None draws as many as the prompt has.
+        k: Number of answers drawn; None for all of the prompt's answers.
         replacement: Draw with replacement, as verl's bootstrap does.
 
     Returns:
@@ -57,7 +57,7 @@ def pass_at_k(passes: Sequence[Sequence[bool]], k: int) -> float:
 
     Args:
         passes: For each prompt, whether each of its answers passes.
-        k: How many answers are drawn, without replacement.
+        k: Number of answers drawn, without replacement.
 
     Returns:
         The mean over prompts.
@@ -90,7 +90,7 @@ def majority_at_k(
     Args:
         scores: The scores of each prompt's answers, any unit.
         answers: The votes, one per score; None (no answer found) is a vote like any other.
-        k: How many answers are drawn; None draws as many as the prompt has.
+        k: Number of answers drawn; None for all of the prompt's answers.
         replacement: Draw with replacement, as verl's bootstrap does.
 
     Returns:

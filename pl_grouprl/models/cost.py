@@ -117,7 +117,7 @@ def _per_pair(config: Any) -> dict[int | None, float]:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """Window of each attention layer, in tokens; None is no limit."""
+    """Window of each attention layer, in tokens; None for no limit."""
     window = (getattr(config, "sliding_window", None) or None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds is None:

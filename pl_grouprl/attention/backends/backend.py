@@ -50,7 +50,7 @@ class Backend:
         name: As passed to `shared_prefix(model, backend=...)`.
         attend: The computation.
         refusal: Says why it cannot serve given tensors.
-        max_depth: Deepest forest that it can run: 1 is prompts with rollouts; None is any.
+        max_depth: Maximum depth of a forest: 1 for prompts with rollouts; None for no limit.
         takes_given: Whether it runs rows whose first tokens ran in an earlier call (`SharedPrefixLayout.given`).
         in_compiled_layers: Whether it runs inside layers compiled by torch.compile.
         preference: Its priority under `auto`; by default never chosen.
