@@ -37,7 +37,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
         ref_logp: The same under the reference, same shape.
         kind: `k1`, `abs`, `k2` or `k3`, or verl's names `kl`, `mse`, `low_var_kl`. A trailing `+` keeps the value and
             uses the gradient of `k2`, that is (logp - ref_logp) times the gradient of logp.
-        max_value: Upper limit of the value for `k3`; 10 gives verl's numbers, None (TRL) sets none.
+        max_value: Upper limit of the value for `k3`; 10 gives verl's numbers, None (TRL) for no limit.
 
     Returns:
         One estimate per token, in nats, in the shape of `logp`.

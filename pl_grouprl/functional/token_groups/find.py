@@ -91,7 +91,7 @@ def find_token_groups(
         epsilon: The variance rule only ends groups with r_ppo above this fraction of the mean of delta^2 q; finite.
         forced_ends: True where a group must end, such as the last token of a turn, bool, shape [B, T]. Only valid
             tokens count.
-        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None uses the mean of this call.
+        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None: the mean of this call.
 
     Returns:
         The groups. A row without valid tokens has none.
