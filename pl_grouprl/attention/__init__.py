@@ -34,11 +34,11 @@ __all__ = [
     "sharing_paused",
 ]
 
-_OF_CHECKS = {"LayerParity", "ParityError", "ParityReport", "check_parity", "compare_paths"}
+_LAZY = {"LayerParity", "ParityError", "ParityReport", "check_parity", "compare_paths"}
 
 
 def __getattr__(name: str) -> Any:
     """Import names of `pl_grouprl.checks` lazily, since it builds on this package."""
-    if name in _OF_CHECKS:
+    if name in _LAZY:
         return getattr(importlib.import_module("pl_grouprl.checks"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Shared-prefix attention as one operator, so a compiled decoder layer stays one graph for all layouts.
 
-torch.compile sees a call on tensors. It must not see the layout, which would guard the graph and recompile for each
-new one. So the operator reads the layout from the marker, a tensor passed in place of the mask.
+torch.compile must not see the layout, or it would guard on it and recompile for each new one. So the operator takes
+tensors only, and reads the layout from the marker, a tensor passed in place of the mask.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head size of keys, V head size of values.
 """
@@ -45,10 +45,10 @@ def attend_compiled(
         value: Shape [1, K, T, V].
         marker: The layer's mask argument.
         backend: Name of the backend.
-        scale: See `LayerOptions`, like the others.
-        softcap: See there.
-        sinks_H: See there.
-        window: See there.
+        scale: See `LayerOptions`, also for the remaining arguments.
+        softcap: See `LayerOptions`.
+        sinks_H: See `LayerOptions`.
+        window: See `LayerOptions`.
 
     Returns:
         Shape [1, T, H, V].
@@ -120,12 +120,12 @@ def _packed_attention_backward(
     layout, rule = _read(marker, scale, softcap, sinks, window)
     backend = get_backend(name).resolve(query, key, value, layout, rule, compiled=True)
     if backend.explicit is None:
-        return _by_running_again(grad, query, key, value, sinks, backend, layout, rule)
+        return _recompute_gradients(grad, query, key, value, sinks, backend, layout, rule)
     *grads, for_sinks = backend.explicit.backward(grad, out, lse, query, key, value, layout, rule)
     return grads[0], grads[1], grads[2], query.new_empty(0) if for_sinks is None else for_sinks
 
 
-def _by_running_again(
+def _recompute_gradients(
     grad: Tensor,
     query: Tensor,
     key: Tensor,

@@ -1,4 +1,4 @@
-"""Compares the shared with the repeated path on a few tokens, forward only, before a model shares prefixes.
+"""Compares shared and repeated prefixes on a few tokens, forward only, before a model shares prefixes.
 
 Configs do not say how layers mix tokens outside attention; two short calls on a small forest show it. `attention` runs
 this check before the first shared call; the other self-checks are in `pl_grouprl.checks`.
@@ -32,7 +32,7 @@ _FORESTS = {
 
 
 def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
-    """Compare both paths on a few tokens. Skips a model whose weights are sharded or on meta.
+    """Compare both paths on a few tokens. Skips models whose weights are sharded or on meta.
 
     Args:
         model: A model in a `shared_prefix` context that lets ordinary calls through.
@@ -54,7 +54,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(decoder, repeat_rows(layout, tokens))
-            relative = _sees_distances_only(decoder, tokens)
+            relative = _is_shift_invariant(decoder, tokens)
         except Exception as error:
             reason = str(error)
             if "sharing=" not in reason:  # not an error of ours
@@ -77,7 +77,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
     """Run a small padded batch with and without sharing, and return the padding for which the results differ.
 
-    Prompts are padded on the left and completions on the right. If that differs, right padding alone is tried.
+    Prompts are padded on the left and completions on the right. If results differ, tries right padding only.
 
     Args:
         decoder: Accepted by `check_layers`, in a `shared_prefix` context.
@@ -135,7 +135,7 @@ def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[s
     )
 
 
-def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:
+def _is_shift_invariant(decoder: PreTrainedModel, tokens: Tensor) -> bool:
     """Whether a row gives the same result, up to rounding of angles, at far larger positions."""
     if not positions_are_relative(decoder):
         return False
@@ -147,7 +147,7 @@ def _sees_distances_only(decoder: PreTrainedModel, tokens: Tensor) -> bool:
 
 
 def _without_remedy(reason: str) -> str:
-    """The reason alone; `refusal` adds the remedy."""
+    """Strip the remedy; `refusal` adds one."""
     return re.split(r"; (?:train|Train) this|\. Train this|; the result would be", reason)[0].rstrip(".") + "."
 
 

@@ -43,8 +43,8 @@ class LayerOptions(NamedTuple):
         """Combine mask and keywords.
 
         Raises:
-            NotImplementedError: If their windows differ and a sequence is longer, in which case transformers' own
-                attention implementations disagree.
+            NotImplementedError: If their windows differ and a sequence is longer: then transformers' own attention
+                implementations disagree.
         """
         longest = max(layout.repeated_lengths, default=0)
         if self.window is not None and self.window != mask.window and longest > self.window:

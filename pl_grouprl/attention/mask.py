@@ -1,12 +1,12 @@
-"""Reads a layer's attention pattern off transformers' mask function, without a dense mask.
+"""Reads a layer's attention pattern from transformers' mask function, without a dense mask.
 
 transformers composes a mask from small functions (causal, window, chunk, blocks) and passes the composition to the mask
 function registered for the attention implementation. In a packed call, ours reads the composition and returns a
 *marker*: a small tensor that carries the pattern to the attention function, through any layer, checkpointed or not.
-Compositions with unknown parts are refused, so windows and chunks come from what the model does, not from a list of
-models.
+Windows and chunks are thus read from the model itself, not from a list of models; compositions with unknown parts are
+refused.
 
-Legend: S tokens that run, those of the packed row that are not given.
+Legend: S tokens of the packed row that run (all but the given ones).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from pl_grouprl.packing import SharedPrefixLayout
 
 _MAGIC = 0x5E95
-"""First number of a marker; never in a model's own mask."""
+"""First number of a marker; a model's own mask never has it."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ A global suffices: masks are created once, before the layers, never when a layer
 
 
 def start_packed_masks(layout: SharedPrefixLayout) -> None:
-    """Create masks for a packed row from now on."""
+    """Make `mask_function` return markers of a packed row from now on."""
     _PACKED_ROW.set(layout)
 
 
 def end_packed_masks() -> None:
-    """Create ordinary masks again."""
+    """Make `mask_function` return ordinary masks again."""
     _PACKED_ROW.set(None)
 
 
@@ -66,10 +66,10 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
-    """Pack a rule and the forest into pairs of int64 on the CPU, so reading them does not synchronize.
+    """Encode a rule and the forest as pairs of int64 on the CPU, so reading them does not synchronize.
 
-    Shape [1, 1, rows, 2] with rows != S: this fits no attention over S tokens, so a layer that is recomputed after the
-    context exits fails instead of computing something wrong.
+    The shape is [1, 1, rows, 2] with rows != S, which is no valid mask for S tokens: a layer that is recomputed after
+    the context exits fails instead of computing something wrong.
     """
     rows = [
         (_MAGIC, rule.window or 0),

@@ -1,4 +1,4 @@
-"""Times one decoder call both ways: as the packed row, and as padded rows with repeated prefixes."""
+"""Times one decoder call with shared and with repeated prefixes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def measure_speedup(patch: SharedPrefix, report: CallReport, *, repeats: int = 2) -> float:
     """Seconds of the repeated run over seconds of the shared one, decoder forward and backward.
 
-    Leaves no gradients and does not change the random state. The two kinds alternate, and the fastest run of each
-    counts, so the first may warm up.
+    Leaves no gradients and does not change the random state. Runs alternate and the fastest of each kind counts, so the
+    first serve as warm-up.
 
     Args:
         patch: The active context.

@@ -43,16 +43,16 @@ def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None
 
 
 def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
-    """Positions may be the layout's plus a constant per tree: a caller may count from 1.
+    """Accept the layout's positions plus a constant per tree, as for callers that count from 1.
 
     Synchronizes with the device, unless they are the layout's own tensor, as from `pack`.
     """
     own_T = layout.positions_on(positions_T.device)[layout.given :]
     if positions_T.is_set_to(own_T):
         return
-    moved_T = positions_T - own_T
+    offsets_T = positions_T - own_T
     roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)[layout.given :]
-    if not torch.equal(moved_T, moved_T[roots]):
+    if not torch.equal(offsets_T, offsets_T[roots]):
         raise ValueError(
             "position_ids do not continue from a prefix to its suffixes; pass prefix_layout.position_ids, or "
             "leave them out."

@@ -1,7 +1,7 @@
 """`shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once.
 
-Callers that build packed rows pass `prefix_layout`. Others pass an ordinary padded batch: rows with a common prefix are
-found, packed, run once and unpacked row by row.
+Callers that build packed rows pass `prefix_layout`. Others pass an ordinary padded batch: rows with common prefixes are
+detected, packed, run once and unpacked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, r
 from pl_grouprl.attention.prefix_states import check_prefix_states
 from pl_grouprl.attention.registration import LayoutCall, register
 from pl_grouprl.attention.row_sharing import RowSharing
-from pl_grouprl.attention.rows import SharedRows, hand_back_output
+from pl_grouprl.attention.rows import SharedRows, unpack_output
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
 from pl_grouprl.attention.state.stateful import STATEFUL, install
 from pl_grouprl.attention.support import check_supported, find_backbone, find_decoder, why_not_reached
@@ -95,7 +95,7 @@ class SharedPrefix:
         self._row_sharing = RowSharing(self.decoder, min_saved_tokens, self._max_depth)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
-        """A copy of a patched model keeps the hooks; after this context exits they let every call through."""
+        """A copied model keeps the hooks, which do nothing after this context exits."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class SharedPrefix:
         self.wrapped = config._attn_implementation or "eager"
         config._attn_implementation = register(self.backend, self.wrapped)
         self._handles = [
-            self.model.register_forward_pre_hook(self._look_at_labels, with_kwargs=True),
+            self.model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
             self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self.decoder.register_forward_hook(self._after, with_kwargs=True),
             self.decoder.register_forward_hook(_end_masks, with_kwargs=True, always_call=True),
@@ -135,14 +135,14 @@ class SharedPrefix:
             handle.remove()
         self._handles = []
         contexts = _IN_FORCE[self.decoder]
-        place = contexts.index(self)
+        index = contexts.index(self)
         contexts.remove(self)
-        if place < len(contexts):  # exits before the inner context, which then restores the model
-            contexts[place].wrapped = self.wrapped
+        if index < len(contexts):  # exits before the inner context, which then restores the model
+            contexts[index].wrapped = self.wrapped
         else:
             self.decoder.config._attn_implementation = self.wrapped
 
-    @torch.compiler.disable(reason="looks for shared prefixes in Python; the decoder's layers compile")
+    @torch.compiler.disable(reason="detects shared prefixes in Python; the decoder's layers compile")
     def _before(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
@@ -169,7 +169,7 @@ class SharedPrefix:
         start_packed_masks(shared.layout)
         return (), kwargs
 
-    @torch.compiler.disable(reason="looks at the layout in Python; the decoder's layers compile")
+    @torch.compiler.disable(reason="reads the layout in Python; the decoder's layers compile")
     def _before_backbone(
         self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
@@ -199,14 +199,14 @@ class SharedPrefix:
         start_packed_masks(kwargs["prefix_layout"].layout)
         return kwargs
 
-    def _look_at_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
         if labels is not None and kwargs.get("prefix_layout") is not None:
             raise ValueError(
                 "labels are shifted by one token along the packed row, from one rollout into the next; leave them out "
                 "and compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
             )
-        self._row_sharing.look_at_labels(labels, mask)
+        self._row_sharing.note_labels(labels, mask)
 
     def _as_packed_row(
         self, kwargs: dict[str, Any], layout: SharedPrefixLayout, rows: SharedRows | None = None
@@ -217,10 +217,12 @@ class SharedPrefix:
         positions = layout.position_ids[layout.given :] if positions is None else positions
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
         columns_T = None if rows is None else rows.columns_T
-        call = _OwnCall(layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache, columns_T=columns_T)
+        call = _DecoderCall(
+            layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache, columns_T=columns_T
+        )
         changed = {
             "position_ids": row_of_positions(positions.to(tokens.device)),
-            # A 2-d mask of ones makes the model create its masks, where our mask function steps in.
+            # A 2-d mask of ones makes the model create its masks, by our mask function.
             "attention_mask": torch.ones(1, layout.num_queries, dtype=torch.long, device=tokens.device),
             "prefix_layout": call,
             "past_key_values": None,
@@ -230,10 +232,10 @@ class SharedPrefix:
             changed["input_ids"] = tokens[None]
         return changed
 
-    @torch.compiler.disable(reason="hands hidden states back row by row in Python; the decoder's layers compile")
+    @torch.compiler.disable(reason="unpacks hidden states in Python; the decoder's layers compile")
     def _after(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = kwargs.get("prefix_layout")
-        if not isinstance(call, _OwnCall) or call.owner is not self:
+        if not isinstance(call, _DecoderCall) or call.owner is not self:
             return None
         self._account_for_layers(decoder, call)
         if call.states is not None:
@@ -242,7 +244,7 @@ class SharedPrefix:
             output = gather_output(output, call.shards)
         if call.expects_cache and isinstance(output, dict):
             output["past_key_values"] = _NoCache()
-        return output if call.rows is None else hand_back_output(output, call.rows)
+        return output if call.rows is None else unpack_output(output, call.rows)
 
     def _account_for_layers(self, decoder: nn.Module, call: LayoutCall) -> None:
         """Raise unless every layer that mixes tokens followed the layout.
@@ -257,25 +259,25 @@ class SharedPrefix:
         self.layers = call.kinds()
 
     def _check_layers(self) -> None:
-        """Run a few tokens both ways, once per decoder and backend, without notifying listeners."""
+        """Compare shared and repeated prefixes on a few tokens, once per decoder and backend."""
         outer = _IN_FORCE[self.decoder][0]
-        if outer is not self:  # which has been checked already, and whose backend runs the calls
+        if outer is not self:  # already checked, and its backend runs the calls
             self.layers = outer.layers
             self._row_sharing.learn(outer._row_sharing.positions_are_relative, outer._row_sharing.differing_padding)
             return
         seen = _CHECKED.setdefault(self.decoder, {})
-        # A replaced layer is checked again.
-        built_of = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
-        if built_of not in seen:
-            seen[built_of] = self._run_layer_check()
-        found = seen[built_of]
+        # Replacing a layer repeats the check.
+        key = (self.backend, *((id(module), type(module)) for module in self.decoder.modules()))
+        if key not in seen:
+            seen[key] = self._run_layer_check()
+        found = seen[key]
         if found is not None:
             self.layers, relative, padding = found
             self._row_sharing.learn(relative, padding)
 
     def _run_layer_check(self) -> _LayerFindings | None:
         listeners, self.listeners = self.listeners, []
-        last_call, paused, least = self.last_call, self.paused, self._row_sharing.min_saved_tokens
+        last_call, paused, min_saved_tokens = self.last_call, self.paused, self._row_sharing.min_saved_tokens
         try:
             self.paused = True
             relative = check_layers(self.model, self._max_depth)
@@ -291,7 +293,7 @@ class SharedPrefix:
             return self.layers, relative, differing_padding(self.decoder, self._set_paused)
         finally:
             self.listeners, self.last_call, self.paused = listeners, last_call, paused
-            self._row_sharing.min_saved_tokens = least
+            self._row_sharing.min_saved_tokens = min_saved_tokens
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
@@ -366,19 +368,19 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 _Kinds = dict[str, tuple[str, int]]
 _LayerFindings = tuple[_Kinds, bool, Padding | None]
 _CHECKED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _LayerFindings | None]] = WeakKeyDictionary()
-"""For each decoder, by backend and modules: the kinds of layers, whether it sees distances only, and the padding for
-which it differs; None if it could not be checked."""
+"""For each decoder, by backend and modules: the kinds of layers, whether positions are relative, and the padding for
+which results differ; None if it could not be checked."""
 
 
 @dataclass
-class _OwnCall(LayoutCall):
+class _DecoderCall(LayoutCall):
     owner: SharedPrefix | None = None
     rows: SharedRows | None = None
     expects_cache: bool = False
 
 
 class _NoCache:
-    """Placeholder for the cache of a packed row: continuing from it is an error, not a fresh start."""
+    """Placeholder for the cache of a packed row: using it is an error, instead of silently starting afresh."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -66,10 +66,10 @@ class PrefixStates:
         """Stop recording: the call is over."""
         self.records = False
 
-    def take_out(self) -> States:
+    def pop_all(self) -> States:
         """Return the recorded tensors and forget them.
 
-        Activation checkpointing keeps the layer's arguments, and so this object: a tensor kept here would keep its own
+        Activation checkpointing keeps this object, as an argument of layers, so tensors left in it would keep their own
         graph alive forever.
         """
         tensors, self._tensors = self._tensors, {}

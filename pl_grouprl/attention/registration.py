@@ -35,7 +35,7 @@ class LayoutCall:
         layout: The forest of the packed row.
         reached: Identities of the modules that followed it: attention, and stateful layers.
         ran: For each of those, the kind of layer and what ran it.
-        only: The kind of layer that the chosen backend runs, while other attention runs the oracle; None is any.
+        only: Kind of the layers that run the chosen backend, while others run the reference; None for all layers.
         shards: How the row is split over ranks; None if this rank has all of it.
         states: States of the given tokens; if no tokens are given, records those of the row's tokens.
         columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
@@ -60,7 +60,7 @@ class LayoutCall:
         return self._rules[key][1]
 
     def kinds(self) -> dict[str, tuple[str, int]]:
-        """What ran each kind of layer, and the number of layers."""
+        """For each kind of layer, what ran it and the number of layers."""
         counts = Counter(self.ran.values())
         return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
 
@@ -136,7 +136,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
                 ), None
             if scales_by_row(module):
                 raise NotImplementedError(
-                    f"{type(module).__name__} scales queries by their place in the row, which can only be corrected "
+                    f"{type(module).__name__} scales queries by their index in the row, which can only be corrected "
                     "outside graphs; do not compile this model's layers."
                 )
             if not backend.in_compiled_layers:
@@ -182,7 +182,7 @@ def _attend_packed(
     return attended if call.shards is None else call.shards.to_tokens(attended)
 
 
-_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="keeps a prompt's states by module, in Python")
+_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="records a prompt's states by module, in Python")
 
 
 def _checked(attention_mask: Tensor | None) -> Tensor:
@@ -209,7 +209,7 @@ def own_implementation(module: nn.Module, name: str) -> Callable[..., tuple[Tens
 
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    # "eager" is not registered: each modelling file has its own function; that of a subclass may lack one.
+    # "eager" is not registered: each modeling file defines its function, except some files of subclasses.
     for cls in type(module).__mro__:
         if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None:
             return function

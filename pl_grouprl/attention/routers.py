@@ -1,7 +1,7 @@
-"""Finds out whether transformers' load-balancing loss applies to the router logits of a mixture of experts.
+"""Determines whether transformers' load-balancing loss applies to the router logits of a mixture of experts.
 
 Families differ: some choose experts by sigmoid scores and a correction bias, which balances them without a loss; some
-do not record the logits of all tokens. The answer is read off the model, not a list.
+do not record the logits of all tokens. The model itself is inspected, not a list of names.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def rescale_by_column(
 
     Args:
         module: The attention layer.
-        query: Queries scaled by index, shape [1, H, S, D], as is the result.
+        query: Queries scaled by index, shape [1, H, S, D]; the result has the same shape.
         layout: Layout of the packed row.
         columns_T: Columns of the tokens in the caller's rows; by default each sequence begins in column 0.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowShards:
-    """How a packed row is split over the peers of a sequence group. It travels with the call, like the layout.
+    """How a packed row is split over the peers of a sequence group; passed along with the layout.
 
     Attributes:
         group: The s peers, which all run the same row.
@@ -43,7 +43,7 @@ class RowShards:
         return math.ceil(self.num_tokens / self.num_peers)
 
     @property
-    def num_filler(self) -> int:
+    def num_padding(self) -> int:
         """Padding that makes the row's length a multiple of s."""
         return self.num_peers * self.tokens_per_peer - self.num_tokens
 
@@ -56,7 +56,7 @@ class RowShards:
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange other peers' heads for their tokens: [1, H, t, D] to [1, H / s, T, D], in one all-to-all.
 
-        If s does not divide the key/value heads, they are repeated, so each peer has those that its query heads read.
+        If s does not divide the key/value heads, they are repeated, so each peer has those that its query heads need.
 
         Raises:
             ValueError: If s does not divide H.
@@ -84,9 +84,9 @@ class RowShards:
         """This peer's share of a per-head tensor."""
         return None if per_head_H is None else per_head_H.chunk(self.num_peers)[self.group.rank()]
 
-    def gather(self, own: Tensor, dim: int) -> Tensor:
+    def gather(self, local: Tensor, dim: int) -> Tensor:
         """Concatenate all peers' tokens along `dim`, without padding; the peers' gradients of the result add up."""
-        received = self._exchange(own.movedim(dim, 0).expand(self.num_peers, *own.movedim(dim, 0).shape))
+        received = self._exchange(local.movedim(dim, 0).expand(self.num_peers, *local.movedim(dim, 0).shape))
         return received.flatten(0, 1)[: self.num_tokens].movedim(0, dim)
 
     def _exchange(self, parts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ordinary decoder calls on padded rows: which of them share prefixes, and why the others go through untouched.
+"""Decides which ordinary decoder calls on padded rows share prefixes, and why the others go through untouched.
 
 Legend: B rows, L their padded length.
 """
@@ -15,7 +15,7 @@ from pl_grouprl.attention.routers import masks_balancing_loss
 from pl_grouprl.attention.row_scale import scales_by_row
 from pl_grouprl.attention.rows import SharedRows, share_rows
 from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, stateful_mixers
-from pl_grouprl.attention.support import frequencies_move, positions_are_relative
+from pl_grouprl.attention.support import has_dynamic_rope, positions_are_relative
 
 CACHE_IN_USE = "a cache is in use"
 """Why calls during generation go through untouched."""
@@ -28,8 +28,8 @@ class RowSharing:
 
     Args:
         decoder: The decoder.
-        min_saved_tokens: Minimum of tokens that sharing a prefix must save.
-        max_depth: Deepest forest to build; None is any.
+        min_saved_tokens: Minimum number of tokens that sharing a prefix must save.
+        max_depth: Maximum depth of the forest; None for no limit.
 
     Attributes:
         positions_are_relative: Whether rows may share a prefix although their positions differ by a constant.
@@ -45,17 +45,17 @@ class RowSharing:
         names = {type(module).__name__ for module in decoder.modules()}
         self._mask_counts = "OPTLearnedPositionalEmbedding" in names
         self._counts_columns = any(scales_by_row(module) for module in decoder.modules())
-        self._frequencies_move = frequencies_move(decoder)
+        self._has_dynamic_rope = has_dynamic_rope(decoder)
         self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(decoder))
         self._labels_need_padding = False
 
     def learn(self, relative: bool, differing_padding: Padding | None) -> None:
-        """Store the results of a trial on a few tokens; see the attributes."""
+        """Store the results of the layer check; see the attributes."""
         self.positions_are_relative = self.positions_are_relative and relative
         self.differing_padding = differing_padding
 
-    def look_at_labels(self, labels: Any, mask: Any) -> None:
-        """Note whether the labels of the next call read results at padding, which packed rows do not have."""
+    def note_labels(self, labels: Any, mask: Any) -> None:
+        """Note whether the next call's labels are predicted at padding, which packed rows do not have."""
         self._labels_need_padding = (
             isinstance(labels, Tensor)
             and isinstance(mask, Tensor)
@@ -83,7 +83,7 @@ class RowSharing:
         )  # fmt: skip
         if shared is None:
             return "no rows of the batch share a prefix"
-        if self._frequencies_move and not _same_largest_position(shared, kwargs):
+        if self._has_dynamic_rope and not _same_largest_position(shared, kwargs):
             return "its rotary frequencies depend on the largest position, which is that of padding"
         return shared
 
@@ -118,7 +118,7 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
     Args:
         arguments: Arguments of the call, by name.
         config: Config of the decoder.
-        decoder: The decoder, if `hand_back_router_logits` will process requested router logits.
+        decoder: The decoder, if `unpack_router_logits` will process requested router logits.
     """
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     tensors = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
@@ -169,7 +169,7 @@ def pads_left(attention_mask: Tensor | None) -> bool:
 
 
 def _see_columns(layers: dict[str, tuple[str, int]]) -> bool:
-    """Whether padding between tokens changes more than positions; assumed if layers are not known yet."""
+    """Whether padding between tokens changes more than positions; True if the layers are not known yet."""
     return not layers or any(
         "window" in kind or "chunks" in kind or ran == STATEFUL for kind, (ran, _) in layers.items()
     )

@@ -42,7 +42,7 @@ class SharedRows:
         """Fraction of the rows that is padding."""
         return 0.0 if self.kept is None else 1 - self.kept.float().mean().item()
 
-    def hand_back(self, packed: Tensor) -> Tensor:
+    def unpack(self, packed: Tensor) -> Tensor:
         """[1, T, D] -> [B, L, D], zero at padding.
 
         Raises:
@@ -57,26 +57,26 @@ class SharedRows:
         return rows if self.kept is None else rows * self.kept[..., None]
 
 
-def hand_back_output(output: Any, rows: SharedRows) -> Any:
+def unpack_output(output: Any, rows: SharedRows) -> Any:
     """Replace the packed hidden states and router logits of a decoder's output by those of the caller's rows."""
     if isinstance(output, Tensor):
-        return rows.hand_back(output)
+        return rows.unpack(output)
     if isinstance(output, tuple):
-        return tuple(hand_back_output(item, rows) if item is not None else None for item in output)
+        return tuple(unpack_output(item, rows) if item is not None else None for item in output)
     for name in ("last_hidden_state", "hidden_states"):
         if output.get(name) is not None:
-            output[name] = hand_back_output(output[name], rows)
-    return hand_back_router_logits(output, rows)
+            output[name] = unpack_output(output[name], rows)
+    return unpack_router_logits(output, rows)
 
 
-def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
+def unpack_router_logits(output: Any, rows: SharedRows) -> None:
     """Replace a decoder's router logits [T, E] of each layer with those of the caller's rows, [B * L, E]; 0 at padding.
 
     The model's load-balancing loss then equals that of the repeated run, as it ignores padding.
 
     Args:
         output: The decoder's output with named fields; changed in place if it has router logits.
-        rows: The rows of the call.
+        rows: The caller's rows.
 
     Raises:
         RuntimeError: If router logits are not of shape [T, E].
@@ -91,7 +91,7 @@ def hand_back_router_logits(output: Any, rows: SharedRows) -> None:
                 f"router logits have shape {tuple(logits_TE.shape)} for {tokens} packed tokens, so they cannot be "
                 "returned row by row; leave out output_router_logits."
             )
-    output["router_logits"] = tuple(rows.hand_back(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
+    output["router_logits"] = tuple(rows.unpack(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
 
 
 def share_rows(
@@ -112,12 +112,12 @@ def share_rows(
         attention_mask: 1 where a row has a token, shape [B, L]; by default everywhere.
         position_ids: Shape [B, L] or [1, L]; by default the column, as in transformers.
         group_ids: One per row; only rows of the same group are compared.
-        positions_are_relative: Whether the model sees only distances (rotary embeddings), so rows can share even if
-            their positions differ by a constant.
-        by_column: Whether the model counts columns, padding included, and ignores positions, so only tokens in the
-            same column are shared.
+        positions_are_relative: Whether only distances matter to the model (rotary embeddings), so rows can share even
+            if their positions differ by a constant.
+        by_column: Whether the model counts columns, including padding, instead of positions, so only tokens in the
+            same column can be shared.
         min_saved_tokens: A prefix is shared only if that saves at least this many tokens.
-        max_depth: Deepest forest to build; None is any.
+        max_depth: Maximum depth of the forest; None for no limit.
 
     Returns:
         The packed rows, or None if nothing is saved.
@@ -132,7 +132,7 @@ def share_rows(
     kept = torch.ones(batch, width, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
     positions = columns if position_ids is None else position_ids.cpu().expand(batch, width)
     if attention_mask is None and bool((positions.diff(dim=1) != 1).any()):
-        return None  # positions restart: the caller packed sequences itself
+        return None  # positions restart: the caller already packed sequences
     if positions_are_relative:
         first = positions.gather(1, kept.int().argmax(dim=1, keepdim=True))
         positions = positions - first

@@ -1,9 +1,9 @@
 """A decoder call on the peers of a sequence group: pads and splits the row, then gathers the output.
 
 The peers of a group run the same packed row together, each running the decoder on its own tokens (`row_shards`). All
-get the hidden states of the whole row, so each computes the row's whole loss and **weights it by 1 / s**. The gradients
-of all ranks then add up to those of one process, both in the decoder (each peer has the part of its tokens) and after
-it (each peer has 1 / s of everything).
+get the hidden states of the whole row, so each computes the row's whole loss and **weights it by 1 / s**. Summed over
+ranks, gradients then equal those of one process: in the decoder, each peer contributes those of its tokens; after the
+decoder, each contributes 1 / s of the total.
 
 Legend: T packed tokens that run, t = ceil(T / s) tokens of a peer.
 """
@@ -22,7 +22,7 @@ from pl_grouprl.attention.registration import LayoutCall
 from pl_grouprl.attention.row_scale import scales_by_row
 from pl_grouprl.attention.row_shards import RowShards, check_heads
 from pl_grouprl.attention.state.stateful import stateful_mixers
-from pl_grouprl.attention.support import find_decoder, frequencies_move
+from pl_grouprl.attention.support import find_decoder, has_dynamic_rope
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.utilities.distributed import num_ranks
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
-_CUT = ("input_ids", "position_ids")
+_SPLIT_ARGUMENTS = ("input_ids", "position_ids")
 """Arguments with an entry per token along the last dimension, which are split over the peers."""
 
 _PER_TOKEN = {"last_hidden_state": 1, "hidden_states": 1, "router_logits": 0}
@@ -96,8 +96,8 @@ def _why_not(decoder: nn.Module) -> str | None:
     if stateful:
         return f"the state of its layers {', '.join(stateful)} runs from token to token, over all ranks"
     if any(scales_by_row(module) for module in decoder.modules()):
-        return "it scales queries by their place in the row, which differs in a rank's part of it"
-    if frequencies_move(decoder):
+        return "it scales queries by their index in the row, which differs in a rank's part of it"
+    if has_dynamic_rope(decoder):
         return "its rotary frequencies depend on the largest position, which differs between the parts of a row"
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in decoder.modules()):
         return "its layers are compiled, where tokens cannot be exchanged (compile_layers)"
@@ -120,25 +120,25 @@ def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGro
     """
     check_sequence_parallel(model, group.size())
     call: LayoutCall = kwargs["prefix_layout"]
-    allowed = (*_CUT, "attention_mask")
-    whole = sorted(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in allowed)
-    if whole:
+    allowed = (*_SPLIT_ARGUMENTS, "attention_mask")
+    refused = sorted(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in allowed)
+    if refused:
         raise NotImplementedError(
-            f"sequence_parallel_size={group.size()} with {', '.join(whole)}: only rows of text can be split; use "
+            f"sequence_parallel_size={group.size()} with {', '.join(refused)}: only rows of text can be split; use "
             "sequence_parallel_size=1."
         )
     shards = RowShards(group, call.layout.num_queries)
     _check_same_row(kwargs["input_ids"], call.layout, shards)
-    cut = {
-        name: nn.functional.pad(kwargs[name], (0, shards.num_filler))[..., shards.own_tokens]
-        for name in _CUT
+    split = {
+        name: nn.functional.pad(kwargs[name], (0, shards.num_padding))[..., shards.own_tokens]
+        for name in _SPLIT_ARGUMENTS
         if kwargs.get(name) is not None
     }
-    mask = torch.ones_like(cut["input_ids"], dtype=torch.long)
+    mask = torch.ones_like(split["input_ids"], dtype=torch.long)
     return {
-        **cut,
+        **split,
         "attention_mask": mask,
-        "prefix_layout": replace(call, layout=_with_filler(call.layout, shards.num_filler), shards=shards),
+        "prefix_layout": replace(call, layout=_with_padding(call.layout, shards.num_padding), shards=shards),
     }
 
 
@@ -160,29 +160,29 @@ def gather_output(output: Any, shards: RowShards) -> Any:
     return output
 
 
-def _with_filler(layout: SharedPrefixLayout, num_filler: int) -> SharedPrefixLayout:
-    """Append a padding segment to the layout, which nothing sees or reads."""
-    if not num_filler:
+def _with_padding(layout: SharedPrefixLayout, num_padding: int) -> SharedPrefixLayout:
+    """Append a padding segment to the layout, which no token attends to."""
+    if not num_padding:
         return layout
 
     def extended() -> SharedPrefixLayout:
         lengths = [segment.length for segment in layout.segments]
         parents = [segment.parent for segment in layout.segments]
-        above = 0 if layout.given else None  # given tokens are the root of all other segments
-        return SharedPrefixLayout([*lengths, num_filler], [*parents, above], given=layout.given)
+        parent = 0 if layout.given else None  # given tokens are the root of all other segments
+        return SharedPrefixLayout([*lengths, num_padding], [*parents, parent], given=layout.given)
 
-    return layout.memo(("filler", num_filler), extended)
+    return layout.memo(("padding", num_padding), extended)
 
 
 def _check_same_row(input_ids: Tensor, layout: SharedPrefixLayout, shards: RowShards) -> None:
     """Compare checksums of layout and tokens, since different rows would silently give wrong gradients."""
     forest = tuple((s.length, -1 if s.parent is None else s.parent) for s in layout.segments)
-    places = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
-    tokens = (input_ids.flatten() * places).sum()
-    own = torch.stack([torch.full_like(tokens, hash(forest)), tokens])
-    found = [torch.empty_like(own) for _ in range(shards.num_peers)]
-    dist.all_gather(found, own, group=shards.group)
-    if any(not torch.equal(other, own) for other in found):
+    factors = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+    tokens = (input_ids.flatten() * factors).sum()
+    checksums = torch.stack([torch.full_like(tokens, hash(forest)), tokens])
+    found = [torch.empty_like(checksums) for _ in range(shards.num_peers)]
+    dist.all_gather(found, checksums, group=shards.group)
+    if any(not torch.equal(other, checksums) for other in found):
         raise RuntimeError(
             f"the {shards.num_peers} ranks of a sequence group were given different rows; give each of them the same "
             "rows, in the same order."

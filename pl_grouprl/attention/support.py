@@ -1,4 +1,4 @@
-"""Finds a model's decoder, and decides before it runs whether it could share prefixes."""
+"""Finds a model's decoder, and refuses architectures that cannot share prefixes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_MIXES = re.compile("attn|attention|mixer", re.IGNORECASE)
+_MIXERS = re.compile("attn|attention|mixer", re.IGNORECASE)
 """Class names of modules that mix tokens."""
 
 
 class UnsupportedModelError(ValueError):
-    """A model whose result would differ between a shared and a repeated prefix."""
+    """The model would give different results with shared and with repeated prefixes."""
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -57,7 +57,7 @@ def _without_adapter_wrapper(model: Any) -> Any:
 def positions_are_relative(decoder: PreTrainedModel) -> bool:
     """Whether shifting all positions by a constant leaves a row's result unchanged, as with plain rotary embeddings.
 
-    Not if norms with weights follow the rotation (HunYuan), queries are scaled by position, chunks are counted from
+    False if norms with weights follow the rotation (HunYuan), queries are scaled by position, chunks are counted from
     position 0, or frequencies depend on the largest position.
     """
     rotary = any("rotary" in type(module).__name__.lower() for module in decoder.modules())
@@ -66,12 +66,12 @@ def positions_are_relative(decoder: PreTrainedModel) -> bool:
         config.model_type.startswith("hunyuan")
         or _scales_by_position(config)
         or "chunked_attention" in (getattr(config, "layer_types", None) or ())
-        or frequencies_move(decoder)
+        or has_dynamic_rope(decoder)
     )
     return rotary and not absolute
 
 
-def frequencies_move(decoder: nn.Module) -> bool:
+def has_dynamic_rope(decoder: nn.Module) -> bool:
     """Whether rotary frequencies depend on the largest position of a call (rope types `dynamic` and `longrope`).
 
     In such a model, a sequence's values depend on the longest sequence of the batch. A packed row has the same largest
@@ -87,7 +87,7 @@ def _rope_types(module: nn.Module) -> Iterator[Any]:
 
 
 def counts_tokens_itself(decoder: nn.Module) -> str | None:
-    """Why positions, which packed rows and padded prompts need, cannot be passed to a decoder, or None."""
+    """Why a decoder does not accept positions, which packed rows and padded prompts need, or None if it does."""
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         return f"{type(decoder).__name__} takes no position_ids."
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
@@ -101,7 +101,7 @@ def _scales_by_position(config: Any) -> bool:
 
 
 def why_not_reached(decoder: nn.Module, reached: set[int]) -> str | None:
-    """Which attention or stateful layers did not follow the layout, or None.
+    """Say how many attention or stateful layers did not follow the layout; None if all did.
 
     Args:
         decoder: The decoder that ran.
@@ -113,7 +113,7 @@ def why_not_reached(decoder: nn.Module, reached: set[int]) -> str | None:
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     layers = list(max(lists, key=len, default=[]))
     untouched = [layer for layer in layers if not any(id(module) in reached for module in layer.modules())]
-    if any(_MIXES.search(type(module).__name__) for layer in untouched for module in layer.modules()):
+    if any(_MIXERS.search(type(module).__name__) for layer in untouched for module in layer.modules()):
         return (
             f"prefix_layout reached {len(layers) - len(untouched)} of {len(layers)} layers in {type(decoder).__name__}"
         )
@@ -123,7 +123,7 @@ def why_not_reached(decoder: nn.Module, reached: set[int]) -> str | None:
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse models whose architecture rules out exact prefix sharing.
 
-    Running shows the rest: `shared_prefix` compares a few tokens on both paths when first entered, and attention
+    Further checks run the model: `shared_prefix` compares both paths on a few tokens when first entered, and attention
     refuses unknown masks and arguments.
 
     Raises:

@@ -1,9 +1,12 @@
 """Self-checks that compare fast paths with plain ones.
 
-`parity` compares shared with repeated prefixes, `decoding_check` sampling with a cache with forwards without one, and
-`sampler_parity` a separate sampler with the policy; `model_introspection` reads facts off a short run. The check of
-layers, which `shared_prefix` runs when first entered, is `attention.layer_check`. All of them take their tolerances
-from `utilities.tolerances` and run models by `utilities.modes`.
+- `parity`: shared against repeated prefixes;
+- `decoding_check`: sampling with a cache against forwards without one;
+- `sampler_parity`: a separate sampler against the policy;
+- `model_introspection`: facts about a model from a short run of it.
+
+The check of layers, which `shared_prefix` runs when first entered, is `attention.layer_check`. All tolerances are in
+`utilities.tolerances`; `utilities.modes` has the contexts in which models run.
 """
 
 from pl_grouprl.checks.parity import check_parity, compare_paths

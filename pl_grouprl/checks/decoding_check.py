@@ -1,7 +1,7 @@
 """Samples a few tokens as in rollouts, and compares their log-probabilities with those of forwards without a cache.
 
-Configs do not say whether decoding continues exactly from a padded, copied cache: models may keep extra states, read
-masks in their own way, or compute single tokens differently.
+Configs do not say whether decoding from a padded, copied cache is exact: models may keep extra states, interpret masks
+differently, or compute single tokens differently.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_decoding(
 ) -> None:
     """Compare log-probabilities of a few sampled tokens with those of forwards without a cache, once per model.
 
-    Skips models whose weights are sharded, on meta, or quantized otherwise than to 4 bits.
+    Skips models whose weights are sharded, on meta, or quantized in another way than to 4 bits.
 
     Args:
         model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.
@@ -87,12 +87,12 @@ def continues_exactly(
     placeholders: Collection[int] = (),
     scoring: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> bool:
-    """Whether prompts can be encoded from kept caches, by log-probabilities as in `check_decoding`; logs once if not.
+    """Whether a second turn can continue from the first one's cache, tested as in `check_decoding`; logs once if not.
 
     Args:
         model: A transformers decoder that passed `check_decoding` and can serve `LONGEST_CONTINUED` tokens.
-        sample: Samples a turn of each prompt, adds the given tokens, and samples a second turn from the kept caches.
-            Returns the prompts and the rollouts of the second turn.
+        sample: Samples a turn for each prompt, appends the given tokens, and samples a second turn from the kept
+            caches. Returns the prompts and the rollouts of the second turn.
         placeholders: Tokens that `sample` never draws (image placeholders).
         scoring: Context of the forwards without a cache.
     """
@@ -108,8 +108,8 @@ def continues_exactly(
         _CONTINUES[model] = worst <= _allowed(model)
         if not _CONTINUES[model]:
             rank_zero_info(
-                f"HFRolloutEngine encodes every turn of an episode from the start: {type(model).__name__} gives "
-                f"log-probabilities that differ by {worst:.1e} where it continues a cache with several tokens."
+                f"HFRolloutEngine encodes every turn of an episode from the start: log-probabilities of "
+                f"{type(model).__name__} differ by {worst:.1e} if it continues a cache with several tokens."
             )
     return _CONTINUES[model]
 
@@ -117,7 +117,7 @@ def continues_exactly(
 def _ordinary_tokens(model: Any, placeholders: Collection[int]) -> list[int]:
     size = int(model.get_input_embeddings().weight.shape[0])
     ordinary = sorted(set(range(1, min(size, 500))) - set(placeholders)) or [0]
-    return [ordinary[7 * place % len(ordinary)] for place in range(LONGEST)]
+    return [ordinary[7 * index % len(ordinary)] for index in range(LONGEST)]
 
 
 def _difference(model: Any, prompt: list[int], rollout: Rollout, placeholders: Collection[int]) -> float:
@@ -132,5 +132,5 @@ def _difference(model: Any, prompt: list[int], rollout: Rollout, placeholders: C
 def _allowed(model: Any) -> float:
     dtype = computing_dtype(model)
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.float16  # TF32 rounds factors to as many bits as float16
+        dtype = torch.float16  # TF32 rounds factors to the precision of float16
     return tolerance_of(dtype).decoded_logprob

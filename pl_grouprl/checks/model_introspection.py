@@ -1,6 +1,6 @@
-"""Reads facts off a forward pass of a few tokens: the width of states, whether they are causal, what a head reads.
+"""Finds facts about a model by running a few tokens: its hidden size, whether it is causal, what a score head reads.
 
-Configs are not reliable for this: a family may project its last states, pool them, or look ahead.
+Configs are not reliable for this: a model may project its last states, pool them, or look ahead.
 
 Legend: L tokens of a probe, D hidden size, C labels.
 """
@@ -39,7 +39,7 @@ def check_causal(decoder: Any, owner: str) -> None:
 
     Args:
         decoder: A transformers model without a head.
-        owner: Whose option the model is, for the error.
+        owner: The option that the model belongs to, for the error.
 
     Raises:
         ValueError: If the states differ by more than rounding.
@@ -63,8 +63,8 @@ def check_score_head(model: Any, head: nn.Linear, owner: str, kind: str = "Seque
     Args:
         model: A `...ForSequenceClassification` or `...ForTokenClassification`.
         head: Its linear layer; see `models.sequence_classifier.score_head`.
-        owner: Whose option the model is, for the error.
-        kind: Which of the two.
+        owner: The option that the model belongs to, for the error.
+        kind: `SequenceClassification` or `TokenClassification`.
 
     Raises:
         ValueError: If the scores differ by more than rounding.
@@ -73,7 +73,7 @@ def check_score_head(model: Any, head: nn.Linear, owner: str, kind: str = "Seque
     for row in _probe_rows(model):
         with _undisturbed(model):
             logits = model(input_ids=row).logits.float()
-            expected_C = logits.reshape(-1, logits.shape[-1])[-1]  # of the last token, where each has some
+            expected_C = logits.reshape(-1, logits.shape[-1])[-1]  # of the last token, if there are scores per token
             states_LD = _states(decoder, row)
             read_C = head(states_LD[-1].to(head.weight.dtype)).float()
         # Relative to the largest possible product, since a score may be near zero.

@@ -57,7 +57,7 @@ def padded_parity(
         patch: A context that is not active.
         groups: A few short prompts with their rollouts.
         weights: The parameters whose gradients are compared.
-        longest: Most tokens that a row may have; None for no limit.
+        longest: Maximum length of a row in tokens; None for no limit.
     """
     rows = _pad(groups, longest, model.device)
 

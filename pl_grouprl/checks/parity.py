@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.patch import SharedPrefix, shared_prefix
-from pl_grouprl.attention.support import find_decoder, frequencies_move
+from pl_grouprl.attention.support import find_decoder, has_dynamic_rope
 from pl_grouprl.checks.padded_parity import padded_parity
 from pl_grouprl.checks.parity_report import LayerParity, PaddedParity, ParityReport
 from pl_grouprl.checks.probes import token_logprobs, weighted_sum
@@ -40,10 +40,10 @@ def check_parity(
     backend: str = "auto",
     padded_rows: bool = True,
 ) -> ParityReport:
-    """Run groups with repeated prefixes, one sequence at a time, and with shared prefixes, and compare.
+    """Compare shared with repeated prefixes (one sequence at a time) on a few groups.
 
-    Then run a short padded batch with and without a `shared_prefix` context, as in a training loop that does not pack
-    rows itself.
+    Then compare a short padded batch with and without a `shared_prefix` context, as in a training loop that does not
+    pack rows itself.
 
     Both paths use the model's own logits. The model does not change, and no gradients remain. Models with dropout, or
     with reentrant activation checkpointing (which only supports `backward`), are compared in eval mode, others in their
@@ -53,7 +53,7 @@ def check_parity(
         model: A causal language model.
         groups: Groups to compare on; by default two small random groups with one empty rollout.
         backend: Attention backend of the shared path.
-        padded_rows: Whether to compare the padded batch; not needed for code that packs rows itself.
+        padded_rows: Whether to compare the padded batch; not needed if your code packs rows itself.
 
     Raises:
         UnsupportedModelError: If the model cannot share prefixes.
@@ -98,7 +98,7 @@ def compare_paths(
         from_batch: Takes a packed batch; returns one number for each of its N response tokens.
         groups: As in `check_parity`, as are the errors.
         backend: Attention backend of the shared path.
-        quantity: Its name in the report.
+        quantity: Name of the quantity in the report.
     """
     decoder = find_decoder(model)
     spans = _spans(decoder.config)
@@ -113,8 +113,8 @@ def compare_paths(
     weights = _compared_weights(model)
     dtype = computing_dtype(model)
     patch = shared_prefix(model, backend)
-    # If frequencies depend on the longest sequence of a call, use those of the longest for all.
-    width = max(batch.layout.repeated_lengths) if frequencies_move(decoder) else 0
+    # If frequencies depend on the longest sequence of a call, pad all sequences to the longest.
+    width = max(batch.layout.repeated_lengths) if has_dynamic_rope(decoder) else 0
     with _comparable_mode(model), torch.enable_grad():
         repeated_N = torch.cat(
             [_repeated(from_sequence, tokens, start, width) for tokens, start in _sequences(groups, model)]
@@ -122,10 +122,10 @@ def compare_paths(
         repeated = repeated_N.detach(), torch.autograd.grad(weighted_sum(repeated_N), weights, allow_unused=True)
         del repeated_N
         with patch:
-            whole = _shared_run(patch, from_batch, batch, weights, repeated, None)
+            overall = _shared_run(patch, from_batch, batch, weights, repeated, None)
             layers = patch.layers
-            alone = (
-                [whole]
+            by_kind = (
+                [overall]
                 if len(layers) == 1
                 else [_shared_run(patch, from_batch, batch, weights, repeated, kind) for kind in layers]
             )
@@ -134,9 +134,9 @@ def compare_paths(
         backend=backend,
         dtype=dtype,
         device=model.device,
-        max_logprob_difference=whole[0],
-        mean_logprob_difference=whole[1],
-        gradient_difference=whole[2],
+        max_logprob_difference=overall[0],
+        mean_logprob_difference=overall[1],
+        gradient_difference=overall[2],
         compared_weights=sum(weight.numel() for weight in weights),
         token_ratio=batch.layout.token_ratio,
         tolerance=tolerance_of(dtype),
@@ -145,7 +145,7 @@ def compare_paths(
         longest_span=max(spans, default=0),
         layers=tuple(
             LayerParity(kind, count, ran, *differences)
-            for (kind, (ran, count)), differences in zip(layers.items(), alone, strict=True)
+            for (kind, (ran, count)), differences in zip(layers.items(), by_kind, strict=True)
         ),
     )
 
@@ -171,9 +171,9 @@ def _shared_run(
     repeated: tuple[Tensor, Sequence[Tensor | None]],
     kind: str | None,
 ) -> tuple[float, float, float]:
-    """Largest and mean difference of the quantity, and the relative one of the gradients.
+    """Largest and mean difference of the quantity, and relative difference of the gradients.
 
-    Given a kind of layer, attention of all other kinds runs the oracle; None is the model as in training.
+    With a kind of layer, attention of all other kinds runs the reference; None runs the model as in training.
     """
     patch.only = kind
     # Compiled layers cannot choose a backend by kind.

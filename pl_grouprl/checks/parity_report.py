@@ -15,7 +15,7 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class LayerParity:
-    """Differences with layers of one kind on the chosen backend, and all other attention on the `reference`.
+    """Differences if layers of one kind run the chosen backend, and all other attention the `reference`.
 
     Attributes:
         kind: Kind of the layers: `full`, `window 512, sinks`, `with a state` and so on.
@@ -75,13 +75,13 @@ class ParityReport:
         gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
         compared_weights: Weights whose gradients were compared.
         token_ratio: Tokens of the repeated path over tokens of the shared one.
-        tolerance: The tolerances.
-        quantity: The quantity that was compared.
+        tolerance: Largest differences that rounding explains.
+        quantity: What was compared.
         longest_sequence: Tokens of the longest sequence that was compared.
         longest_span: Tokens of the model's longest window or chunk, which only affects longer sequences; 0 if it has
             none.
-        layers: The same by kind of layer.
-        padded: The same for a short batch padded on the left and the right; None if not compared.
+        layers: Differences by kind of layer.
+        padded: Differences for a short batch padded on the left and the right; None if not compared.
     """
 
     model: str
@@ -103,9 +103,9 @@ class ParityReport:
     @property
     def passed(self) -> bool:
         """Whether rounding explains all differences (never a NaN)."""
-        own = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
+        overall = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
         parts: list[LayerParity | PaddedParity] = [*self.layers, *([self.padded] if self.padded else [])]
-        return all(self._within(*differences) for differences in (own, *(part.differences for part in parts)))
+        return all(self._within(*differences) for differences in (overall, *(part.differences for part in parts)))
 
     def _within(self, largest: float, mean: float, gradient: float) -> bool:
         exact = self.dtype in (torch.float32, torch.float64)
@@ -125,8 +125,8 @@ class ParityReport:
         lines = [
             f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} ({self.model}, "
             f"{self.dtype}, {self.device}, sequences of up to {self.longest_sequence} tokens)",
-            f"  differences of {self.quantity}, and relative ones of the gradients of {self.compared_weights:,} "
-            f"weights; allowed {self.tolerance.logprob:.0e} and {self.tolerance.gradient:.0e}",
+            f"  differences of {self.quantity}, and relative differences of the gradients of {self.compared_weights:,} "
+            f"weights; allowed: {self.tolerance.logprob:.0e} and {self.tolerance.gradient:.0e}",
             f"  {'kind of layer':<{kinds}}  layers  {'backend':<18}  max      mean     gradient  token ratio",
         ]
         for layer in (*self.layers, whole):

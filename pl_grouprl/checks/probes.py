@@ -1,4 +1,4 @@
-"""Log-probabilities for the checks, and a loss in which errors do not cancel."""
+"""Log-probabilities and a loss for the checks."""
 
 from __future__ import annotations
 

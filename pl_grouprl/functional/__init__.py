@@ -1,1 +1,1 @@
-"""Mathematics on tensors, without models or trainers: pure functions and thin classes over them."""
+"""The mathematics: pure functions of tensors and thin classes over them, without models or trainers."""

@@ -1,6 +1,6 @@
 """Aggregates per-token losses into the loss of a step, with a common denominator for the whole step.
 
-Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding), |i| trained tokens of rollout i.
+Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no padding), |i| trained tokens of rollout i.
 
 | `loss_agg_mode` | loss | denominator |
 |---|---|---|
@@ -10,10 +10,11 @@ Legend: B rollouts, N response tokens of all rollouts in one row (flat, no paddi
 | `seq-mean-token-sum-norm` | sum over rollouts of their sums / norm / denominator | trained rollouts of the step |
 
 The denominator counts the whole step, over all micro-batches and ranks, so the parts add up to the same loss however
-the step is split. Only rollouts with a trained token count, so a rollout without reward, an empty one or a dummy on
-another rank changes nothing. This matches verl's `agg_loss` alone; TRL, and verl's trainers through
-`global_batch_size`, count all rollouts: pass such a denominator to match them. In `seq-mean-token-sum-norm` TRL divides
-by the rollouts and the norm; some versions of verl do so too, others divide by the norm alone.
+the step is split. Only rollouts with a trained token count; a rollout without reward, an empty one or a dummy on
+another rank changes nothing. This matches verl's `agg_loss` by itself. TRL, and verl's trainers (through
+`global_batch_size`), count all rollouts: pass their number as the denominator to match them. In
+`seq-mean-token-sum-norm` TRL divides by the rollouts and the norm; so do some versions of verl, while others divide by
+the norm alone.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ def aggregate(
     Args:
         values_N: Loss (or any other quantity) of each token, shape [N].
         mask_N: True for trained tokens, bool, shape [N]; values elsewhere may be NaN.
-        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be whole.
+        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be complete.
         mode: One of `LOSS_AGG_MODES`.
         num_rollouts: B, the rollouts of this call.
-        denominator: Divides the step's sum (`loss_denominator`, summed over micro-batches and ranks). To undo the
-            averaging of gradients over ranks, divide it by their number. None uses that of this call alone.
-        norm: The constant of `seq-mean-token-sum-norm` (Dr. GRPO), in tokens; needed there, refused elsewhere.
+        denominator: Divides the step's sum (`loss_denominator`, summed over micro-batches and ranks). If gradients are
+            averaged over ranks, divide it by the number of ranks. None uses the denominator of this call alone.
+        norm: The constant of `seq-mean-token-sum-norm` (Dr. GRPO), in tokens; required there, refused elsewhere.
 
     Returns:
         A scalar; 0 with a zero gradient if the denominator is 0.
@@ -109,7 +110,7 @@ def loss_denominator(mask_N: Tensor, rollout_index_N: Tensor, num_rollouts: int,
 
     Args:
         mask_N: True for trained tokens, bool, shape [N].
-        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be whole.
+        rollout_index_N: Rollout of each token, int64 in [0, num_rollouts), shape [N]. Rollouts must be complete.
         num_rollouts: B, the rollouts of this call.
         mode: One of `LOSS_AGG_MODES`.
 

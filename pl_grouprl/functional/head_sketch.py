@@ -16,8 +16,8 @@ class HeadSketch:
 
     with independent signs r_j over the hidden size and s_j over the vocabulary (Kar and Karnick, AISTATS 2012; bounds
     by Meister, Sarlos and Woodruff, NeurIPS 2019). The expectation of phi(x) . phi(y) over the signs is the
-    inner product of the two gradients, and its standard deviation falls as 1 / sqrt(S). As in the score norm, the
-    factor 1 / temperature is left out, and the head is treated as linear in h.
+    inner product of the two gradients, and its standard deviation falls as 1 / sqrt(S). Like the score norm, it omits
+    the factor 1 / temperature and treats the head as linear in h.
 
     The seed determines the signs, on every device. They are created on first use and cached, one byte each.
 

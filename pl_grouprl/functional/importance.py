@@ -14,7 +14,7 @@ over a rollout's trained tokens:
 `low` and `high` are TRL's `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` (once
 `vllm_importance_sampling_cap`). Multiply the policy loss of each token by its weight; a KL penalty is not weighted.
 
-Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
+Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def importance_weights(
         rollout_logprobs_N: Those reported by the sampler, shape [N].
         kind: One of `IMPORTANCE_KINDS`.
         mask_N: True for trained tokens, bool, shape [N]; log-probabilities elsewhere may be NaN.
-        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be whole for the sequence kinds.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete for the sequence kinds.
         num_rollouts: B.
-        low: Lower bound of the ratio; None sets none.
-        high: Upper bound of the ratio; None sets none. Not used by `none`.
+        low: Lower bound of the ratio; None for no bound.
+        high: Upper bound of the ratio; None for no bound. `none` ignores it.
 
     Returns:
         The weights and the metrics. In TRL, rollouts without a trained token count in the mean ratio of the sequence
@@ -115,8 +115,8 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
 
     Args:
         kind: One of `IMPORTANCE_KINDS`.
-        low: Lower bound of the ratio; None sets none.
-        high: Upper bound of the ratio; None sets none.
+        low: Lower bound of the ratio; None for no bound.
+        high: Upper bound of the ratio; None for no bound.
         prefix: Prefix of the caller's names of the bounds.
 
     Raises:
@@ -140,7 +140,7 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
 
 
 def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Return the bounded ratio, and whether it was not rejected."""
+    """Return the bounded ratio, and which entries are kept."""
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     everything = torch.ones_like(ratio, dtype=torch.bool)
     if kind == "none":

@@ -4,11 +4,11 @@ With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Ap
 
 | kind | value | gradient with respect to logp |
 |---|---|---|
-| `k1` (`kl`) | -x | 1, whose expectation is zero: for a KL in the reward, useless in a loss |
+| `k1` (`kl`) | -x | 1, an expected gradient of zero: for a KL in the reward, useless in a loss |
 | `abs` | absolute value of x | sign(-x) |
-| `k2` (`mse`) | x^2 / 2 | -x, whose expectation is the gradient of KL(policy, reference) |
-| `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, whose expectation is the gradient of KL(reference, policy) |
-| each with `+` | that of the kind | -x, that of `k2` (straight-through) |
+| `k2` (`mse`) | x^2 / 2 | -x, in expectation the gradient of KL(policy, reference) |
+| `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, in expectation the gradient of KL(reference, policy) |
+| any with `+` | as without `+` | -x, as for `k2` (straight-through) |
 
 The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
 
@@ -37,7 +37,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
         ref_logp: The same under the reference, same shape.
         kind: `k1`, `abs`, `k2` or `k3`, or verl's names `kl`, `mse`, `low_var_kl`. A trailing `+` keeps the value and
             uses the gradient of `k2`, that is (logp - ref_logp) times the gradient of logp.
-        max_value: Upper limit of the value for `k3`; 10 gives verl's numbers, None (TRL) sets none.
+        max_value: Upper limit of the value for `k3`; 10 gives verl's numbers, None (TRL) for no limit.
 
     Returns:
         One estimate per token, in nats, in the shape of `logp`.

@@ -1,13 +1,13 @@
-"""The coefficient of a KL penalty: fixed, or steered towards a target.
+"""The coefficient of a KL penalty: fixed, or adapted to a target KL.
 
 The adaptive one is the proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2): after each rollout
-phase of n rollouts with a measured KL,
+phase, of n rollouts with a measured KL,
 
     error = clip(KL / target - 1, -0.2, 0.2)
     coef <- coef * (1 + error * n / horizon)
 
-with the paper's gain of 0.1 written as n / horizon, as in TRL's PPO and in verl. Plain Python numbers: give every rank
-the same KL, and the coefficients stay equal.
+with the paper's gain of 0.1 written as n / horizon, as in TRL's PPO and in verl. If every rank passes the same KL, the
+coefficients stay equal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FixedKLController:
         """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return nothing to save: on resume the configuration decides."""
+        """Empty: on resume, the configuration sets the coefficient."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -61,9 +61,9 @@ class AdaptiveKLController:
     """
 
     def __init__(self, coef: float, target: float, horizon: int = DEFAULT_HORIZON) -> None:
-        own = {"coef": coef, "target": target, "horizon": horizon}
+        options = {"coef": coef, "target": target, "horizon": horizon}
         range_ = "larger than 0 for an adaptive coefficient"
-        check_options({name: (value, value > 0, range_) for name, value in own.items()})
+        check_options({name: (value, value > 0, range_) for name, value in options.items()})
         self.coef = float(coef)
         self.target = float(target)
         self.horizon = horizon

@@ -32,23 +32,23 @@ class Head:
         self.hidden_ND, self.weight_VD, self.dtype = hidden_ND, weight_VD, dtype
         self.states_ND = hidden_ND.to(dtype)
         self.starts = range(0, len(weight_VD), BLOCK)
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     def rows(self, start: int) -> Tensor:
         """Return the block's rows of the weight, shape [C, D]."""
         return self.weight_VD[start : start + BLOCK].to(self.dtype)
 
-    def logits(self, start: int, *, own: bool = False) -> Tensor:
-        """Return the block's logits, shape [N, C]; valid until the next call unless `own` allocates new memory."""
+    def logits(self, start: int, *, new: bool = False) -> Tensor:
+        """Return the block's logits, shape [N, C], in new memory or in a buffer that the next call overwrites."""
         rows_CD = self.rows(start)
         size = (len(self.states_ND), len(rows_CD))
-        if own:
-            room = self.states_ND.new_empty(size)
+        if new:
+            out_NC = self.states_ND.new_empty(size)
         else:
-            if self._room is None:
-                self._room = self.states_ND.new_empty(size[0] * min(BLOCK, len(self.weight_VD)))
-            room = self._room[: size[0] * size[1]].view(size)
-        return torch.mm(self.states_ND, rows_CD.T, out=room)
+            if self._buffer is None:
+                self._buffer = self.states_ND.new_empty(size[0] * min(BLOCK, len(self.weight_VD)))
+            out_NC = self._buffer[: size[0] * size[1]].view(size)
+        return torch.mm(self.states_ND, rows_CD.T, out=out_NC)
 
     def scores(
         self,
@@ -77,7 +77,7 @@ class Head:
         others, target_N = None, None
         for start in self.starts:
             kept = keep is not None and start >= first_kept
-            logits_NC = self.logits(start, own=kept)
+            logits_NC = self.logits(start, new=kept)
             targets = Targets(targets_N, start, logits_NC.shape[1])
             sums, z_N = options.sum_block(logits_NC, targets, signs_VS, start, keep_exp=mean_row)
             if mean_row:
@@ -94,8 +94,8 @@ class Head:
 class LinearHeadScores(torch.autograd.Function):
     """Scores of tokens under softmax(h W^T / temperature), with one block of logits [N, C] at a time.
 
-    The backward pass recomputes the blocks of logits, except for the last ones, which are kept as far as room allows,
-    and writes each row of the weight's gradient once.
+    The backward pass recomputes the blocks of logits, except for the last ones, of which as many are kept as
+    `max_kept` allows, and writes each row of the weight's gradient once.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class LinearHeadScores(torch.autograd.Function):
         targets_N: Tensor,
         dtype: torch.dtype,
         options: ScoreOptions,
-        room: int,
+        max_kept: int,
     ) -> Outputs:
         """Return log-probabilities, entropy, score norm and sketch; the last three None unless requested.
 
@@ -117,10 +117,10 @@ class LinearHeadScores(torch.autograd.Function):
             targets_N: Token ids, shape [N].
             dtype: Dtype of the matrix products and the logits.
             options: The requested scores.
-            room: Number of logits that may be kept for the backward pass.
+            max_kept: Number of logits that may be kept for the backward pass.
         """
         head = Head(hidden_ND, weight_VD, dtype)
-        blocks = room // max(len(hidden_ND) * BLOCK, 1)
+        blocks = max_kept // max(len(hidden_ND) * BLOCK, 1)
         first_kept = head.starts[-blocks] if 0 < blocks <= len(head.starts) else 0
         ctx.kept = {}
         keep = ctx.kept.__setitem__ if blocks else None

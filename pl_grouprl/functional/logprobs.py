@@ -66,7 +66,7 @@ def token_scores(
         logits_fn: The model's head: hidden states [M, D] to logits [M, V], including soft caps, row by row. Called once
             per chunk, and once for N = 0, so its parameters are always in the graph.
         temperature: Divides the logits before the softmax. 0 (greedy decoding) is scored as 1.
-        chunk_size: Most tokens with logits in memory at a time; does not change the result.
+        chunk_size: Maximum number of tokens with logits in memory at a time; does not change the result.
         entropy: Also return the entropy of each distribution.
         entropy_grad: Let gradients flow through the entropy (an entropy bonus); costs memory. Needs `entropy`.
         score_norm: Also return the score norm.
@@ -96,10 +96,10 @@ def _by_chunks(
     options: ScoreOptions,
     chunk_size: int,
 ) -> Iterator[Outputs]:
-    # split, not slices: its backward pass joins the gradients of all chunks once.
+    # split instead of slicing: its backward concatenates the gradients of all chunks once.
     chunks = list(zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True))
     for number, (hidden_MD, targets_M) in enumerate(chunks, start=1):
-        if torch.is_grad_enabled() and number < len(chunks):  # the last one's backward pass is the first
+        if torch.is_grad_enabled() and number < len(chunks):  # backward starts with the last, so keep its logits
             yield checkpoint(_score_chunk, hidden_MD, targets_M, logits_fn, options, use_reentrant=False)
         else:
             yield _score_chunk(hidden_MD, targets_M, logits_fn, options)
@@ -118,18 +118,19 @@ def _score_chunk(
 
 
 def _by_blocks(
-    hidden_ND: Tensor, targets_N: Tensor, weight_VD: Tensor, options: ScoreOptions, room: int
+    hidden_ND: Tensor, targets_N: Tensor, weight_VD: Tensor, options: ScoreOptions, max_logits: int
 ) -> Iterator[Outputs]:
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    height = max(room // min(BLOCK, len(weight_VD)), 1)
+    height = max(max_logits // min(BLOCK, len(weight_VD)), 1)
     for start in range(0, max(len(hidden_ND), 1), height):
         part_MD, targets_M = hidden_ND[start : start + height], targets_N[start : start + height]
         if not torch.is_grad_enabled():
             yield Head(part_MD, weight_VD, dtype).scores(targets_M, options)[1]
         elif weight_VD.requires_grad or options.entropy_grad:
-            kept = room if start + height >= len(hidden_ND) else 0  # the last part's backward pass is the first
-            yield LinearHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, kept)
+            # Backward starts with the last part, so only its logits are kept.
+            max_kept = max_logits if start + height >= len(hidden_ND) else 0
+            yield LinearHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, max_kept)
         else:
             yield FrozenHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options)
 

@@ -1,6 +1,6 @@
 """Masked sums and whitening, and shape checks for functions on the flat token axis.
 
-Legend: B rollouts, N response tokens of all rollouts in one row (flat, no padding).
+Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 Reduce = Callable[[Tensor], Tensor]
 """Sums a small 1-D tensor over all ranks; collective."""
 
-_ROUNDING = 1e-12  # a standard deviation below this fraction of the mean is rounding error of equal values
+_ROUNDING = 1e-12  # equal values have a standard deviation below this fraction of their mean
 
 
 def check_flat(**tensors: Tensor) -> None:
-    """Refuse arguments that do not share one flat axis.
+    """Refuse arguments that are not one-dimensional tensors of the same length.
 
     Args:
-        **tensors: Arguments by name; all must have the length of the first.
+        **tensors: Arguments by name.
 
     Raises:
         ValueError: If one is not one-dimensional, or the lengths differ.
@@ -39,14 +39,7 @@ def check_flat(**tensors: Tensor) -> None:
 
 
 def check_mask(mask_N: Tensor) -> None:
-    """Refuse a mask that is not bool: `~` differs for integers.
-
-    Args:
-        mask_N: True for tokens to train.
-
-    Raises:
-        ValueError: If it is not bool.
-    """
+    """Raise a ValueError if a mask is not bool: `~` differs for integers."""
     if mask_N.dtype != torch.bool:
         raise ValueError(f"mask_N has dtype {mask_N.dtype}; pass bool, such as mask_N.bool().")
 
@@ -56,7 +49,7 @@ def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
 
     Args:
         values_N: Any values, shape [N].
-        mask_N: Which values to add, bool, shape [N].
+        mask_N: True for values to add, bool, shape [N].
 
     Returns:
         A scalar; 0 if the mask is false everywhere.
@@ -106,14 +99,13 @@ def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None)
     """Subtract the mean of the valid entries and divide by their standard deviation.
 
     Equal to verl's and TRL's `masked_whiten`: (x - mean) / sqrt(variance + 1e-8) with the unbiased variance (n - 1).
-    Here the statistics are taken in float64 over all ranks, and entries outside the mask (even NaN) do not count. For
-    fewer than two valid entries, where verl raises an error, and if all are equal, the result is the centred value:
-    exactly 0.
+    Here the statistics are in float64 over all ranks, and entries outside the mask (even NaN) do not count. With fewer
+    than two valid entries, where verl raises an error, or if all are equal, the result is exactly 0.
 
     Args:
         values: Any shape and unit; not changed.
         mask: True for valid entries, the shape of the values; bool, or 0 and 1 of another dtype.
-        reduce: Sums over ranks, to whiten by the statistics of all; None for this rank alone. Always called twice.
+        reduce: Sums over ranks, for statistics over all of them; None for this rank alone. Always called twice.
 
     Returns:
         The shape of the values, in their dtype (at least float32), without gradient, 0 outside the mask.

@@ -1,7 +1,7 @@
-"""Functions that a configuration chooses by name: registered where they are defined, bound with checked options.
+"""Functions chosen by name in a configuration: registered where they are defined, bound to checked options.
 
-The options of a registered function are its keyword-only arguments, except those that hold data. Anything else that a
-caller has to know about it is declared with the registration.
+The options of a registered function are its keyword-only arguments, except those for data. The registration declares
+anything else that callers need to know.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, repr=False)
 class RegisteredFunction:
-    """A function under its name, with its options.
+    """A named function and its options.
 
-    A subclass defines the call. Its fields are what a registration declares.
+    Subclasses define the call; their further fields are declared at registration.
 
     Attributes:
-        name: What a configuration calls the function.
+        name: The function's name in configurations.
         function: Takes data, and its options as keyword arguments.
         options: By name; complete once `with_options` has set them.
         argument: The option of an algorithm that takes the name.
-        data: Every name under which data can be passed to such a function as a keyword argument.
+        data: All names of keyword arguments for data.
     """
 
     name: str
@@ -50,7 +50,7 @@ class RegisteredFunction:
         raise NotImplementedError
 
     def try_out(self) -> None:
-        """Call the function on a little data, so that it refuses options out of range, and check its result."""
+        """Call the function on dummy data, so that it can refuse its options, and check the result."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class RegisteredFunction:
         return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and name not in self.takes}
 
     def with_options(self: R, options: Mapping[str, Any]) -> R:
-        """Bind options; those left out get the function's defaults.
+        """Bind options; the others keep the function's defaults.
 
         Raises:
             ValueError: If an option is unknown, has the wrong type, or is out of range.
@@ -76,8 +76,8 @@ class RegisteredFunction:
                 f"{', '.join(known) or 'no options'}. Leave the others unset."
             )
         defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
-        given = {name: convert(self._type_of(name), value, f"{self.name}.{name}") for name, value in options.items()}
-        bound = replace(self, options=defaults | given)
+        passed = {name: convert(self._type_of(name), value, f"{self.name}.{name}") for name, value in options.items()}
+        bound = replace(self, options=defaults | passed)
         bound.try_out()
         return bound
 
@@ -95,11 +95,11 @@ class RegisteredFunction:
             ) from None
 
     def check_declaration(self) -> None:
-        """Compare what the registration declares with the function's arguments.
+        """Compare the registration with the function's arguments.
 
         Raises:
-            TypeError: If it is no function, lacks an argument for declared data, takes data that is not declared, or
-                has an option that is not keyword-only or has no default.
+            TypeError: If it is not a function, lacks an argument for declared data, takes undeclared data, or has an
+                option that is not keyword-only or has no default.
         """
         if not inspect.isfunction(self.function):
             raise TypeError(f"{self.argument} {self.name!r} is {describe_value(self.function)}; register a function.")
@@ -122,18 +122,17 @@ class RegisteredFunction:
 
 
 def registering(registry: dict[str, R], kind: type[R], name: str, **declared: Any) -> Callable[[F], F]:
-    """Create a decorator that adds a function to a registry and returns it as it is.
+    """Create a decorator that adds a function to a registry and returns it unchanged.
 
     Args:
         registry: Registered functions by name.
-        kind: What the entry becomes.
+        kind: Class of the entry.
         name: The function's name in configurations.
-        **declared: The further fields of the entry.
+        **declared: Further fields of the entry.
 
     Raises:
-        ValueError: If the name belongs to another function. The same function of a module that is loaded again
-            replaces itself.
-        TypeError: If the function's arguments do not fit what is declared.
+        ValueError: If the name belongs to another function. A function whose module is reloaded replaces itself.
+        TypeError: If the function's arguments do not match the declaration.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name is missing: write @register_{kind.argument}('...') above {describe_value(name)}.")
@@ -150,7 +149,7 @@ def registering(registry: dict[str, R], kind: type[R], name: str, **declared: An
 
 
 def _origin(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """What a function has in common with itself when its file is loaded again, under whatever module name."""
+    """Identifies a function when its file is loaded again, even under another module name."""
     plain = inspect.unwrap(function)
     cells = [cell.cell_contents for cell in plain.__closure__ or ()]
     line = plain.__code__.co_firstlineno if "<" in plain.__qualname__ else None  # of a lambda or a local function
@@ -177,8 +176,8 @@ def former_classes(module: str, names: Mapping[str, str], make: Callable[..., T]
     """Create the `__getattr__` of a module whose classes are now registered functions.
 
     Args:
-        module: Where the classes were.
-        names: For each class the name of the registered function.
+        module: The former module of the classes.
+        names: Name of the registered function by class.
         make: Builds a registered function from its name and options.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int, weights_T: Tensor | None = None) -> Tensor:
-    """Penalize routers that prefer some experts (Switch Transformer, arXiv:2101.03961, eq. 4-6, for top-k routing).
+    """Penalize unequal use of experts (Switch Transformer, arXiv:2101.03961, eq. 4-6, for top-k routing).
 
     E * sum_e f_e P_e, where f_e is the fraction of tokens that choose expert e among their k and P_e the mean
     probability of e, both weighted means over the tokens of all layers together, as in transformers'
@@ -57,7 +57,7 @@ def _check_shapes(router_logits: Sequence[Tensor], top_k: int, weights_T: Tensor
         if logits_TE.dim() != 2 or logits_TE.shape != first:
             raise ValueError(
                 f"router_logits[{layer}] has shape {tuple(logits_TE.shape)}; pass [tokens, experts] for every layer, "
-                f"all alike (router_logits[0] has {tuple(first)})."
+                f"all of the same shape (router_logits[0] has {tuple(first)})."
             )
     if not 1 <= top_k <= first[1]:
         raise ValueError(f"top_k is {top_k}; it must be 1 to {first[1]}, the number of experts.")

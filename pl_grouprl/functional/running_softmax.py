@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 _TILE = 2**18  # elements per CPU thread
-LOWEST = -1e30  # in place of -inf: its exponential is 0, and 0 times it is 0
+LOWEST = -1e30  # instead of -inf: its exponential is 0, and 0 * LOWEST is 0, not NaN
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Sums:
         return self
 
     def add_(self, other: Sums) -> Sums:
-        """Add the sums over further token ids; consumes `other`."""
+        """Add the sums over other token ids; consumes `other`."""
         max_N = torch.maximum(self.max_N, other.max_N)
         self.scale_(max_N)
         other.scale_(max_N)
@@ -165,7 +165,7 @@ def sum_block(
 
 
 def fused(block_NC: Tensor) -> ModuleType | None:
-    """Return the Triton kernels for blocks on CUDA, if Triton is installed (PyTorch for CUDA brings it)."""
+    """Return the Triton kernels for blocks on CUDA, if Triton is installed (it comes with PyTorch for CUDA)."""
     fits = block_NC.is_cuda and block_NC.dtype != torch.float64 and block_NC.stride(1) == 1
     if not fits or not _has_triton():
         return None

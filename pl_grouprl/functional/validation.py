@@ -1,11 +1,11 @@
-"""Scores of k answers per prompt: their mean, the best, and the majority's; and whether any of them passes.
+"""Validation scores from several answers per prompt: mean@k, best@k, majority@k and pass@k.
 
 From n answers per prompt, `best` and `majority` of k < n are expectations over a random choice of k of them, in
-closed form, drawn in one of two ways:
-- without replacement (default): the unbiased estimator for k fresh answers (as pass@k, arXiv:2107.03374); for k = n it
-  is simply the best, or the majority, of the answers;
-- with replacement: verl estimates this by 1000 bootstrap samples, as `best@k/mean` and `maj@k/mean`; biased, since even
-  for k = n some answers are drawn twice and others never.
+closed form. The choice is
+- without replacement (default): the unbiased estimator for k new answers (as pass@k, arXiv:2107.03374); for k = n it
+  is simply the best answer, or the majority;
+- or with replacement, which verl estimates by 1000 bootstrap samples, as `best@k/mean` and `maj@k/mean`: biased, since
+  even for k = n some answers are drawn twice and others never.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replac
 
     Args:
         scores: The scores of each prompt's answers, any unit.
-        k: How many answers are drawn; None draws as many as the prompt has.
+        k: Number of answers drawn; None for all of the prompt's answers.
         replacement: Draw with replacement, as verl's bootstrap does.
 
     Returns:
@@ -57,7 +57,7 @@ def pass_at_k(passes: Sequence[Sequence[bool]], k: int) -> float:
 
     Args:
         passes: For each prompt, whether each of its answers passes.
-        k: How many answers are drawn, without replacement.
+        k: Number of answers drawn, without replacement.
 
     Returns:
         The mean over prompts.
@@ -90,7 +90,7 @@ def majority_at_k(
     Args:
         scores: The scores of each prompt's answers, any unit.
         answers: The votes, one per score; None (no answer found) is a vote like any other.
-        k: How many answers are drawn; None draws as many as the prompt has.
+        k: Number of answers drawn; None for all of the prompt's answers.
         replacement: Draw with replacement, as verl's bootstrap does.
 
     Returns:
@@ -134,13 +134,7 @@ def _expected_majority(row: Sequence[float], votes: Sequence[Hashable], k: int, 
 
 @lru_cache(maxsize=4096)
 def _win_probabilities(counts: tuple[int, ...], k: int, replacement: bool) -> dict[int, float]:
-    """Return the probability that an answer given `count` times wins the vote of k draws, by its count.
-
-    Args:
-        counts: How often each distinct answer was given.
-        k: Number of draws.
-        replacement: Whether they are drawn with replacement.
-    """
+    """Probability that an answer wins the vote of k draws, by how often it was given; `counts` is sorted."""
 
     def ways(count: int, drawn: int) -> float:  # up to a factor that depends on k alone
         return count**drawn / math.factorial(drawn) if replacement else math.comb(count, drawn)

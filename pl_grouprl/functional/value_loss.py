@@ -1,6 +1,6 @@
 """The critic's loss, and the explained variance of the returns.
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from pl_grouprl.functional.masked import check_flat, check_mask
 
 _ROUNDING = 8
-"""A spread of the returns below this many ulps of returns and values counts as zero, being rounding error."""
+"""Returns count as constant if they vary by fewer ulps than this."""
 
 
 class ValueLoss(NamedTuple):
@@ -23,8 +23,8 @@ class ValueLoss(NamedTuple):
 
     Attributes:
         per_token_N: Loss of each token, shape [N], to be minimized; 0 outside the mask. Pass it to `aggregate`.
-        metrics: Detached sum `value/clip_ratio`: tokens whose clipped value has the larger error. Add over
-            micro-batches and ranks, and divide by the sum of `metric_count`.
+        metrics: Detached sum `value/clip_ratio`, the number of tokens whose clipped value has the larger error. Add it
+            over micro-batches and ranks, and divide by the sum of `metric_count`.
         metric_count: Tokens in the mask.
     """
 
@@ -41,17 +41,17 @@ def clipped_value_loss(
     mask_N: Tensor,
     cliprange: float | None = None,
 ) -> ValueLoss:
-    """PPO's value loss: the larger squared error of each value and of its clipped version.
+    """PPO's value loss: the larger of the squared errors of each value and of its clipped version.
 
     L = 0.5 max((V - R)^2, (clip(V, old - cliprange, old + cliprange) - R)^2), as in OpenAI's baselines (ppo2), TRL and
-    verl (`cliprange_value`). Without a range, 0.5 (V - R)^2.
+    verl (`cliprange_value`). Without `cliprange`, 0.5 (V - R)^2.
 
     Args:
         values_N: Values of the critic, with gradient, shape [N].
         old_values_N: The same before the update, shape [N].
         returns_N: Targets of the values, shape [N].
-        mask_N: True where there is a loss, bool, shape [N]; everything elsewhere may be NaN.
-        cliprange: How far a value may move from the old one, in units of the return; None sets no limit.
+        mask_N: True for tokens to train, bool, shape [N]; inputs elsewhere may be NaN.
+        cliprange: How far a value may move from the old one, in units of the return; None for no limit.
 
     Returns:
         The loss of each token.
@@ -67,10 +67,10 @@ def clipped_value_loss(
     error_N = (values_N - returns_N).square()
     if cliprange is None:
         return ValueLoss(0.5 * error_N, {"value/clip_ratio": torch.zeros_like(mask_N.sum())}, mask_N.sum())
-    held_N = torch.clamp(values_N, old_values_N - cliprange, old_values_N + cliprange)
-    held_error_N = (held_N - returns_N).square()
-    clipped = (held_error_N > error_N).sum()
-    return ValueLoss(0.5 * torch.maximum(error_N, held_error_N), {"value/clip_ratio": clipped}, mask_N.sum())
+    clipped_N = torch.clamp(values_N, old_values_N - cliprange, old_values_N + cliprange)
+    clipped_error_N = (clipped_N - returns_N).square()
+    num_clipped = (clipped_error_N > error_N).sum()
+    return ValueLoss(0.5 * torch.maximum(error_N, clipped_error_N), {"value/clip_ratio": num_clipped}, mask_N.sum())
 
 
 @torch.no_grad()
@@ -83,13 +83,13 @@ def explained_variance(
 ) -> Tensor:
     """Fraction of the returns' variance that the values explain, 1 - Var(R - V) / Var(R).
 
-    1 is a perfect critic (up to a constant), 0 is as good as a constant, below 0 is worse. Computed in float64, means
-    first and then squares around them. verl adds 1e-5 to Var(R); here it is exact.
+    1 is a perfect critic (up to a constant), 0 is as good as a constant, below 0 is worse. Computed in float64, in two
+    passes. verl adds 1e-5 to Var(R); here it is exact.
 
     Args:
         values_N: Values of the critic, shape [N].
         returns_N: Returns, shape [N].
-        mask_N: Which tokens count, bool, shape [N]; everything elsewhere may be NaN.
+        mask_N: True for tokens that count, bool, shape [N]; inputs elsewhere may be NaN.
         reduce: Sums a 1-D float64 tensor over ranks; called twice. None for one rank.
 
     Returns:

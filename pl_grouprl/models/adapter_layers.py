@@ -1,4 +1,4 @@
-"""Operations on models with PEFT layers: disable the layers, copy the model without them, merge them in a copy.
+"""Operations on models with PEFT layers: disable them, copy the model without them, merge them into a copy.
 
 Copies share the storage of every unchanged weight, so they cost next to nothing.
 """
@@ -20,7 +20,7 @@ from pl_grouprl.models.quantization import dequantize
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
-    """A model's PEFT layers and modules that PEFT trains whole; empty if PEFT has not been imported."""
+    """A model's PEFT layers, and modules that PEFT trains in full; empty if PEFT has not been imported."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -42,13 +42,13 @@ def base_of(model: Any) -> Any:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Run a model without its adapters, and without gradient, since recomputed activations would miss the switch.
+    """Disable a model's adapters, and gradients, since activation checkpointing would recompute with adapters.
 
-    On exit, the active adapters are on again, and every parameter is trained or frozen as before.
+    On exit, the active adapters and each parameter's `requires_grad` are restored.
 
     Raises:
-        ValueError: If the model has no adapters, or trains other weights too (biases, say), so that it would not be
-            the base without the adapters.
+        ValueError: If the model has no adapters, or also trains other weights (such as biases), so that disabling the
+            adapters would not give the base model.
     """
     layers = adapter_layers(model)
     if not layers:
@@ -57,7 +57,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for layer in switched:
-            layer.enable_adapters(False)  # and freezes them
+            layer.enable_adapters(False)  # also freezes them
         other = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if other:
             raise ValueError(
@@ -77,11 +77,11 @@ def aliased_copy(model: nn.Module) -> tuple[Any, dict[nn.Parameter, str]]:
     """Copy a model's modules, not its weights.
 
     Returns:
-        The copy, whose parameters are frozen aliases of the model's storage, and the model's name of each.
+        The copy, whose parameters are frozen aliases of the model's storage, and the name of each in the model.
     """
     aliases = {id(p): _alias(p) for p in model.parameters()}
     scales = {id(p.quant_state): p.quant_state for p in model.parameters() if hasattr(p, "quant_state")}
-    # The memo replaces each parameter by its alias, and keeps the scales of 4-bit weights.
+    # The memo makes deepcopy use the aliases, and share the scales of 4-bit weights.
     duplicate = copy.deepcopy(model, {**aliases, **scales})
     return duplicate, {aliases[id(parameter)]: name for name, parameter in model.named_parameters()}
 
@@ -116,7 +116,7 @@ def remove_adapters(model: nn.Module, *, keep_trained: bool = False) -> None:
 
     Args:
         model: Changed in place.
-        keep_trained: Keep the trained version of modules that PEFT trained whole, not the original.
+        keep_trained: Keep the trained version of modules that PEFT trained in full, not the original.
 
     Raises:
         TypeError: If a wrapper has neither.
@@ -142,7 +142,7 @@ def remove_adapters(model: nn.Module, *, keep_trained: bool = False) -> None:
 
 
 def leave_parameters_out_of_checkpoints(module: nn.Module, names: Iterable[str]) -> None:
-    """Leave parameters out of `state_dict`, and do not report them missing, in a module and its parents.
+    """Leave parameters out of `state_dict`, of the module and its parents, and do not report them missing.
 
     For weights recreated from their source. The hooks are module-level functions, so the module can be pickled.
 
@@ -171,6 +171,6 @@ def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: st
 
 
 def _fill_in(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    own = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     for name in names:
-        state.setdefault(prefix + name, own[name])
+        state.setdefault(prefix + name, parameters[name])

@@ -45,8 +45,8 @@ class LoRAOptions:
         dropout: Dropout rate of their input, in training mode. With shared prefixes, a prompt's tokens are dropped
             once for all rollouts of a group.
         target_modules: `all-linear` for every linear layer of the language model's decoder; or suffixes of layer names,
-            looked up in the decoder first and then elsewhere; or a regular expression for whole names, as in PEFT.
-            Experts stored in one parameter are not linear layers.
+            looked up in the decoder first, then elsewhere; or a regular expression for full names, as in PEFT. Experts
+            stored in one parameter are not linear layers.
         use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead (rank-stabilized LoRA, arXiv:2312.03732).
         seed: Seed of the new layers.
@@ -101,13 +101,13 @@ class LoRAOptions:
         )
         inject(config, model, name, seed=self.seed, argument=argument)
         layers = set(adapter_layers(model))
-        taken = {own for own, module in model.named_modules() if module in layers}
+        taken = {name for name, module in model.named_modules() if module in layers}
         if chosen is not None and taken != chosen:
             raise ValueError(
                 f"{argument} matches {len(chosen)} layers of "
-                f"{type(model).__name__}, but PEFT chooses others for some, such as {min(taken ^ chosen)!r}: it "
-                "reads names of an expert's layers as the parameters that contain all experts. Leave those names "
-                "out, or pass a regular expression to mean the experts."
+                f"{type(model).__name__}, but PEFT chooses others, such as {min(taken ^ chosen)!r}: it takes names of "
+                "an expert's layers for the parameters that contain all experts. Leave out those names, or pass a "
+                "regular expression that matches the experts."
             )
 
 
@@ -160,7 +160,7 @@ class LoRAAdapter(LoRAOptions):
     def _saved_config(self, path: str) -> LoraConfig:
         from peft import LoraConfig, PeftConfig
 
-        location = str(Path(path).expanduser()) if path.startswith("~") else path
+        location = expand_home(path)
         with readable_weights(location, f"the adapter of path {path!r}"):
             config = PeftConfig.from_pretrained(location)
         if not isinstance(config, LoraConfig):
@@ -179,27 +179,27 @@ class LoRAAdapter(LoRAOptions):
             )
         names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
         for field in fields(LoRAOptions):
-            own, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)
-            own, saved = (set(value) if isinstance(value, list) else value for value in (own, saved))
-            if field.name != "seed" and own not in (field.default, saved):
+            ours, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)
+            ours, saved = (set(value) if isinstance(value, list) else value for value in (ours, saved))
+            if field.name != "seed" and ours not in (field.default, saved):
                 raise ValueError(
-                    f"{type(self).__name__}.{field.name} is {own!r}, but the adapter of path {path!r} was made with "
+                    f"{type(self).__name__}.{field.name} is {ours!r}, but the adapter of path {path!r} was made with "
                     f"{saved!r}; leave it out."
                 )
         return config
 
 
 def adapter_options(model: nn.Module) -> dict[str, Any]:
-    """Options that, besides the weights, decide the effect of a model's adapters, as plain values.
+    """Options that affect what a model's adapters compute, as plain values.
 
     Args:
         model: Any model; without adapters, the result is empty.
 
     Returns:
         By `<adapter name>.<option>`: the options of `LoRAOptions` that matter outside training, and PEFT's per-layer
-        exceptions. Layer names are sorted, and `all-linear` is spelled out.
+        exceptions. Layer names are sorted, and `all-linear` is expanded.
     """
-    configs: Any = next((own.peft_config for own in model.modules() if "peft_config" in vars(own)), {})
+    configs: Any = next((module.peft_config for module in model.modules() if "peft_config" in vars(module)), {})
     return {
         f"{name}.{option}": sorted(value) if isinstance(value, set | list) else value
         for name, config in configs.items()
@@ -223,7 +223,7 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: st
 
     Raises:
         ValueError: If the model already has adapters, no layer has one of the names, a layer cannot take an adapter,
-            or its weights are tied to another module's, which merging would change too.
+            or its weights are tied to another module's, so that merging would change that module too.
     """
     if has_adapters(model):
         raise ValueError(
@@ -238,7 +238,7 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: st
         try:
             model.add_adapter(config, name)
         except (ValueError, re.error) as error:
-            _refuse_places(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
+            _refuse_targets(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
     for parameter in model.parameters():
         if parameter.requires_grad:  # PEFT creates them in the base weights' dtype, too coarse for training
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -272,13 +272,13 @@ def _chosen_layers(model: Any, targets: str | list[str], argument: str) -> set[s
     if targets == ALL_LINEAR:
         chosen = {name for name, module in model.named_modules() if module in inside and _is_linear(module)}
     else:
-        names = {name: module in inside for name, module in model.named_modules() if name}
-        found = {target: _find(names, target) for target in targets}
+        in_decoder = {name: module in inside for name, module in model.named_modules() if name}
+        found = {target: _find(in_decoder, target) for target in targets}
         if missing := [target for target in targets if not found[target]]:
-            _refuse_places(argument, f"no layer of {type(model).__name__} is named {missing[0]!r}")
-        chosen = {name for own in found.values() for name in own}
+            _refuse_targets(argument, f"no layer of {type(model).__name__} is named {missing[0]!r}")
+        chosen = {name for names in found.values() for name in names}
     if not chosen:
-        _refuse_places(argument, f"{type(find_decoder(model)).__name__} has no linear layers")
+        _refuse_targets(argument, f"{type(find_decoder(model)).__name__} has no linear layers")
     return chosen
 
 
@@ -292,16 +292,16 @@ def _shortest_names(model: nn.Module, chosen: set[str]) -> list[str]:
     return sorted(ends if matched == chosen else chosen)
 
 
-def _find(names: dict[str, bool], target: str) -> list[str]:
+def _find(in_decoder: dict[str, bool], target: str) -> list[str]:
     """Modules whose names end in a target: in the decoder, or elsewhere if the decoder has none."""
-    found = [name for name in names if name == target or name.endswith(f".{target}")]
-    return [name for name in found if names[name]] or found
+    found = [name for name in in_decoder if name == target or name.endswith(f".{target}")]
+    return [name for name in found if in_decoder[name]] or found
 
 
-def _refuse_places(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
+def _refuse_targets(argument: str, reason: str, error: Exception | None = None) -> NoReturn:
     raise ValueError(
         f"{argument} matches no layer: {reason}. target_modules are 'all-linear', a list of suffixes of names of "
-        "linear layers (['q_proj']), or a regular expression for whole names ('.*q_proj'), for the right model."
+        "linear layers (['q_proj']), or a regular expression for full names ('.*q_proj')."
     ) from error
 
 
@@ -312,14 +312,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _load_weights(model: Any, path: str, name: str) -> None:
-    """Load an adapter's weights.
-
-    Raises:
-        ValueError: If they do not match the model's adapter, or are not finite or not readable.
-    """
+    """Load an adapter's weights; they must match the model's adapter and be finite."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    location, owner = str(Path(path).expanduser()) if path.startswith("~") else path, f"the adapter of path {path!r}"
+    location, owner = expand_home(path), f"the adapter of path {path!r}"
     with readable_weights(location, owner):
         saved = load_peft_weights(location, device="cpu")
     state = {key.removeprefix(_KEY_PREFIX): value for key, value in saved.items()}
@@ -337,6 +333,11 @@ def _load_weights(model: Any, path: str, name: str) -> None:
     check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", remedy=remedy)
     check_finite_weights(state, owner)
     set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def expand_home(path: str) -> str:
+    """Expand a leading `~`; hub names and other paths stay unchanged."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def check_folder(path: str, what: str) -> None:

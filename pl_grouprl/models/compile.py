@@ -33,7 +33,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     """
     decoder = find_decoder(model)
     count = getattr(decoder.config, "num_hidden_layers", None)
-    for module in decoder.modules():  # outermost first, so a list of equally many experts comes later
+    for module in decoder.modules():  # outermost first, so before any list of as many experts
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(

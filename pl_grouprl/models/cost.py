@@ -25,10 +25,10 @@ class ModelCost:
     """Floating-point operations of one forward pass of a decoder; a backward pass takes about twice as many.
 
     Attributes:
-        per_token: Of the linear layers, per token.
-        per_pair: Of attention, per query and visible key, summed over all layers and heads with the same window in
-            tokens; None is full attention.
-        per_prediction: Of the head, per scored token; 0 without a head.
+        per_token: Operations of the linear layers, per token.
+        per_pair: Operations of attention, per query and visible key, summed over heads and layers; by the layers'
+            window in tokens, None for full attention.
+        per_prediction: Operations of the head, per scored token; 0 without a head.
     """
 
     per_token: float
@@ -39,12 +39,12 @@ class ModelCost:
     def of(cls, decoder: PreTrainedModel, head: nn.Module | None = None) -> ModelCost:
         """Count a decoder's matrices: 2 operations per weight and token, 4 per head dimension and pair.
 
-        A mixture counts only the experts that a token visits. Keys and values count by their sizes, which differ in
-        multi-head latent attention. Chunked attention counts like a window. Stateful layers count their matrices, not
-        the state update.
+        Counts only the experts that a token visits. Keys and values count by their sizes, which differ in multi-head
+        latent attention. Chunked attention counts like a window. Stateful layers count their matrices, not the state
+        update.
 
         Args:
-            decoder: A decoder with whole parameters or sharded by any strategy.
+            decoder: A decoder, with parameters whole or sharded by any strategy.
             head: Turns hidden states into logits, if tokens are scored.
         """
         config = decoder.config
@@ -90,9 +90,9 @@ class ModelCost:
     def _of_runs(self, runs: Sequence[tuple[int, int]]) -> float:
         """Operations of runs of tokens, each given by the position of its first token and its length."""
         cost = self.per_token * sum(length for _, length in runs)
-        alike = Counter(runs).items()
+        counted = Counter(runs).items()
         for window, per_pair in self.per_pair.items():
-            pairs = (n * (_pairs(start + length, window) - _pairs(start, window)) for (start, length), n in alike)
+            pairs = (n * (_pairs(start + length, window) - _pairs(start, window)) for (start, length), n in counted)
             cost += per_pair * sum(pairs)
         return cost
 
@@ -107,7 +107,7 @@ def _weights(module: nn.Module, visited: int | None) -> float:
     """Weights of a module's matrices (not its children's) that multiply one token."""
     weights = 0.0
     for parameter in module.parameters(recurse=False):
-        shape: Sequence[int] = getattr(parameter, "ds_shape", whole_shape(parameter))  # a partitioned parameter
+        shape: Sequence[int] = getattr(parameter, "ds_shape", whole_shape(parameter))  # partitioned by DeepSpeed
         shape = getattr(parameter, "whole_shape", shape)  # flattened by FSDP1
         if len(shape) == 2:
             weights += math.prod(shape)
@@ -127,7 +127,7 @@ def _per_pair(config: Any) -> dict[int | None, float]:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """Window of each attention layer, in tokens; None is no limit."""
+    """Window of each attention layer, in tokens; None for no limit."""
     window = (getattr(config, "sliding_window", None) or None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds is None:

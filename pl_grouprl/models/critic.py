@@ -39,7 +39,7 @@ class ValueHead(nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set all to zero."""
+        """Set weights and bias to zero."""
         self.weight.zero_()
         self.bias.zero_()
 
@@ -137,11 +137,11 @@ def check_critic_parity(
 ) -> ParityReport:
     """Run groups through the critic's trunk with repeated and with shared prefixes, and compare.
 
-    Compares the normalized projection of each hidden state onto the value head's weights, and its gradients, because
-    the values of a new head would be near zero on both paths in any case.
+    Compares the projection of each hidden state onto the direction of the value head's weights, and its gradients: the
+    values of a new head are near zero on both paths, so they would show nothing.
 
     Args:
-        critic: The critic; unchanged. A detached trunk has no gradients to compare: use `check_parity` of the policy.
+        critic: The critic; unchanged. A detached trunk has no gradients to compare: use `check_parity` on the policy.
         groups: Groups to compare on; by default two small random groups.
         backend: Attention backend of the shared path.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class CriticSource(Protocol):
     """Creates the initial critic. Called on every rank and on every resume, with the same result each time.
 
-    A source whose critic shares storage with the policy declares `needs_whole_weights = True`: strategies that shard
+    A source whose critic shares storage with the policy sets `needs_whole_weights = True`; strategies that shard
     weights refuse it.
     """
 
@@ -110,7 +110,7 @@ class PretrainedCritic:
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         head_std: As in `PolicyCopyCritic`, if the checkpoint has no head.
         seed: Seed of the new value head.
-        allow_mismatched_weights: As in `PretrainedPolicy`; the replaced and the new head need not be named.
+        allow_mismatched_weights: As in `PretrainedPolicy`; need not list the replaced and the new head.
         gguf_file: As in `PretrainedPolicy`.
     """
 
@@ -154,11 +154,11 @@ class PretrainedCritic:
         return Critic(trunk, head).train()
 
     def _check_vocabulary(self, trunk: Any, policy: Any) -> None:
-        own, needed = (model.get_input_embeddings().num_embeddings for model in (trunk, policy))
-        if own < needed:
+        available, needed = (model.get_input_embeddings().num_embeddings for model in (trunk, policy))
+        if available < needed:
             raise ValueError(
-                f"PretrainedCritic(path={self.path!r}) has embeddings for {own} tokens and the policy for {needed}; "
-                "choose a critic with the policy's tokenizer."
+                f"PretrainedCritic(path={self.path!r}) has embeddings for {available} tokens and the policy for "
+                f"{needed}; choose a critic with the policy's tokenizer."
             )
 
     def load_config(self) -> PretrainedConfig:

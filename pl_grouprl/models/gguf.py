@@ -1,6 +1,6 @@
-"""GGUF files, the format of llama.cpp: loading config and tokenizer, and the options with which weights are loaded.
+"""GGUF files (the format of llama.cpp): loads config and tokenizer, and has the options to load weights.
 
-The weights are dequantized, so nothing downstream (checkpoints, copies, exports, adapters) sees a quantized model.
+Weights are dequantized, so nothing downstream (checkpoints, copies, exports, adapters) sees a quantized model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPT2_SPLIT = frozenset({"gpt-2", "phi-2"})
 """Values of `tokenizer.ggml.pre` for GPT-2's splitting into words, the default of byte-level tokenizers."""
 
 _DIGIT_SPLIT = frozenset({"smollm", "starcoder", "refact"})
-"""Values for the same splitting after each digit has been split off, a step that transformers 5.23 leaves out."""
+"""Values for the same splitting after splitting off each digit, a step that transformers 5.23 leaves out."""
 
 
 def split_location(path: str) -> tuple[str, str | None]:
@@ -38,7 +38,7 @@ def split_location(path: str) -> tuple[str, str | None]:
 
 
 def check_gguf_file(path: str, gguf_file: str | None) -> None:
-    """Check a path and the name of a GGUF file in it, as far as local files allow.
+    """Check a path and the name of a GGUF file in it, without access to the hub.
 
     Raises:
         FileNotFoundError: If the folder has no such file.
@@ -54,7 +54,7 @@ def check_gguf_file(path: str, gguf_file: str | None) -> None:
     if gguf_file is None:
         if present and not (folder / "config.json").exists():
             raise ValueError(
-                f"path is {path!r}, which has no config.json but GGUF files; pass gguf_file, of {present}."
+                f"path is {path!r}, which has no config.json but GGUF files; pass gguf_file, one of {present}."
             )
         return
     if split_location(gguf_file)[1] is None or Path(gguf_file).is_absolute():
@@ -147,7 +147,7 @@ def naming_gguf_file(file: Path | str) -> Iterator[None]:
         cause = f"{' '.join(str(error).split()):.500} ({type(error).__name__})"
         raise ValueError(
             f"the GGUF file {str(file)!r} cannot be loaded: {cause}. If it is damaged, copy it again; if transformers "
-            "does not know its kind, convert the original model with save_pretrained."
+            "does not support it, save the original model with save_pretrained."
         ) from error
 
 
@@ -176,11 +176,7 @@ def _tokenizer_kind(file: Path) -> tuple[str | None, str | None]:
 
 
 def _set_word_split(tokenizer: Any, rules: str | None, file: Path) -> None:
-    """Make a tokenizer split text into words as the original tokenizer does.
-
-    Raises:
-        ValueError: If the rules are unknown. Tokens would silently differ from those that the model was trained on.
-    """
+    """Make a tokenizer split text as the original does; refuses unknown rules, which would silently change tokens."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

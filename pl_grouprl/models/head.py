@@ -1,4 +1,4 @@
-"""Maps hidden states to logits by the model's own code, including soft caps, scales and biases of its head.
+"""Maps hidden states to logits with the model's own code, including soft caps, scales and biases of its head.
 
 Legend: N tokens, D hidden size, V vocabulary.
 """
@@ -23,14 +23,14 @@ _LINEAR = nn.Linear.forward  # some libraries replace it
 def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
 
-    Runs the model's own forward with its decoder bypassed, so everything between decoder and logits is included. The
-    model's hooks do not run: one that gathers sharded weights already ran with the decoder, and ranks may have
-    different numbers of chunks.
+    Runs the model's own forward with its decoder bypassed, so everything between decoder and logits is included. Does
+    not run the model's hooks: those that gather sharded weights already ran with the decoder, and would deadlock if
+    ranks have different numbers of chunks.
     """
     decoder = find_decoder(model)
 
     def logits(hidden_ND: Tensor) -> Tensor:
-        with sharing_paused(model), _Aside(decoder, hidden_ND):
+        with sharing_paused(model), _BypassDecoder(decoder, hidden_ND):
             return model.forward(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
 
     return logits
@@ -40,8 +40,7 @@ def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
     """Return the head's weight, shape [V, D], if the model's logits are `hidden @ weight.T` and nothing else, or None.
 
     The head must be a plain `nn.Linear` (no adapter, quantized or sharded layer) without bias and hooks. A trial run of
-    the model's forward with decoder and head bypassed shows whether it changes the head's input or output; it takes no
-    product with the weight.
+    the model's forward, with decoder and head bypassed, shows whether it changes the head's input or output.
 
     Args:
         model: A causal language model.
@@ -57,18 +56,19 @@ def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
         return None
     if weight.dtype != dtype and not torch.is_autocast_enabled(weight.device.type):
         return None
-    with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count in-place changes
-        plain = _hands_on(model, head, weight)
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors have no version counter
+        plain = _leaves_unchanged(model, head, weight)
     return weight if plain else None
 
 
-def _hands_on(model: PreTrainedModel, head: nn.Linear, weight: Tensor) -> bool:
+def _leaves_unchanged(model: PreTrainedModel, head: nn.Linear, weight: Tensor) -> bool:
+    """Whether the model passes hidden states to its head, and returns the head's logits, as the same memory."""
     hidden_ND, logits_NV = weight.new_ones(2, weight.shape[1]), weight.new_ones(2, len(weight))
     versions = hidden_ND._version, logits_NV._version
-    got: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
     def forward(states: Tensor) -> Tensor:
-        got.append(states)
+        head_inputs.append(states)
         return logits_NV[None]
 
     head.forward = forward  # type: ignore[method-assign,assignment]
@@ -76,7 +76,7 @@ def _hands_on(model: PreTrainedModel, head: nn.Linear, weight: Tensor) -> bool:
         returned = logits_function(model)(hidden_ND)
     finally:
         del head.forward
-    same = len(got) == 1 and _same(got[0], hidden_ND[None]) and _same(returned, logits_NV)
+    same = len(head_inputs) == 1 and _same(head_inputs[0], hidden_ND[None]) and _same(returned, logits_NV)
     return same and versions == (hidden_ND._version, logits_NV._version)
 
 
@@ -90,7 +90,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-class _Aside:
+class _BypassDecoder:
     """Context in which the decoder returns the given hidden states instead of running."""
 
     def __init__(self, decoder: nn.Module, hidden_ND: Tensor) -> None:

@@ -60,7 +60,7 @@ class WeightMismatch:
     def __str__(self) -> str:
         """For example `missing from it: a.weight; of another shape: b.weight ([3, 4], and [48, 32] in the model)`."""
         shapes = [
-            f"{name} ({list(own)}, and {list(model)} in the model)" for name, (own, model) in self.misshaped.items()
+            f"{name} ({list(found)}, and {list(model)} in the model)" for name, (found, model) in self.misshaped.items()
         ]
         kinds = {
             "missing from it": sorted(self.missing),
@@ -73,8 +73,8 @@ class WeightMismatch:
 def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[str] = (), **options: Any) -> Any:
     """Load a transformers model; refuse it unless its files have exactly its weights, all finite.
 
-    `AutoModel` skips a head in the files. Weights that transformers expects to be missing or left over for a model
-    family are not a mismatch, nor is the second name of a tied weight.
+    With `AutoModel`, a head in the files is skipped. Weights that transformers expects to be missing or left over for a
+    model family are not a mismatch, nor is the second name of a tied weight.
 
     Args:
         auto_class: Name of a class in transformers.
@@ -98,7 +98,7 @@ def load_model(auto_class: str, location: str, *, owner: str, allowed: Sequence[
     unexpected = found["unexpected_keys"]
     if auto_class == "AutoModel":
         unexpected = {name for name in unexpected if not _belongs_to_a_head(name, model)}
-    misshaped = {name: (own, expected) for name, own, expected in found["mismatched_keys"]}
+    misshaped = {name: (in_files, expected) for name, in_files, expected in found["mismatched_keys"]}
     mismatch = WeightMismatch(tuple(found["missing_keys"]), tuple(unexpected), misshaped)
     check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", allowed)
     check_finite_weights(model.state_dict(), owner)
@@ -112,10 +112,10 @@ def check_mismatch(mismatch: WeightMismatch, refusal: str, allowed: Sequence[str
         mismatch: The mismatch.
         refusal: Beginning of the error.
         allowed: Glob patterns of weights that may differ.
-        remedy: End of the error; by default, use a matching folder or allow the names.
+        remedy: End of the error; by default, to use a matching folder or allow the names.
 
     Raises:
-        ValueError: Names the weights, or a pattern that matches none.
+        ValueError: Lists the weights, or a pattern that matches none.
     """
     unused = [pattern for pattern in allowed if not any(fnmatchcase(name, pattern) for name in mismatch.names)]
     if unused:
@@ -136,7 +136,7 @@ def check_finite_weights(weights: dict[str, Tensor], owner: str) -> None:
     """Refuse weights with NaN or infinity.
 
     Raises:
-        ValueError: Names them and the dtype they were loaded in.
+        ValueError: Lists them and the dtype they were loaded in.
     """
     broken = nonfinite_tensors(weights.items())
     if broken:
@@ -173,8 +173,8 @@ def readable_weights(location: str, owner: str) -> Iterator[None]:
         if not (conversions or file or absent or isinstance(error, _unreadable())):
             raise
         cause = "; ".join(conversions) or " ".join(str(error).split())
-        place, kind = file or location, type(error).__name__
-        raise ValueError(f"{owner} cannot be loaded: {place}: {cause:.500} ({kind}). Copy or save it again.") from error
+        name, kind = file or location, type(error).__name__
+        raise ValueError(f"{owner} cannot be loaded: {name}: {cause:.500} ({kind}). Copy or save it again.") from error
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
@@ -203,7 +203,7 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def _conversion_errors(error: BaseException) -> list[str]:
-    """Weights that transformers could not convert, which it logs but leaves out of its error."""
+    """Weights that transformers could not convert; it logs them, but its error does not mention them."""
     trace = error.__traceback__
     while trace is not None:
         report = getattr(trace.tb_frame.f_locals.get("loading_info"), "conversion_errors", None)
@@ -214,7 +214,7 @@ def _conversion_errors(error: BaseException) -> list[str]:
 
 
 def _belongs_to_a_head(name: str, model: Any) -> bool:
-    """Whether an unexpected weight belongs to a head, which `AutoModel` skips: the model lacks its first name part."""
+    """Whether an unexpected weight belongs to a head, which `AutoModel` skips: no child has its first name part."""
     body = {model.base_model_prefix, *(child for child, _ in model.named_children())}
     return name.partition(".")[0] not in body
 

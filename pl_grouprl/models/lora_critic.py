@@ -1,7 +1,7 @@
 """A critic made of the policy's base weights, its own low-rank layers and a value head.
 
 The base weights exist once: the critic's alias the policy's storage, so they follow the policy as it trains, and the
-critic's gradient never reaches them. The critic excludes the policy's adapter; both share one base.
+critic's gradient never reaches them. The critic does not include the policy's adapter.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class LoRACritic(LoRAOptions):
 class TiedCritic(Critic):
     """A critic whose trunk has frozen parameters that alias the policy's.
 
-    Its `state_dict` leaves them out, and loading does not report them missing. Call `retie` after either model got new
+    Its `state_dict` leaves these out, and loading does not report them missing. Call `retie` when either model gets new
     storage: after moving or casting one, after `copy.deepcopy` or pickling of both, and after
-    `policy.load_state_dict(..., assign=True)`. Until then the critic reads its old weights.
+    `policy.load_state_dict(..., assign=True)`. Until then the critic uses its old weights.
 
     Args:
         trunk: A structural copy of the policy's decoder, with additional layers.
@@ -90,15 +90,15 @@ class TiedCritic(Critic):
         Raises:
             ValueError: If the policy's parameters are not whole tensors of the same shapes (as when sharded by FSDP).
         """
-        own = dict(self.trunk.named_parameters())
-        theirs = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]
+        aliases = dict(self.trunk.named_parameters())
+        sources = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]
         for name, source in self.tied.items():
-            parameter = theirs.get(source)
-            if parameter is None or type(parameter) is not type(own[name]) or parameter.shape != own[name].shape:
+            alias, parameter = aliases[name], sources.get(source)
+            if parameter is None or type(parameter) is not type(alias) or parameter.shape != alias.shape:
                 found = "missing" if parameter is None else f"a {type(parameter).__name__} of {list(parameter.shape)}"
                 raise ValueError(
-                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(own[name].shape)}, which "
+                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(alias.shape)}, which "
                     f"is now {found}; it needs whole parameters (one device or DDP). With sharded weights use "
                     "PolicyCopyCritic or SharedTrunkCritic."
                 )
-            own[name].data = parameter.data
+            alias.data = parameter.data

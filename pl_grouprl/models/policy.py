@@ -14,7 +14,7 @@ from pl_grouprl.attention import find_decoder
 from pl_grouprl.media.processor import language_model_class
 from pl_grouprl.models import gguf
 from pl_grouprl.models.adapter_layers import has_adapters
-from pl_grouprl.models.adapters import LoRAAdapter, check_folder
+from pl_grouprl.models.adapters import LoRAAdapter, check_folder, expand_home
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import check_patterns, load_model
 from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
@@ -42,7 +42,7 @@ class PolicySource(Protocol):
 
 
 def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
-    """Return a policy source as it is, or make one from a path.
+    """Return a policy source unchanged, or make one from a path.
 
     Args:
         policy: A source, or the path or hub name of a model.
@@ -80,7 +80,8 @@ class PretrainedPolicy:
         attn_implementation: As in transformers (`sdpa`, `flash_attention_2`, `eager`); None is its default. Prefix
             sharing wraps it.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass.
-        disable_dropout: Set every dropout rate of the config to 0, as old and new log-probabilities are compared.
+        disable_dropout: Set every dropout rate of the config to 0, so that old and new log-probabilities are
+            comparable.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         adapter: Train low-rank layers on frozen weights. The reference is then the policy with the adapter off, and
@@ -93,8 +94,8 @@ class PretrainedPolicy:
             it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
             every run.
         gguf_file: Name of a GGUF file in `path`, which has config, weights and tokenizer in one. Quantized weights are
-            dequantized to `dtype`: everything else works as with any policy, and takes as much memory. Needs the
-            packages gguf and accelerate.
+            dequantized to `dtype`, so the policy works like any other, and takes as much memory. Needs the packages
+            gguf and accelerate.
         quantization: Store the frozen linear layers under an `adapter` in 4 bits, quantized as they are loaded
             (QLoRA); see `FourBit`. None keeps `dtype`.
 
@@ -205,14 +206,14 @@ class PretrainedPolicy:
             **options,
             **self._hub_options,
         )
-        if has_adapters(model):  # transformers loaded its base too, and froze both
+        if has_adapters(model):  # transformers also loaded the base, and froze both
             self._refuse_adapter()
         prepare_for_training(model)
         if self.gradient_checkpointing:
             arguments = self._checkpointing_options
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
             if arguments["use_reentrant"] and not hasattr(model, "_require_grads_hook"):
-                # After frozen embeddings, a layer's input needs no gradient, so its own weights would get none.
+                # With frozen embeddings, a layer's input needs no gradient, so its weights would get none.
                 model.enable_input_require_grads()
         return model
 
@@ -248,17 +249,17 @@ class PretrainedPolicy:
             )
 
     def _refuse_lost_gradients(self, model: Any) -> None:
-        """Refuse reentrant checkpointing of a trained layer whose input needs no gradient: it would get none.
+        """Refuse reentrant checkpointing of trained layers whose input needs no gradient: they would get none.
 
-        The language model's embeddings are made to require a gradient, but not the input of a vision tower.
+        The language model's embeddings are made to require gradients; the input of a vision tower is not.
         """
         if not (self.gradient_checkpointing and self._checkpointing_options["use_reentrant"]):
             return
         decoder = find_decoder(model)
-        own = set(decoder.parameters())
+        in_decoder = set(decoder.parameters())
         for module in model.modules():
             around = not getattr(module, "gradient_checkpointing", False) or decoder in set(module.modules())
-            if not around and any(p.requires_grad and p not in own for p in module.parameters()):
+            if not around and any(p.requires_grad and p not in in_decoder for p in module.parameters()):
                 raise ValueError(
                     f"adapter has layers in a {type(module).__name__}, outside the language model, which get no "
                     "gradient if gradient_checkpointing_kwargs has use_reentrant: true; leave that out."
@@ -283,7 +284,7 @@ class PretrainedPolicy:
 
     @property
     def _location(self) -> str:
-        return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+        return expand_home(self.path)
 
     @property
     def _hub_options(self) -> dict[str, Any]:

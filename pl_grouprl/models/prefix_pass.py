@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder
 from pl_grouprl.attention.prefix_states import PrefixStates, States
-from pl_grouprl.attention.support import frequencies_move
+from pl_grouprl.attention.support import has_dynamic_rope
 from pl_grouprl.media.inputs import check_batch_media
 from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.adapter_layers import adapter_layers
@@ -87,14 +87,14 @@ class PrefixPass:
     def states(self, model: PreTrainedModel) -> Prefix:
         """The states of the path in a model. Runs it the first time, with gradient if enabled.
 
-        Runs it separately with and without gradient, and with and without adapters.
+        The states with and without gradient, and with and without adapters, are separate.
 
         Args:
             model: A model in a `shared_prefix` context.
 
         Raises:
             NotImplementedError: If the model cannot run a group in slices.
-            ValueError: If the model cannot place the prompt's images and videos.
+            ValueError: If the prompt's images and videos do not fit the model.
         """
         switched_off = any(layer.disable_adapters for layer in adapter_layers(model))
         key = (find_backbone(model), torch.is_grad_enabled(), switched_off)
@@ -113,24 +113,24 @@ class PrefixPass:
         """Arguments of a slice whose prompt has images or videos: positions after them, and token types of text."""
         if not self.batch.media:
             return {}
-        whole = replace(
+        with_media = replace(
             self.batch, layout=batch.layout, targets_N=batch.targets_N, rollout_index_N=batch.rollout_index_N
         )
-        check_batch_media(model, whole)
+        check_batch_media(model, with_media)
         tokens = batch.model_inputs["input_ids"]
         inputs = {name: torch.zeros_like(tokens) for name in self.batch.media if is_per_token(name)}
-        positions = media_position_ids(model, whole)
+        positions = media_position_ids(model, with_media)
         return inputs if positions is None else inputs | {"position_ids": positions[..., self.num_tokens :]}
 
     def loss(self, parameters: Iterable[nn.Parameter] = (), *, loss_scale: float = 1.0) -> Tensor:
-        """A zero whose backward pass takes the collected gradients through the prompt, in all models that ran it.
+        """A zero whose backward pass propagates the collected gradients through the prompt, in all models that ran it.
 
         Call it once, after the backward of all slices; it drops the prompt's states. A model none of whose slices ran
         backward gets zero gradients, so collectives of sharded weights match.
 
         Args:
-            parameters: Parameters that need a gradient in any case, zero if there is no other.
-            loss_scale: Factor of the slices' losses (of a gradient scaler), if it also multiplies this one.
+            parameters: Parameters that must get a gradient, zero if there is no other.
+            loss_scale: A gradient scaler's factor on the slices' losses, if it will also multiply this one.
 
         Returns:
             A differentiable scalar, even if no run of the prompt had a gradient.
@@ -152,7 +152,7 @@ class Prefix:
     """
 
     def __init__(self, model: PreTrainedModel, batch: ScoringBatch, above: Prefix | None = None) -> None:
-        if frequencies_move(find_decoder(model)):
+        if has_dynamic_rope(find_decoder(model)):
             raise NotImplementedError(
                 f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a "
                 "group in slices would differ from one in a single call; use a larger token budget."
@@ -161,9 +161,9 @@ class Prefix:
         recorder = PrefixStates(path, record=True, recomputes=_recomputes(model))
         hidden = run_decoder(model, batch, prefix_states=recorder)
         self._leaves: list[Leaf] = []
-        own = self._cut(hidden[-1:] if above is None else hidden)
+        own = self._detach(hidden[-1:] if above is None else hidden)
         self.hidden: tuple[Tensor, ...] = (own,) if above is None else (*above.hidden, own)
-        states = {place: self._cut(tensor) for place, tensor in recorder.take_out().items()}
+        states = {place: self._detach(tensor) for place, tensor in recorder.pop_all().items()}
         self.path: tuple[States, ...] = (*path, states)
 
     @property
@@ -175,14 +175,14 @@ class Prefix:
         """A zero whose backward pass propagates the collected gradients."""
         # A gradient always reaches the last layer, so every layer's collectives run.
         used = [leaf for number, leaf in enumerate(self._leaves) if leaf.gradient is not None or number == 0]
-        return _HandOn.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
+        return _Propagate.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
 
-    def _cut(self, tensor: Tensor) -> Tensor:
+    def _detach(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
         leaf = Leaf(tensor)
         self._leaves.append(leaf)
-        return leaf.cut()
+        return leaf.detach()
 
 
 def _recomputes(model: PreTrainedModel) -> bool:
@@ -190,7 +190,7 @@ def _recomputes(model: PreTrainedModel) -> bool:
 
 
 class Leaf:
-    """A detached tensor, and the sum of the gradients that reach it.
+    """A recorded tensor, and the sum of the gradients that reach its detached copies.
 
     Attributes:
         recorded: The tensor in its graph.
@@ -201,8 +201,8 @@ class Leaf:
         self.recorded = recorded
         self.gradient: Tensor | None = None
 
-    def cut(self) -> Tensor:
-        """Return the values as a leaf; its gradients go into the sum instead of `grad`."""
+    def detach(self) -> Tensor:
+        """Return the values as a leaf whose gradients are added to the sum, not to `grad`."""
         leaf = self.recorded.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._collect)
         return leaf
@@ -214,7 +214,7 @@ class Leaf:
         self.gradient = wide if self.gradient is None else self.gradient.add_(wide)
 
 
-class _HandOn(torch.autograd.Function):
+class _Propagate(torch.autograd.Function):
     """Zero with given gradients. A sum of products would have the same gradients, but a meaningless value."""
 
     @staticmethod

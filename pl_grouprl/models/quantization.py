@@ -1,4 +1,4 @@
-"""Frozen base models in 4 bits, under a trained adapter (QLoRA, arXiv:2305.14314), by bitsandbytes."""
+"""Frozen base models in 4 bits under a trained adapter (QLoRA, arXiv:2305.14314), using bitsandbytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FourBit:
 
     Attributes:
         quant_type: `nf4` has levels at the 16-quantiles of a normal distribution, `fp4` is a float of 4 bits.
-        double_quant: Store the scales with 8 bits: 4.127 bits per weight instead of 4.5.
+        double_quant: Store the scales in 8 bits: 4.127 bits per weight instead of 4.5.
         compute_dtype: Dtype in which a layer's weights are dequantized and multiplied.
 
     Raises:
@@ -77,17 +77,17 @@ def prepare_for_training(model: nn.Module) -> None:
 
 
 def _keep_gradients(model: nn.Module) -> None:
-    """Switch off the kernel of bitsandbytes for CPUs with bfloat16 instructions.
+    """Disable bitsandbytes' kernel for CPUs with bfloat16 instructions.
 
-    It rounds to bfloat16 and has no gradient, and a layer that has used it, in evaluation mode, has repacked its weight
-    for good: later gradients would be zero.
+    It rounds to bfloat16, has no gradient, and permanently repacks the weight of a layer that uses it (in evaluation
+    mode), so later gradients would be zero.
     """
     for _, layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
 
 
 def _mark_for_peft(model: nn.Module) -> None:
-    """Set `is_loaded_in_4bit` on every part that may get the adapter, not only on the model that was loaded."""
+    """Set `is_loaded_in_4bit` on every submodel that may get the adapter, not only on the loaded model."""
     for module in model.modules():
         if hasattr(module, "get_input_embeddings"):
             module.is_loaded_in_4bit = True  # type: ignore[assignment]
@@ -103,7 +103,7 @@ def whole_shape(parameter: Tensor) -> Sequence[int]:
 def dequantize(model: nn.Module) -> None:
     """Replace a model's 4-bit layers, in place, by layers of the original class with the same dequantized weights.
 
-    PEFT's layers around them become those for such layers, so merging an adapter rounds nothing to 4 bits.
+    PEFT's layers around them are converted too, so merging an adapter does not round to 4 bits.
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -116,7 +116,7 @@ def dequantize(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is lora.Linear4bit:
             module.__class__ = lora.Linear
-            _tell_orientation(module)
+            _set_orientation(module)
         if getattr(module, "is_loaded_in_4bit", False):
             _unmark(module)
 
@@ -127,7 +127,7 @@ def _dequantized(layer: Any) -> nn.Module:
 
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     plain: nn.Module
-    if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):  # GPT-2's, which was transposed to be quantized
+    if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):  # GPT-2's, transposed for quantization
         plain, weight = Conv1D(layer.out_features, layer.in_features), weight.T.contiguous()
     else:
         plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
@@ -136,8 +136,8 @@ def _dequantized(layer: Any) -> nn.Module:
     return plain
 
 
-def _tell_orientation(adapter: Any) -> None:
-    """Tell the parts of a PEFT layer whether the weight that it wraps is transposed."""
+def _set_orientation(adapter: Any) -> None:
+    """Set `fan_in_fan_out` in the parts of a PEFT layer, by whether the wrapped weight is transposed."""
     from transformers.pytorch_utils import Conv1D
 
     is_transposed = isinstance(adapter.get_base_layer(), Conv1D)
@@ -147,7 +147,7 @@ def _tell_orientation(adapter: Any) -> None:
 
 
 def _unmark(model: Any) -> None:
-    """Remove the marks of a quantized model: transformers refuses to save or cast a model that has them."""
+    """Remove the attributes of a quantized model, with which transformers refuses to save or cast it."""
     for name in ("is_loaded_in_4bit", "is_quantized", "hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.config.__dict__.pop("quantization_config", None)

@@ -1,4 +1,4 @@
-"""Frozen models: the reference policy of KL penalties, a copy of the initial policy, and teachers.
+"""Helpers for frozen models: teachers, and the reference policy of KL penalties, a copy of the initial policy.
 
 A policy with an adapter needs no copy: its frozen base, with the adapter off, is the reference.
 """
@@ -35,23 +35,23 @@ def unfrozen(model: nn.Module) -> Iterator[None]:
 def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
     """Leave a child out of `module.state_dict()`, and do not report it missing in `load_state_dict`, even if strict.
 
-    For weights recreated from their source, which a checkpoint would contain twice.
+    For weights that are recreated from their source.
     """
 
     def drop(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for name in [name for name in state if name.startswith(f"{prefix}{child}.")]:
             del state[name]
 
-    def forgive(_: nn.Module, incompatible: Any) -> None:
-        own = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
-        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(own)]
+    def ignore_missing(_: nn.Module, incompatible: Any) -> None:
+        prefixes = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(prefixes)]
 
     module.register_state_dict_post_hook(drop)
-    module.register_load_state_dict_post_hook(forgive)
+    module.register_load_state_dict_post_hook(ignore_missing)
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> float:
-    """Sum of the absolute weights, optionally of frozen ones only: enough to notice that a source's model changed."""
+    """Sum of the absolute weights, optionally of frozen ones only; detects that a source's model has changed."""
     parameters = (p for p in model.parameters() if not (frozen_only and p.requires_grad))
     return float(sum(parameter.abs().sum(dtype=torch.float64) for parameter in parameters))

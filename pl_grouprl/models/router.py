@@ -1,4 +1,4 @@
-"""Records a mixture of experts' router logits while the policy scores a batch, and computes their loss.
+"""Records the router logits of a mixture of experts while the policy scores a batch, and computes their loss.
 
 Legend: B rollouts, L longest row, T packed tokens, E experts.
 """
@@ -54,16 +54,16 @@ def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
     """
     recorded: RouterLogits = []
 
-    def ask(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def request(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs | {"output_router_logits": True}
 
-    def keep(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
-        # The head's calls also pass through the decoder, which is bypassed then and returns none.
+    def record(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
+        # When only the head runs, the decoder is bypassed and returns none.
         if output.get("router_logits") is not None:
             recorded[:] = output.router_logits
 
     decoder = find_decoder(model)
-    handles = [decoder.register_forward_pre_hook(ask, with_kwargs=True), decoder.register_forward_hook(keep)]
+    handles = [decoder.register_forward_pre_hook(request, with_kwargs=True), decoder.register_forward_hook(record)]
     try:
         yield recorded
     finally:
@@ -74,7 +74,7 @@ def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
 def router_balancing_loss(model: PreTrainedModel, batch: ScoringBatch, recorded: RouterLogits) -> Tensor:
     """The load-balancing loss of one decoder call, the same for shared and repeated prefixes.
 
-    Every token counts as often as the repeated run encodes it: prompt tokens once per rollout, padding never.
+    Every token counts as often as with repeated prefixes: prompt tokens once per rollout, padding never.
 
     Args:
         model: The model whose decoder ran.
@@ -98,7 +98,7 @@ def router_balancing_loss(model: PreTrainedModel, batch: ScoringBatch, recorded:
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """K, the number of experts that a token visits."""
+    """The number of experts that a token visits."""
     for owner in (model, find_decoder(model).config):
         count = getattr(owner, "num_experts_per_tok", None)
         if isinstance(count, int):
@@ -107,7 +107,7 @@ def experts_per_token(model: PreTrainedModel) -> int:
 
 
 def _copies_per_position(batch: ScoringBatch) -> Tensor:
-    """How often the repeated run encodes each position of the decoder's call, shape [T] or [B * L]."""
+    """How often each position of the decoder's call occurs with repeated prefixes, shape [T] or [B * L]."""
     if batch.sharing == "repeated":
         return batch.model_inputs["attention_mask"].flatten()
     return batch.layout.multiplicity

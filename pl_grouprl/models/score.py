@@ -33,8 +33,8 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     A batch with shared prefixes is one row, so [T, D]. The batch's indices (`predict_index_N`, `final_index_B`) point
     into the result. Images and videos of the prompts are encoded in the same call.
 
-    A slice of a group (`packing.slices`) runs its S tokens after the prompt of `batch.prefix`, running that first if
-    needed, and gives [1 + S, D], starting with the prompt's last position.
+    A slice of a group (`packing.slices`) continues from the prompt of `batch.prefix`, running it first if needed, and
+    gives [1 + S, D]: the prompt's last position, then the S tokens of the slice.
 
     Args:
         model: A decoder, with or without a head, or a model that contains one.
@@ -43,7 +43,7 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     Raises:
         RuntimeError: If the batch has shared prefixes and no `shared_prefix(model)` is active: the model would ignore
             the layout.
-        ValueError: If the model cannot place the batch's images and videos; see `media.inputs.check_batch_media`.
+        ValueError: If the batch's images and videos do not fit the model; see `media.inputs.check_batch_media`.
     """
     if batch.sharing == "shared" and in_force(model) is None:
         raise RuntimeError(
@@ -54,7 +54,7 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
 
 
 def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Tensor:
-    """Run the decoder on the tokens of a batch alone, ignoring `batch.prefix`; see `hidden_states`.
+    """Run the decoder on the tokens of a batch, ignoring `batch.prefix`; see `hidden_states`.
 
     Args:
         model: As in `hidden_states`.
@@ -73,7 +73,7 @@ def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Ten
         check_batch_media(model, batch)
         positions = media_position_ids(model, batch)
         inputs = inputs if positions is None else inputs | {"position_ids": positions}
-    # Inside a context, the rows of a repeated batch would be found to share their prompts.
+    # Otherwise an active context would detect that the rows of a repeated batch share their prompts.
     with sharing_paused(model):
         hidden = find_backbone(model)(**inputs, use_cache=False, return_dict=True).last_hidden_state
     return hidden.flatten(0, 1)
@@ -93,15 +93,15 @@ def score(
 ) -> TokenScores:
     """Score the response tokens of a batch in one pass, without materializing all logits.
 
-    Only hidden states that predict response tokens reach the head. A plain matrix head runs in blocks of the
-    vocabulary, any other in chunks of `chunk_size` tokens; see `token_scores`.
+    The head runs only on hidden states that predict response tokens: in blocks of the vocabulary if it is a plain
+    matrix, otherwise in chunks of `chunk_size` tokens; see `token_scores`.
 
     Args:
         model: A causal language model. A batch with shared prefixes needs `shared_prefix(model)` to be active until
             the backward pass is done.
         batch: Result of `packing.pack`, on the model's device.
         temperature: Divides the logits; use the sampler's.
-        chunk_size: Most tokens with logits in memory at a time.
+        chunk_size: Maximum number of tokens with logits in memory at a time.
         entropy: Also return the entropy of each distribution.
         entropy_grad: Let gradients flow through the entropy.
         score_norm: Also return the squared norm of the log-probability's gradient with respect to the logits.
@@ -148,7 +148,7 @@ def rollout_logprobs(
         sharing: `shared` encodes each prompt once, `repeated` once per rollout in a padded batch.
         temperature: Divides the logits.
         backend: Attention backend for shared prefixes; see `shared_prefix`.
-        chunk_size: Most tokens with logits in memory at a time.
+        chunk_size: Maximum number of tokens with logits in memory at a time.
 
     Returns:
         One tensor of shape [tokens] per rollout, group by group in the caller's order, in float32 (float64 for a
@@ -156,7 +156,7 @@ def rollout_logprobs(
 
     Raises:
         UnsupportedModelError: If the model cannot share prefixes.
-        RuntimeError: If activation checkpointing would run the forward again after the patch is removed.
+        RuntimeError: If activation checkpointing would recompute the forward after the patch is removed.
     """
     only_prompts = get_backend(backend).max_depth == 1  # fails early if unknown, even with repeated prefixes
     least = None if only_prompts else MIN_SAVED_TOKENS

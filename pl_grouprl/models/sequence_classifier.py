@@ -1,4 +1,4 @@
-"""Recognizes transformers' classifiers of sequences and tokens, used as reward models, and finds their head."""
+"""Recognizes transformers' sequence and token classifiers, used as reward models, and finds their head."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
         raise ValueError(
             f"teacher has another tokenizer than policy: {len(differing)} tokens differ ({first_names(differing, 6)}); "
             f"{token!r} has the id {theirs.get(token)} there and {ours.get(token)} in the policy's. The teacher would "
-            "score other text than was sampled; use one with the policy's tokenizer."
+            "score different text; use one with the policy's tokenizer."
         )
 
 
@@ -36,7 +36,7 @@ def check_pair(student: nn.Module, teacher: nn.Module) -> float:
         teacher: As loaded.
 
     Returns:
-        The teacher's fingerprint, by which a resumed run recognizes it.
+        The teacher's fingerprint, so that a resumed run can recognize it.
 
     Raises:
         ValueError: If the teacher's vocabulary is smaller, or the teacher is the student's initial or base model.
@@ -44,8 +44,8 @@ def check_pair(student: nn.Module, teacher: nn.Module) -> float:
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]  # type: ignore[operator]
     if sizes[1] < sizes[0]:
         raise ValueError(
-            f"teacher has logits of {sizes[1]} tokens and policy of {sizes[0]}, so it could not score all that the "
-            "policy may sample; use a teacher with as many."
+            f"teacher has logits for {sizes[1]} tokens and policy for {sizes[0]}, so it cannot score all that the "
+            "policy may sample; use a teacher with at least as many."
         )
     teacher_fingerprint = fingerprint(teacher)
     if teacher_fingerprint == fingerprint(student, frozen_only=has_adapters(student)):

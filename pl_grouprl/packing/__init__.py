@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from typing import Any
-
 from pl_grouprl.packing.balance import balance, imbalance
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
@@ -14,6 +10,9 @@ from pl_grouprl.packing.rows import RowPlan, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.shorten import ShortenedGroups, shorten
 from pl_grouprl.packing.splits import Branch, SplitGroup
 from pl_grouprl.packing.trie import Trie, build_trie
+from pl_grouprl.utilities.moved import moved
+
+__getattr__ = moved(__name__, {"ModelCost": "pl_grouprl.models.ModelCost"})
 
 __all__ = [
     "Branch",
@@ -34,11 +33,3 @@ __all__ = [
     "repeat_rows",
     "shorten",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """`ModelCost` has moved to `pl_grouprl.models`; this name will be removed in the next version."""
-    if name != "ModelCost":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("pl_grouprl.packing.ModelCost is now pl_grouprl.models.ModelCost.", DeprecationWarning, stacklevel=2)
-    return importlib.import_module("pl_grouprl.models").ModelCost

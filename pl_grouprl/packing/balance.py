@@ -1,6 +1,6 @@
 """Assigns groups to ranks to balance their load.
 
-The ranks of a step wait for the slowest, so the quantity to minimize is the largest load over the mean.
+A step takes as long as its slowest rank, so the quantity to minimize is the largest load over the mean.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ def balance(costs: Sequence[float], num_ranks: int, *, good_enough: float = 1.00
     """Assign groups to ranks, keeping the largest load small.
 
     Assigns groups, costliest first, to the least loaded rank; then moves or swaps groups of the most loaded rank as
-    long as that helps. Deterministic, so every rank finds the same assignment.
+    long as that helps. Deterministic, so every rank computes the same assignment.
 
     Args:
         costs: Cost of each group, in any unit, 0 or more.
         num_ranks: Number of ranks.
-        good_enough: Largest load over the mean at which the search ends.
+        good_enough: The search ends when the largest load over the mean is at most this.
 
     Returns:
-        The rank of each group. Every rank has a group if there are as many groups as ranks.
+        The rank of each group. Every rank has a group if there are at least as many groups as ranks.
 
     Raises:
         ValueError: If `num_ranks` is less than 1, or a cost is negative or not finite.
     """
     _check(costs, num_ranks)
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    least: list[tuple[float, int, int]] = [(0.0, 0, rank) for rank in range(num_ranks)]  # a heap: load, groups, rank
+    groups_of: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads: list[tuple[float, int, int]] = [(0.0, 0, rank) for rank in range(num_ranks)]  # a heap: load, groups, rank
     for group in sorted(range(len(costs)), key=lambda group: -costs[group]):
-        load, count, rank = least[0]
-        shares[rank].append(group)
-        heapq.heapreplace(least, (load + costs[group], count + 1, rank))
-    enough = good_enough * sum(load for load, _, _ in sorted(least, key=lambda own: own[2])) / num_ranks
-    order = sorted((-load, rank) for load, _, rank in least)
-    while -order[0][0] > enough and _relieve(shares, order, costs):
+        load, count, rank = loads[0]
+        groups_of[rank].append(group)
+        heapq.heapreplace(loads, (load + costs[group], count + 1, rank))
+    limit = good_enough * sum(load for load, _, _ in sorted(loads, key=lambda entry: entry[2])) / num_ranks
+    order = sorted((-load, rank) for load, _, rank in loads)
+    while -order[0][0] > limit and _relieve(groups_of, order, costs):
         pass
-    rank_of = {group: rank for rank, share in enumerate(shares) for group in share}
+    rank_of = {group: rank for rank, groups in enumerate(groups_of) for group in groups}
     return [rank_of[group] for group in range(len(costs))]
 
 
@@ -57,43 +57,40 @@ def imbalance(costs: Sequence[float], ranks: Sequence[int], num_ranks: int) -> f
     return max(loads) / mean if mean else 1.0
 
 
-def _relieve(shares: list[list[int]], order: list[tuple[float, int]], costs: Sequence[float]) -> bool:
+def _relieve(groups_of: list[list[int]], order: list[tuple[float, int]], costs: Sequence[float]) -> bool:
     """Reduce the largest load by a move to, or swap with, the least loaded rank that allows it; returns success.
 
-    Args:
-        shares: The groups of each rank.
-        order: (negative load, rank), ascending: the largest load first.
-        costs: Cost of each group.
+    `order` has pairs (negative load, rank), ascending: the largest load first.
     """
     load, largest = order[0]
     for other, rank in reversed(order[1:]):
-        shift = _best_shift(shares[largest], shares[rank], other - load, costs)
-        if shift is not None:
-            given, returned = shift
-            shares[largest] = [group for group in shares[largest] if group != given] + returned
-            shares[rank] = [group for group in shares[rank] if group not in returned] + [given]
+        exchange = _best_exchange(groups_of[largest], groups_of[rank], other - load, costs)
+        if exchange is not None:
+            moved, returned = exchange
+            groups_of[largest] = [group for group in groups_of[largest] if group != moved] + returned
+            groups_of[rank] = [group for group in groups_of[rank] if group not in returned] + [moved]
             del order[bisect_left(order, (other, rank))], order[0]  # deletes the later element first
             for changed in (largest, rank):
-                insort(order, (-sum(costs[group] for group in shares[changed]), changed))
+                insort(order, (-sum(costs[group] for group in groups_of[changed]), changed))
             return True
     return False
 
 
-def _best_shift(
+def _best_exchange(
     heavy: Sequence[int], light: Sequence[int], difference: float, costs: Sequence[float]
 ) -> tuple[int, list[int]] | None:
-    """The group to give, and the one to take in return, if any, that bring two loads closest."""
+    """The group to move, and the one to take in return, if any, that bring two loads closest."""
     best: tuple[int, list[int]] | None = None
-    smallest = difference * (1 - 1e-9)  # gains below rounding error do not count, so the search ends
-    for given in heavy:
-        half = difference - 2 * costs[given]
+    smallest = difference * (1 - 1e-9)  # ignores gains below rounding error, so the search ends
+    for moved in heavy:
+        after_move = difference - 2 * costs[moved]
         for returned in light:
-            remaining = abs(half + 2 * costs[returned])
+            remaining = abs(after_move + 2 * costs[returned])
             if remaining < smallest:
-                smallest, best = remaining, (given, [returned])
+                smallest, best = remaining, (moved, [returned])
         # A group moved without a swap must not leave the rank empty.
-        if len(heavy) > 1 and abs(half) < smallest:
-            smallest, best = abs(half), (given, [])
+        if len(heavy) > 1 and abs(after_move) < smallest:
+            smallest, best = abs(after_move), (moved, [])
     return best
 
 

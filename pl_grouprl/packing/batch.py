@@ -1,4 +1,4 @@
-"""Turns rollout groups into decoder inputs and scoring indices, with each prompt once or once per rollout.
+"""Turns rollout groups into decoder inputs and scoring indices, with prompts shared or repeated per rollout.
 
 Legend: B rollouts, T packed tokens, L longest sequence, N response tokens of all rollouts, concatenated.
 """
@@ -41,8 +41,8 @@ class ScoringBatch:
         targets_N: The response tokens, int64.
         rollout_index_N: The rollout of each response token, counted over all groups in order, int64.
         loss_mask_N: Which response tokens are trained, bool.
-        final_index_B: Index in the flattened hidden states of each rollout's last token, int64; if empty, of its
-            prompt's.
+        final_index_B: Index in the flattened hidden states of each rollout's last token, int64; for an empty rollout,
+            of its prompt's last token.
         rollout_lengths: Response tokens of each of the B rollouts.
         layout: The forest of the groups, with either encoding.
         sharing: The encoding.
@@ -50,8 +50,8 @@ class ScoringBatch:
             encoded by itself.
         sequence_group: Process group whose ranks run this row together, each with the same batch; None if this rank
             runs it alone. See `attention.sequence_parallel`.
-        prefix: The run of the prompt that a slice of rollouts continues (`models.PrefixPass`); None if the batch
-            includes its prompts.
+        prefix: For a slice of a group, the run of its prompt (`models.PrefixPass`); None if the batch includes its
+            prompts.
     """
 
     model_inputs: dict[str, Any]
@@ -79,7 +79,7 @@ class ScoringBatch:
 
     @property
     def num_tokens_run(self) -> int:
-        """Tokens that go through the decoder, including padding."""
+        """Tokens that the decoder runs on, including padding."""
         return self.model_inputs["input_ids"].numel()
 
     @property
@@ -144,7 +144,7 @@ def pack(
         predict_index_N, final_index_B = forest.predict_index_N, forest.final_index_B
     else:
         row = repeat_rows(layout, row["input_ids"])
-        predict_index_N, final_index_B = _places_in_padded_rows(layout)
+        predict_index_N, final_index_B = _indices_in_padded_rows(layout)
     indices = {
         "predict_index_N": predict_index_N,
         "targets_N": _int64([rollout.token_ids for rollout in rollouts]),
@@ -170,7 +170,7 @@ def pack(
     )
 
 
-def _places_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
+def _indices_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
     """Index in the flattened rows, [B * L], that predicts each response token, [N], and that ends each rollout, [B]."""
     width = max(layout.repeated_lengths)
     last = [row * width + length - 1 for row, length in enumerate(layout.repeated_lengths)]
@@ -180,7 +180,7 @@ def _places_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
 
 def _loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """Which response tokens are trained, bool, shape [N]."""
-    masks = [[True] * len(own.token_ids) if own.loss_mask is None else own.loss_mask for own in rollouts]
+    masks = [[True] * len(r.token_ids) if r.loss_mask is None else r.loss_mask for r in rollouts]
     return _int64(masks).bool()
 
 

@@ -49,15 +49,15 @@ class SharedPrefixLayout:
         lengths: Tokens of each segment, in row order.
         parents: Index of each segment's parent, or None for a root.
         group_ids: A name for each segment's group; by default the index of its root.
-        given: Number of leading tokens that ran in an earlier call: they are keys, but not queries. 0, or the length
-            of the first segment, which must then be the only root.
+        given: Number of leading tokens that ran in an earlier call, whose states are passed in: they are keys, but not
+            queries. 0, or the length of the first segment, which must then be the only root.
 
     Attributes:
         num_tokens: T.
 
     Raises:
         ValueError: If the arguments differ in length, a length is negative, the order is not depth-first, or `given` is
-            neither.
+            another number.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class SharedPrefixLayout:
         roots: list[int] = []
         start = 0
         for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
-            above = None if parent is None else segments[parent]
+            position = 0 if parent is None else segments[parent].position + segments[parent].length
             roots.append(index if parent is None else roots[parent])
             group_id = roots[index] if group_ids is None else group_ids[index]
-            segments.append(Segment(start, length, parent, above.position + above.length if above else 0, group_id))
+            segments.append(Segment(start, length, parent, position, group_id))
             start += length
         self.segments: tuple[Segment, ...] = tuple(segments)
         self.num_tokens: int = start
@@ -134,7 +134,7 @@ class SharedPrefixLayout:
 
     @cached_property
     def subtree_stops(self) -> tuple[int, ...]:
-        """Index after the last token of each segment's last descendant, shape [S]."""
+        """Index after the last token of each segment and its descendants, shape [S]."""
         stops = [segment.stop for segment in self.segments]
         for index in reversed(range(len(self.segments))):
             parent = self.segments[index].parent
@@ -175,18 +175,18 @@ class SharedPrefixLayout:
 
     @property
     def token_ratio(self) -> float:
-        """Tokens of the repeated run over tokens that run; 1 if nothing is shared."""
+        """Tokens with repeated prefixes over tokens that run; 1 if nothing is shared."""
         return sum(self.repeated_lengths) / self.num_queries if self.num_queries else 1.0
 
     @property
     def attention_pairs(self) -> int:
-        """Pairs of a query and a visible key, over the tokens that run."""
+        """Number of pairs of a query and a visible key, over the tokens that run."""
         run = [segment for segment in self.segments if segment.start >= self.given]
         return sum(s.length * s.position + s.length * (s.length + 1) // 2 for s in run)
 
     @property
     def repeated_attention_pairs(self) -> int:
-        """The same for the repeated run."""
+        """The same with repeated prefixes."""
         return sum(length * (length + 1) // 2 for length in self.repeated_lengths)
 
     @property
@@ -198,15 +198,15 @@ class SharedPrefixLayout:
     def path(self, index: int) -> Tensor:
         """Row indices of the tokens from the root to the end of a segment, int64."""
         runs: list[Tensor] = []
-        above: int | None = index
-        while above is not None:
-            segment = self.segments[above]
+        ancestor: int | None = index
+        while ancestor is not None:
+            segment = self.segments[ancestor]
             runs.append(torch.arange(segment.start, segment.stop))
-            above = segment.parent
+            ancestor = segment.parent
         return torch.cat(runs[::-1])
 
     def memo(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
-        """Cache something derived from this layout (a mask, index tensor or plan) for further layers."""
+        """Cache something derived from this layout (a mask, index tensor or plan) for later layers."""
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
@@ -217,7 +217,7 @@ class SharedPrefixLayout:
         return torch.tensor(per_segment, dtype=torch.long).repeat_interleave(lengths).to(device)
 
     def subtree_bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Start of each token's segment, and stop of that segment's last descendant, shape [T] each."""
+        """Start of each token's segment, and stop of its subtree, shape [T] each."""
         return self.memo(
             ("subtree_bounds", device),
             lambda: (

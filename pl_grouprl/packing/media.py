@@ -19,7 +19,7 @@ def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, shari
     """Join the media of all groups, in the order of their prompts in the batch.
 
     Args:
-        groups: Prompts with at least one rollout each; those without media count as text.
+        groups: Prompts with at least one rollout each, with or without media.
         layout: Layout of these groups.
         sharing: `shared` takes each group's media once, `repeated` once per rollout.
 
@@ -61,7 +61,7 @@ def _joined(name: str, groups: Sequence[RolloutGroup], sharing: str) -> Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         raise ValueError(
-            f"media[{name!r}] of different groups have items of the shapes {sorted(shapes)}, which cannot be joined; "
+            f"media[{name!r}] of different groups have items of shapes {sorted(shapes)}, which cannot be concatenated; "
             "let the processor resize images to one size, or put these prompts into batches of one group."
         )
     return torch.cat(parts)

@@ -44,14 +44,14 @@ def plan_rows(groups: Sequence[GroupShape], max_tokens: int | None) -> RowPlan:
         ValueError: If a prompt alone or a rollout alone is longer than `max_tokens`, or `max_tokens` is less than 1.
     """
     tries = [own if isinstance(own, Trie) else separate(own) for _, own in groups]
-    taking_part = [index for index, trie in enumerate(tries) if trie.leaves]
+    nonempty = [index for index, trie in enumerate(tries) if trie.leaves]
     if max_tokens is None:
-        return RowPlan((tuple(taking_part),) if taking_part else (), ())
+        return RowPlan((tuple(nonempty),) if nonempty else (), ())
     _check_budget(max_tokens)
-    sizes = {index: groups[index][0] + tries[index].num_tokens for index in taking_part}
-    fitting = [index for index in taking_part if sizes[index] <= max_tokens]
+    sizes = {index: groups[index][0] + tries[index].num_tokens for index in nonempty}
+    fitting = [index for index in nonempty if sizes[index] <= max_tokens]
     rows = pack_sizes([sizes[index] for index in fitting], max_tokens)
-    large = (index for index in taking_part if sizes[index] > max_tokens)
+    large = (index for index in nonempty if sizes[index] > max_tokens)
     splits = (split_group(index, groups[index][0], tries[index], max_tokens) for index in large)
     return RowPlan(tuple(tuple(fitting[place] for place in row) for row in rows), tuple(splits))
 
@@ -61,23 +61,23 @@ def plan_repeated_rows(
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
     """Cut groups into padded batches [B, L], where each rollout is a row with its whole prompt.
 
-    Batches rollouts of similar length. Filling batches from the longest rollout down needs the fewest batches.
+    Fills batches with the longest rollouts first, which needs the fewest batches.
 
     Args:
         groups: Prompt length and rollout lengths of each group. Groups without rollouts are skipped.
-        max_tokens: Most tokens of a batch, including padding. None puts all rollouts into one batch.
+        max_tokens: Maximum number of tokens per batch, including padding. None puts all rollouts into one batch.
 
     Returns:
-        For each batch its groups as (group, indices of its rollouts), all ascending. Every rollout exactly once; the
-        batch with the longest sequence first.
+        For each batch, its groups as (group, indices of its rollouts), ascending. Every rollout occurs exactly once;
+        the batch with the longest sequence comes first.
 
     Raises:
         ValueError: If a prompt with its rollout is longer than `max_tokens`, or `max_tokens` is less than 1.
     """
     lengths = {
-        (group, rollout): prompt + own
+        (group, rollout): prompt + length
         for group, (prompt, rollouts) in enumerate(groups)
-        for rollout, own in enumerate(rollouts)
+        for rollout, length in enumerate(rollouts)
     }
     remaining = sorted(lengths, key=lambda unit: -lengths[unit])
     if max_tokens is None:

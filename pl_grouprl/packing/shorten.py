@@ -1,7 +1,7 @@
-"""Truncates rollouts for decoder calls that read nothing after a certain token of each.
+"""Truncates rollouts for decoder calls that only need results up to a certain token of each.
 
-A causal decoder's result at a token does not depend on later tokens, so tokens after the last one that is read need not
-run, forward or backward. GROUP PPO trains its critic at the starts of token groups only.
+A causal decoder's result at a token does not depend on later tokens, so tokens after the last result needed do not have
+to run, forward or backward. GROUP PPO trains its critic at the starts of token groups only.
 
 Legend: B rollouts, N response tokens of all rollouts, concatenated, M of them that are kept.
 """
@@ -22,8 +22,8 @@ class ShortenedGroups(NamedTuple):
 
     Attributes:
         groups: The same prompts with the first tokens of each rollout.
-        kept_index_M: Index of each kept token among the original N, int64, ascending: `tensor_N[kept_index_M]` is the
-            part of any tensor of shape [N] for the truncated groups.
+        kept_index_M: Index of each kept token among the original N, int64, ascending: `tensor_N[kept_index_M]` selects
+            the truncated groups' part of any tensor of shape [N].
     """
 
     groups: list[RolloutGroup]

@@ -14,8 +14,8 @@ _Name = TypeVar("_Name")
 def move_together(tensors: Mapping[_Name, Tensor], device: torch.device | str) -> dict[_Name, Tensor]:
     """Move CPU tensors to a device as one block of bytes.
 
-    For CUDA the block is in pinned memory, so the copy is queued and the host continues; copies from pageable memory
-    would synchronize for each tensor.
+    For CUDA the block is in pinned memory, so the copy is asynchronous; copies from pageable memory would synchronize
+    for each tensor.
 
     Args:
         tensors: Tensors by name, of any dtypes and shapes.

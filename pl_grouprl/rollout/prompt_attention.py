@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.kernels import has_fused_kernel, head_multiple
-from pl_grouprl.attention.backends.merge import merge_in_place, share_beside_sinks
+from pl_grouprl.attention.backends.merge import merge_in_place, non_sink_share
 from pl_grouprl.attention.layer_options import read_layer_options
 from pl_grouprl.attention.mask import MaskRule, read_mask_function
 from pl_grouprl.attention.registration import own_implementation, register_over
@@ -121,7 +121,7 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
     merge_in_place(attended_BKRD, lse_BKR, prompt_BKRD, prompt_lse_BKR)
     if sinks_H is not None:
         sinks_KR = sinks_H.repeat_interleave(new).view(lse_BKR.shape[1:])
-        attended_BKRD *= share_beside_sinks(lse_BKR, sinks_KR)[..., None]
+        attended_BKRD *= non_sink_share(lse_BKR, sinks_KR)[..., None]
     return attended_BKRD.to(query.dtype).view(query.shape)
 
 

@@ -122,8 +122,8 @@ ROWS: tuple[Row, ...] = (
         "the tokens of one rollout change",
         "no log-probability or gradient of another changes by a bit",
         (
-            "tests/models/test_score.py::test_one_rollout_moves_no_bit_of_the_others",
-            "tests/models/test_score.py::test_one_rollout_moves_no_bit_of_the_gradient_of_the_others",
+            "tests/models/test_score.py::test_one_rollout_does_not_change_others_bitwise",
+            "tests/models/test_score.py::test_one_rollout_does_not_change_gradients_of_others_bitwise",
         ),
     ),
     Row(

@@ -92,7 +92,7 @@ def of_scores(case: dict, model, batch: ScoringBatch) -> tuple[torch.Tensor, lis
 
 
 def of_slices(case: dict, model, group) -> tuple[float, float]:
-    """Differences of a group in two slices behind its prompt, run by several ranks, to the whole of it on one."""
+    """Differences between a group in two slices, run by several ranks, and the whole group on one rank."""
     whole = random_groups(3, SHAPES["one_group"])[0]
     prefix, logprobs = PrefixPass(whole, "cpu", group), []
     with shared_prefix(model):

@@ -9,7 +9,7 @@ from benchmarks.attention import BASELINE, Shape, main
 SMALL = ["--prefix", "6", "--rollout", "4", "--shortest", "2", "--group-size", "2", "--head-dim", "16", "--rounds", "1"]
 
 
-def test_lengths_lie_evenly_between_shortest_and_longest():
+def test_lengths_are_evenly_spaced_between_shortest_and_longest():
     layout = Shape(prefix=5, rollout=10, shortest=4, group_size=4, groups=2).layout
     assert [segment.length for segment in layout.segments] == [5, 10, 8, 6, 4] * 2
     assert [segment.length for segment in Shape(prefix=5, rollout=3, group_size=2).layout.segments] == [5, 3, 3]
@@ -28,7 +28,7 @@ def test_a_run_writes_what_it_prints(tmp_path, capsys):
     assert "ideal: pairs x1.30" in capsys.readouterr().out
 
 
-def test_a_device_that_is_not_there(monkeypatch):
+def test_a_missing_device_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="use --device cpu"):
         main([*SMALL, "--device", "cuda"])

@@ -153,7 +153,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize("backend", ["cascade", "reference", "prefix_grouper"])
-def test_one_rollout_moves_no_bit_of_the_others(backend):
+def test_one_rollout_does_not_change_others_bitwise(backend):
     layout = SharedPrefixLayout.from_groups([(20, [5, 140, 7]), (3, [4])])
     before = inputs(layout.num_tokens)
     changed = layout.segments[2]
@@ -175,7 +175,7 @@ def test_prefix_grouper_refuses_a_tree():
 
 
 @pytest.mark.parametrize("backend", ["auto", "cascade", "flex", "prefix_grouper", "reference"])
-def test_a_row_that_the_layout_does_not_describe(backend):
+def test_a_row_that_does_not_match_the_layout_is_refused(backend):
     layout = SharedPrefixLayout.from_groups([(3, [2])])
     with pytest.raises(ValueError, match=r"prefix_layout has 5 tokens.*shape \[1, 6\] and 6 keys; pass one packed row"):
         get_backend(backend)(*inputs(6), layout, RULE)
@@ -201,7 +201,7 @@ def test_an_unknown_backend():
         get_backend("flash")
 
 
-def test_flex_refuses_training_on_cpu_whatever_asks_for_a_gradient():
+def test_flex_refuses_training_on_cpu_for_any_input_with_gradient():
     layout = SharedPrefixLayout.from_groups([(3, [2])])
     for number in range(3):
         tensors = [tensor.detach() for tensor in inputs(5)]

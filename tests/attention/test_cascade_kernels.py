@@ -146,7 +146,7 @@ def test_one_call_for_all_segments_and_one_for_each_depth_with_descendants():
     assert kernel.calls == own + ancestors
 
 
-def test_long_runs_below_a_prefix_are_calls_of_their_own_on_slices(kernel):
+def test_long_runs_below_a_prefix_get_separate_calls_on_slices(kernel):
     # Prompts of 5, 30 and 9 tokens; below them 160, 4 and 128.
     forest = Forest([5, 100, 60, 30, 1, 3, 9, 128], [None, 0, 0, None, 3, 3, None, 6])
     plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
@@ -169,14 +169,14 @@ def test_parts_of_a_token():
     assert plan_cascade(SharedPrefixLayout([], []), RULE, CPU).parts_of_query == 0
 
 
-def test_a_window_takes_one_call_with_the_tails_it_reaches():
+def test_a_window_takes_one_call_with_the_reachable_prefix():
     layout = SharedPrefixLayout([9, 4, 2, 3, 5], [None, 0, 1, 1, None])
     own, ancestors = calls_of(plan_cascade(layout, AttentionRule(SCALE, window=4), CPU))
     assert own == [VarlenCall((9, 4, 2, 3, 5), (9, 7, 5, 6, 5), causal=True, window=4)]
     assert ancestors == []
 
 
-def test_segments_without_tokens_take_no_call():
+def test_empty_segments_need_no_call():
     layout = SharedPrefixLayout.from_groups([(4, [0, 0]), (3, [])])
     own, ancestors = calls_of(plan_cascade(layout, RULE, CPU))
     assert [call.query_lens for call in own] == [(4, 3)]
@@ -249,7 +249,7 @@ def test_float32_on_gpu(backend):
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation_once_a_layout_is_planned():
+def test_no_host_synchronization_once_a_layout_is_planned():
     layout = SharedPrefixLayout(*random_forest(0, 3, lengths=(7, 64, 130)))
     tensors = [
         tensor.detach().to("cuda", torch.bfloat16).transpose(0, 1)[None].requires_grad_()

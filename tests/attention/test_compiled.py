@@ -76,7 +76,7 @@ ALWAYS = ("qwen3", "gemma2", "deepseek_v3")
 @pytest.mark.parametrize(
     "family", [family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
-def test_twenty_layouts_take_few_compilations(family):
+def test_twenty_layouts_need_few_compilations(family):
     model = noisy_model(family, **FAMILIES[family])
     layouts = list(random_layouts(20))
     expected = [step(model, groups, "repeated") for groups in layouts[:3]]
@@ -121,7 +121,7 @@ def test_with_activation_checkpointing(family):
 
 
 @pytest.mark.slow
-def test_layers_with_a_state_break_the_graph_and_stay_right():
+def test_stateful_layers_break_the_graph_and_stay_exact():
     sizes = {
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},
         **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
@@ -148,7 +148,7 @@ def test_the_operator_is_well_formed(rule):
     )
 
 
-def test_what_does_not_compile_says_so():
+def test_what_does_not_compile_is_refused():
     llama4 = {
         "attention_chunk_size": 8,
         "num_local_experts": 2,
@@ -156,7 +156,7 @@ def test_what_does_not_compile_says_so():
         "attn_temperature_tuning": True,
     }
     cases = [(noisy_model("qwen3"), "flex", "'flex' does not run inside compiled layers")]
-    cases.append((noisy_model("llama4_text", **llama4), "auto", "scales queries by their place in the row"))
+    cases.append((noisy_model("llama4_text", **llama4), "auto", "scales queries by their index in the row"))
     for model, backend, message in cases:
         compile_layers(model, fullgraph=True)
         with torch.no_grad(), shared_prefix(model, backend), pytest.raises(Exception, match=message):

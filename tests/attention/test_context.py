@@ -1,4 +1,4 @@
-"""What the context leaves behind (nothing), contexts in contexts, copies; and arguments that do not fit a layout."""
+"""Restoring the model on exit, nested contexts, copies, and arguments that contradict a layout."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ def state(model):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_leaving_restores_the_model(family):
+def test_exiting_restores_the_model(family):
     model = tiny_model(family)
     before, expected = state(model), model(ROWS).logits
     context = shared_prefix(model)
@@ -75,7 +75,7 @@ def test_a_context_can_be_entered_again_but_not_twice():
 
 
 @pytest.mark.parametrize("inner", ["auto", "reference", "prefix_grouper"])
-def test_contexts_in_contexts(inner):
+def test_nested_contexts(inner):
     model = tiny_model()
     before, expected = state(model), model(ROWS).logits
     with shared_prefix(model) as one:
@@ -102,7 +102,7 @@ def test_two_models_at_once():
     assert in_force(first) is in_force(second) is None
 
 
-def test_contexts_left_in_another_order_on_two_models():
+def test_contexts_exited_in_another_order_on_two_models():
     first, second = tiny_model(seed=0), tiny_model(seed=1)
     before = state(first), state(second)
     one, two = shared_prefix(first), shared_prefix(second)
@@ -115,7 +115,7 @@ def test_contexts_left_in_another_order_on_two_models():
     assert state(second) == before[1]
 
 
-def test_contexts_left_in_another_order_on_one_model():
+def test_contexts_exited_in_another_order_on_one_model():
     model = tiny_model()
     before, expected = state(model), model(ROWS).logits
     one, two = shared_prefix(model), shared_prefix(model, "reference")
@@ -129,7 +129,7 @@ def test_contexts_left_in_another_order_on_one_model():
     assert state(model) == before
 
 
-def test_a_copy_made_inside_shares_inside_and_is_itself_outside():
+def test_a_copy_made_inside_shares_inside_and_is_unpatched_outside():
     model = tiny_model()
     expected = model(ROWS).logits
     with shared_prefix(model) as context:
@@ -146,7 +146,7 @@ def test_a_copy_made_inside_shares_inside_and_is_itself_outside():
     assert own.last_call.layout is not None
 
 
-def test_saving_inside_writes_nothing_of_the_patch(tmp_path):
+def test_saving_inside_does_not_save_the_patch(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = tiny_model()
@@ -160,7 +160,7 @@ def test_saving_inside_writes_nothing_of_the_patch(tmp_path):
     torch.testing.assert_close(loaded(ROWS).logits, model(ROWS).logits)
 
 
-def test_listeners_hear_of_every_call():
+def test_listeners_are_called_for_every_call():
     model, heard = tiny_model(), []
     with shared_prefix(model) as context:
         context.listeners.append(heard.append)
@@ -207,7 +207,7 @@ def test_a_packed_row_with_and_without_positions(family):
     ],
     ids=["short row", "two rows", "positions", "mask", "cache"],
 )
-def test_what_does_not_go_with_a_layout_is_refused(ids, extra, message):
+def test_arguments_that_contradict_the_layout_are_refused(ids, extra, message):
     model = tiny_model()
     with shared_prefix(model), pytest.raises(ValueError, match=message):
         model(ids, prefix_layout=LAYOUT, **extra)
@@ -253,7 +253,7 @@ def test_a_checkpointed_backward_after_the_context_fails_loudly(use_reentrant):
         loss.backward()
 
 
-def test_labels_beside_a_layout_are_refused():
+def test_labels_with_a_layout_are_refused():
     model = tiny_model("qwen3")
     with shared_prefix(model), pytest.raises(ValueError, match="labels are shifted by one token along the packed row"):
         model(PACKED, labels=PACKED, prefix_layout=LAYOUT)

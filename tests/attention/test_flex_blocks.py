@@ -1,4 +1,4 @@
-"""FlexAttention's block masks: which blocks are looked at, rows of any length, and what a new layout compiles.
+"""FlexAttention's block masks: which blocks are computed, rows of any length, and what a new layout compiles.
 
 Legend: T packed tokens, S of them that are run.
 """

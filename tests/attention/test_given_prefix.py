@@ -109,7 +109,7 @@ def test_queries_of_the_whole_row_are_an_error():
         get_backend("cascade")(query, key, value, SharedPrefixLayout([2, 3], [None, 0], given=2), AttentionRule(SCALE))
 
 
-def test_what_a_layout_counts():
+def test_token_counts_of_a_layout():
     """A prompt of 3 tokens that was run before, and rollouts of 2 and 1: 3 tokens are run for sequences of 5 and 4."""
     layout = SharedPrefixLayout.from_groups([(3, [2, 1])], given=3)
     assert (layout.num_tokens, layout.num_queries, layout.given) == (6, 3, 3)
@@ -119,12 +119,12 @@ def test_what_a_layout_counts():
 
 
 @pytest.mark.parametrize(("lengths", "parents"), [([2, 3], [None, 0]), ([3, 1, 2], [None, 0, None])])
-def test_other_tokens_than_the_only_root_cannot_be_given(lengths, parents):
+def test_only_the_tokens_of_the_only_root_can_be_given(lengths, parents):
     with pytest.raises(ValueError, match="given is 3"):
         SharedPrefixLayout(lengths, parents, given=3)
 
 
-def test_images_behind_the_prompt_are_refused_and_those_inside_are_forgotten():
+def test_images_after_the_prompt_are_refused_and_those_inside_are_dropped():
     layout = SharedPrefixLayout([4, 2, 1], [None, 0, 0], given=4)
     assert AttentionRule(SCALE, blocks=(-1, -1, -1)).narrowed(layout).blocks is None
     with pytest.raises(NotImplementedError, match="bidirectional attention"):
@@ -132,13 +132,13 @@ def test_images_behind_the_prompt_are_refused_and_those_inside_are_forgotten():
 
 
 @pytest.mark.parametrize("lengths", [[4, 2, 1], [4, 1, 1, 1], [5, 1, 2, 1, 1]])
-def test_a_marker_carries_the_blocks_of_what_is_run(lengths):
+def test_a_marker_has_the_blocks_of_the_tokens_that_run(lengths):
     layout = SharedPrefixLayout(lengths, [None] + [0] * (len(lengths) - 1), given=lengths[0])
     rule = MaskRule(window=3, blocks=(-1,) * layout.num_queries)
     assert from_marker(to_marker(rule, layout)) == rule
 
 
-def test_states_start_where_the_prompt_ended():
+def test_states_continue_from_the_prompt():
     plan = plan_runs(SharedPrefixLayout([4, 2, 0, 3], [None, 0, 0, 0], given=4), pad_roots=True, device="cpu")
     (batch,) = plan.batches
     assert batch.starts.tolist() == [0, 0]
@@ -146,7 +146,7 @@ def test_states_start_where_the_prompt_ended():
     assert plan.outputs.tolist() == [3, 4, 0, 1, 2]
 
 
-def test_the_decoder_is_told_what_the_prompt_left():
+def test_the_decoder_gets_the_states_of_the_prompt():
     decoder = find_decoder(tiny_model("llama"))
     tokens = torch.arange(1, 8)[None]
     whole, given = SharedPrefixLayout([4, 3], [None, 0]), SharedPrefixLayout([4, 3], [None, 0], given=4)
@@ -156,7 +156,7 @@ def test_the_decoder_is_told_what_the_prompt_left():
         prompt = decoder(
             input_ids=tokens[:, :4], prefix_layout=SharedPrefixLayout([4], [None]), prefix_states=recorder
         ).last_hidden_state
-        states = PrefixStates([recorder.take_out()], record=False)
+        states = PrefixStates([recorder.pop_all()], record=False)
         rest = decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=states).last_hidden_state
         torch.testing.assert_close(torch.cat([prompt, rest], dim=1), expected)
         with pytest.raises(ValueError, match="gives 4 tokens; pass their states"):
@@ -176,4 +176,4 @@ def test_a_layer_that_runs_twice_in_a_call_is_refused():
         states.keep(layer, ("key",), torch.zeros(1))
     states.close()
     states.keep(layer, ("key",), torch.ones(1))  # a recomputation
-    assert states.take_out() == {(layer, ("key",)): torch.zeros(1)}
+    assert states.pop_all() == {(layer, ("key",)): torch.zeros(1)}

@@ -69,7 +69,7 @@ MIXERS = [Roll, CumulativeMean, TokenShift, Convolution, ConvolutionModule, Mean
 
 
 class Beside(nn.Module):
-    """A feed-forward network with something beside it."""
+    """A feed-forward network with an additional module."""
 
     def __init__(self, mlp, other):
         super().__init__()
@@ -135,7 +135,7 @@ def test_layers_that_mix_no_tokens_are_not_refused():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoder_is_looked_at_once_for_each_backend(family):
+def test_a_decoder_is_checked_once_for_each_backend(family):
     model = tiny_model(family).train()
     runs = counted(model)
     for _ in range(3):
@@ -169,7 +169,7 @@ def test_kinds_of_layers_are_known_at_every_entry():
 
 
 @pytest.mark.parametrize("mixer", [None, Roll], ids=["passes", "refused"])
-def test_nothing_of_the_model_or_the_process_changes(mixer):
+def test_the_check_changes_neither_model_nor_process(mixer):
     model = tiny_model("llama", attention_dropout=0.5) if mixer is None else with_mixer(mixer)
     model.train()
     model.model.layers[0].eval()
@@ -225,12 +225,12 @@ def test_good_models_of_every_dtype_are_entered(family, dtype):
             pass
 
 
-def test_a_vocabulary_smaller_than_the_look_needs():
+def test_a_vocabulary_smaller_than_the_check_needs():
     with shared_prefix(tiny_model("llama", vocab_size=3)):
         pass
 
 
-def test_models_on_meta_are_not_looked_at():
+def test_models_on_meta_are_not_checked():
     model = tiny_model("llama").to("meta")
     runs = counted(model)
     with shared_prefix(model) as context:
@@ -247,7 +247,7 @@ def one_rank():
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 @pytest.mark.usefixtures("one_rank")
-def test_sharded_models_are_not_looked_at():
+def test_sharded_models_are_not_checked():
     """Ranks may enter at different times; a run of a sharded model would wait for all of them."""
     model = with_mixer(Roll)
     norm = model.model.norm
@@ -258,7 +258,7 @@ def test_sharded_models_are_not_looked_at():
     assert runs == []
 
 
-def test_a_layer_that_was_exchanged_is_looked_at_again():
+def test_replacing_a_layer_repeats_the_check():
     model = tiny_model("llama")
     with shared_prefix(model):
         pass
@@ -274,7 +274,7 @@ def test_a_vocabulary_of_seven_hides_nothing():
         pass
 
 
-def test_entering_leaves_dynamic_frequencies_alone():
+def test_entering_does_not_change_dynamic_frequencies():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16)
     model(torch.arange(40)[None])  # the frequencies are now those of 40 tokens
@@ -285,7 +285,7 @@ def test_entering_leaves_dynamic_frequencies_alone():
     assert model.model.rotary_emb.max_seq_len_cached == 40
 
 
-def test_positions_that_do_more_than_rotate_are_found_out():
+def test_positions_that_do_more_than_rotate_are_detected():
     model = tiny_model("llama")
 
     def scale(layer, args, kwargs):
@@ -303,7 +303,7 @@ def test_positions_that_do_more_than_rotate_are_found_out():
     torch.testing.assert_close(actual[mask == 1], expected[mask == 1], atol=1e-5, rtol=0)
 
 
-def test_a_listener_that_fails_leaves_ordinary_calls_alone():
+def test_a_failing_listener_does_not_affect_ordinary_calls():
     model = tiny_model("llama")
     rows = torch.arange(40).repeat(2, 1)
     rows[1, 30:] = 5
@@ -328,7 +328,7 @@ def test_a_model_pickled_inside_is_unpatched():
     assert torch.equal(twin(rows, attention_mask=mask).logits, expected)
 
 
-def test_an_inner_context_takes_over_what_the_outer_one_has_seen():
+def test_an_inner_context_reuses_the_outer_check():
     model, heard = tiny_model("gemma2", sliding_window=8), []
     with shared_prefix(model, min_saved_tokens=1) as outer:
         outer.listeners.append(heard.append)

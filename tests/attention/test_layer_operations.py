@@ -1,4 +1,4 @@
-"""What a layer does beside attention on its way through the CUDA path: no wait for the device, few copies.
+"""What a layer does around attention in the CUDA path: no synchronization, few copies.
 
 FlashAttention runs in closed form on CPU here, so that all around it is the code that runs on a GPU.
 """
@@ -68,7 +68,7 @@ def of_a_step(num_layers, layout, **inputs):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_further_layer_waits_for_nothing_and_builds_nothing(layout):
+def test_further_layers_neither_synchronize_nor_build_plans(layout):
     layout = LAYOUTS[layout]
     of_a_step(1, layout)
     further = of_a_step(4, layout) - of_a_step(2, layout)
@@ -76,11 +76,11 @@ def test_a_further_layer_waits_for_nothing_and_builds_nothing(layout):
     assert not further.keys() & (WAITS | MADE_ON_HOST)
 
 
-def test_before_the_layers_only_positions_of_the_callers_own_are_looked_at():
+def test_before_the_layers_only_the_callers_positions_are_checked():
     batch = pack([RolloutGroup([5, 6, 7], [Rollout([8, 9]), Rollout([10])])])
     of_a_step(1, batch.layout, **batch.model_inputs)
     waits = of_a_step(1, batch.layout, **batch.model_inputs).keys() & WAITS
-    assert waits == {"_local_scalar_dense"}  # of what stands in the mask's place, which is on the CPU always
+    assert waits == {"_local_scalar_dense"}  # of the marker, which is always on the CPU
     own = {**batch.model_inputs, "position_ids": batch.model_inputs["position_ids"] + 1}
     assert of_a_step(1, batch.layout, **own)["equal"] == 1
 

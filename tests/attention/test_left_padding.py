@@ -1,4 +1,4 @@
-"""Models that count columns, padding included: what a context makes of a padded batch, and what its checks see."""
+"""Models that count columns, padding included: padded batches inside a context, and its checks."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_padding_in_the_middle_and_activation_checkpointing():
 
 
 class ScaledByColumn(nn.Module):
-    """A layer that nobody knows, and which scales by the column where `counts(mask)`: in no packed row."""
+    """An unknown layer that scales by the column if `counts(mask)`, which is false in packed rows."""
 
     def __init__(self, mlp, counts):
         super().__init__()
@@ -107,7 +107,7 @@ def with_unknown_layer(counts):
         (lambda mask: mask.shape[1] > 12, "padding", None),  # longer than what is run in a packed row's stead
     ],
 )
-def test_other_models_that_differ_through_padding_are_found_and_run_as_they_are(counts, kind, harmless):
+def test_other_models_that_differ_through_padding_are_detected_and_run_unshared(counts, kind, harmless):
     model = with_unknown_layer(counts)
     ids, mask = shifted(4, 5, 5, 5, 5)
     with torch.no_grad():

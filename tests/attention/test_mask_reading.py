@@ -1,4 +1,4 @@
-"""What is read off transformers' own masks: each composition, against the dense mask that transformers makes of it.
+"""Reading transformers' masks: each composition, against the dense mask that transformers creates from it.
 
 Legend: T packed tokens.
 """
@@ -55,11 +55,11 @@ READ = {
     "two windows": (both(masking_utils.sliding_window_overlay(6), both(window, causal)), MaskRule(window=4)),
     "blocks": (either(causal, blockwise()), MaskRule(blocks=BLOCKS, window_bounds_blocks=False)),
     "a window around blocks": (both(either(causal, blockwise()), window), MaskRule(window=4, blocks=BLOCKS)),
-    "blocks beside a window": (
+    "blocks and a window": (
         either(both(window, causal), blockwise()),
         MaskRule(window=4, blocks=BLOCKS, window_bounds_blocks=False),
     ),
-    "blocks beside a chunk": (
+    "blocks and a chunk": (
         either(both(chunk, causal), blockwise()),
         MaskRule(chunk=4, blocks=BLOCKS, window_bounds_blocks=False),
     ),
@@ -89,9 +89,9 @@ def own(batch, head, query, key):
 
 UNKNOWN = {
     "a lambda": (lambda batch, head, query, key: key <= query, "<lambda>"),
-    "a function of one's own": (own, "own"),
-    "a function of one's own in an and": (both(causal, own), "own"),
-    "a function of one's own in an or": (either(causal, own), "own"),
+    "a custom function": (own, "own"),
+    "a custom function in an and": (both(causal, own), "own"),
+    "a custom function in an or": (either(causal, own), "own"),
     "both ways": (masking_utils.bidirectional_mask_function, "bidirectional_mask_function"),
     "a window both ways": (masking_utils.sliding_window_bidirectional_mask_function(4), "sliding_window_bidirectional"),
     "packed sequences": (
@@ -100,7 +100,7 @@ UNKNOWN = {
     ),
     "padding": (both(causal, masking_utils.padding_mask_function(torch.ones(1, 4))), "padding_mask_function"),
     "offsets": (masking_utils.add_offsets_to_mask_function(causal, 1, 0), "add_offsets_to_mask_function"),
-    "a chunk behind padding": (
+    "a chunk after padding": (
         masking_utils.chunked_causal_mask_function(4, torch.tensor([3])),
         "chunked_overlay",
     ),
@@ -113,10 +113,10 @@ UNKNOWN = {
     "a window or causality": (either(causal, window), "or_masks"),
     "blocks alone": (blockwise(), "blockwise_overlay"),
     "blocks twice": (either(causal, blockwise(), blockwise()), "or_masks"),
-    "blocks beside blocks": (either(either(causal, blockwise()), blockwise()), "or_masks"),
+    "blocks and blocks": (either(either(causal, blockwise()), blockwise()), "or_masks"),
     "blocks within causality": (both(causal, blockwise()), "blockwise_overlay"),
     "a chunk around blocks": (both(either(causal, blockwise()), chunk), "and_masks|or_masks"),
-    "a window around blocks beside a window": (
+    "a window around blocks and a window": (
         both(either(both(window, causal), blockwise()), window),
         "and_masks|or_masks",
     ),
@@ -125,7 +125,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_understood_is_refused(name):
+def test_unknown_compositions_are_refused(name):
     function, part = UNKNOWN[name]
     message = (
         rf"composes its attention mask with .*({part}).*, which shared-prefix attention does not support; train this"
@@ -157,7 +157,7 @@ def create(name, implementation, size=4, **extra):
 
 
 def create_packed(make):
-    """A mask as it is made in a packed call."""
+    """A mask created in a packed call."""
     start_packed_masks(LAYOUT)
     try:
         return make(register("auto", "sdpa"))
@@ -208,7 +208,7 @@ def test_gemma_3_bounds_its_images_by_the_window(size):
     assert near == MaskRule(window=size, blocks=BLOCKS)
 
 
-def test_masks_both_ways_are_refused_in_a_packed_call():
+def test_bidirectional_masks_are_refused_in_a_packed_call():
     with pytest.raises(NotImplementedError, match="bidirectional_mask_function"):
         create_packed(
             lambda implementation: masking_utils.create_bidirectional_mask(
@@ -217,14 +217,14 @@ def test_masks_both_ways_are_refused_in_a_packed_call():
         )
 
 
-def test_functions_of_the_model_s_own_are_refused_in_a_packed_call():
+def test_custom_mask_functions_are_refused_in_a_packed_call():
     for extra in ({"or_mask_function": own}, {"and_mask_function": own}):
         with pytest.raises(NotImplementedError, match="composes its attention mask with own"):
             create_packed(lambda implementation, extra=extra: create("causal", implementation, **extra))
 
 
 @pytest.mark.parametrize("wrapped", ["eager", "sdpa"])
-def test_outside_a_packed_call_masks_are_the_model_s_own(wrapped):
+def test_outside_a_packed_call_masks_are_unchanged(wrapped):
     name = register("auto", wrapped)
     for kind in ("causal", "sliding_window_causal", "chunked_causal"):
         one, other = create(kind, name), create(kind, wrapped)
@@ -302,13 +302,13 @@ def test_a_marker_survives_checkpointing(use_reentrant):
     ],
     ids=lambda mask: str(getattr(mask, "shape", mask)),
 )
-def test_other_masks_are_no_markers(mask):
+def test_other_masks_are_not_markers(mask):
     assert from_marker(mask) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_marker_fits_no_attention(layout):
-    """A layer that runs again when the context is left must fail, not lie."""
+def test_a_marker_is_not_a_valid_mask(layout):
+    """A layer that is recomputed after the context exits must fail, not compute something wrong."""
     states = torch.zeros(1, 2, TOKENS, 8)
     for rule in RULES:
         with pytest.raises(RuntimeError):

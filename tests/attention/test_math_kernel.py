@@ -191,7 +191,7 @@ def test_shares_of_two_calls_add_up(kernel, heads, window):
     "kernel", [CPUKernel(), EagerKernel(), EagerKernel(softcap=CAP)], ids=["cpu", "eager", "softcap"]
 )
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_run_without_sense_spoils_no_other(kernel, window):
+def test_a_run_with_nan_does_not_affect_others(kernel, window):
     call = VarlenCall((5, 6, 7), (5, 9, 12), causal=True, window=window)
     tensors, grad = tensors_of(call, (4, 2))
     before = run(kernel, tensors, grad, call)
@@ -206,7 +206,7 @@ def test_a_run_without_sense_spoils_no_other(kernel, window):
 
 
 @pytest.mark.parametrize("kernel", [CPUKernel(), EagerKernel()], ids=["cpu", "eager"])
-def test_keys_that_nobody_sees_get_a_gradient_of_zero(kernel):
+def test_unseen_keys_have_zero_gradient(kernel):
     call = VarlenCall((2, 3), (50, 70), causal=True, window=4)
     tensors, grad = tensors_of(call, (2, 1))
     unseen = ~visible(call).any(0)
@@ -228,11 +228,11 @@ def test_autocast_changes_nothing(kernel, dtype):
     assert all(map(torch.equal, actual, expected))
 
 
-def test_no_more_scores_at_once_than_allowed(monkeypatch):
+def test_the_limit_of_scores_in_memory_holds(monkeypatch):
     call = VarlenCall((3, 300, 200), (3, 300, 600), causal=True, window=257)
     tensors, grad = tensors_of(call, (4, 2))
     whole = run(EagerKernel(), tensors, grad, call)
-    monkeypatch.setattr(eager, "MOST_SCORES", 2**12)
+    monkeypatch.setattr(eager, "MAX_SCORES", 2**12)
     sizes = [
         block.queries.length * block.keys.length * 4
         for block in eager._blocks(tensors[0], call)
@@ -327,7 +327,7 @@ def test_eager_on_gpu(call, softcap, dtype):
 @pytest.mark.parametrize(
     "kernel", [CUDAKernel(), EagerKernel(), EagerKernel(softcap=CAP)], ids=["flash", "eager", "softcap"]
 )
-def test_no_host_synchronisation_once_a_call_is_planned(kernel):
+def test_no_host_synchronization_once_a_call_is_planned(kernel):
     call = VarlenCall((5, 1, 300), (9, 3, 400), causal=True, window=40)
     tensors, grad = tensors_of(call, (4, 2), torch.bfloat16, torch.device("cuda"), size=64, value_size=64)
     run(kernel, tensors, grad, call)

@@ -82,13 +82,13 @@ def attend(layout, rule, backend=None):
 
 @pytest.mark.parametrize("forest", FORESTS)
 @pytest.mark.parametrize("name", RULES)
-def test_what_is_kept_by_the_backend_that_auto_chooses(name, forest):
+def test_memory_kept_by_the_backend_that_auto_chooses(name, forest):
     assert FORESTS[forest].num_tokens == TOKENS
     _, kept, _ = attend(FORESTS[forest], AttentionRule(scale=0.3, **RULES[name]))
     assert kept <= TOKENS * HEADS * HEAD_SIZE
 
 
-def test_a_dense_mask_would_be_found_out():
+def test_a_dense_mask_would_be_detected():
     _, kept, _ = attend(FORESTS["long prompt"], AttentionRule(scale=0.3), get_backend("reference"))
     assert kept == HEADS * TOKENS**2
 
@@ -98,7 +98,7 @@ def test_a_dense_mask_would_be_found_out():
 def test_scores_of_capped_attention_are_computed_piece_by_piece(forest, window, monkeypatch):
     rule = AttentionRule(scale=0.3, softcap=2.0, window=window)
     expected, _, _ = attend(FORESTS[forest], rule)
-    monkeypatch.setattr(eager, "MOST_SCORES", 2**18)
+    monkeypatch.setattr(eager, "MAX_SCORES", 2**18)
     found, _, made = attend(FORESTS[forest], rule)
     assert made <= TOKENS**2 / 4
     for one, other in zip(found, expected, strict=True):
@@ -106,7 +106,7 @@ def test_scores_of_capped_attention_are_computed_piece_by_piece(forest, window, 
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("gemma2, soft cap", "gpt_oss, sinks")])
-def test_what_a_whole_decoder_keeps(name):
+def test_memory_kept_by_a_whole_decoder(name):
     """Beside attention a token's largest part is that of the experts, or the chunks that a delta rule works through."""
     model = variant(name, max_position_embeddings=TOKENS).train()
     tokens = torch.randint(1, 60, (1, TOKENS), generator=torch.Generator().manual_seed(0))

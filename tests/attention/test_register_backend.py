@@ -1,4 +1,4 @@
-"""Backends from outside: known by name, chosen by what they declare."""
+"""User-defined backends: registered by name, chosen by their capabilities."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_a_registered_backend_runs_a_model():
     assert {layer.backend for layer in report.layers} == {"own"}
 
 
-def test_a_name_is_taken_once():
+def test_a_name_cannot_be_registered_twice():
     register_backend(OWN)
     for name in ("own", "cascade", "auto"):
         with pytest.raises(ValueError, match=f"there is an attention backend named '{name}' already; choose another"):

@@ -1,4 +1,4 @@
-"""Router logits of calls that shared their prefixes: handed back row by row, for models that leave padding out."""
+"""Router logits of calls that shared prefixes: unpacked row by row, for models whose loss ignores padding."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from helpers.tiny_models import gradients, repeated_rows, tiny_model, worst_grad
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.row_sharing import unsharable
-from pl_grouprl.attention.rows import hand_back_router_logits, share_rows
+from pl_grouprl.attention.rows import share_rows, unpack_router_logits
 
 ROWS = repeated_rows(0, [24, 24], 4, 9)
 
@@ -56,7 +56,7 @@ def test_the_models_own_auxiliary_loss_is_that_of_the_repeated_run(family, check
         assert (own[~kept] == 0).all()
 
 
-def test_the_config_may_ask():
+def test_router_logits_requested_by_the_config():
     model = tiny_model("qwen3_moe", output_router_logits=True)
     with torch.no_grad():
         expected = model(ROWS)
@@ -72,7 +72,7 @@ def reason(model, **arguments):
     return unsharable(asked, model.config, model.model)
 
 
-def test_who_may_ask():
+def test_when_router_logits_can_be_returned():
     model = tiny_model("qwen3_moe")
     assert reason(model) is None
     assert reason(model, return_dict=False) == "router logits are requested"
@@ -80,7 +80,7 @@ def test_who_may_ask():
     assert reason(tiny_model("llama")) == "router logits are requested"
 
 
-def test_a_family_without_a_loss_that_leaves_padding_out_is_not_shared(monkeypatch):
+def test_a_family_whose_loss_counts_padding_is_not_shared(monkeypatch):
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     model = tiny_model("qwen3_moe")
@@ -93,7 +93,7 @@ def test_a_family_without_a_loss_that_leaves_padding_out_is_not_shared(monkeypat
 def test_logits_of_another_shape_are_refused():
     rows = share_rows(ROWS)
     tokens = rows.layout.num_tokens
-    hand_back_router_logits({}, rows)
+    unpack_router_logits({}, rows)
     for shape in ((1, tokens, 4), (tokens + 1, 4)):
         with pytest.raises(RuntimeError, match="router logits have shape"):
-            hand_back_router_logits({"router_logits": (torch.zeros(shape),)}, rows)
+            unpack_router_logits({"router_logits": (torch.zeros(shape),)}, rows)

@@ -105,7 +105,7 @@ BY_CASCADE = [name for name in NAMES if not name.endswith(") or block")]
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_mask_is_what_each_sequence_says(name, depth):
+def test_the_mask_matches_each_sequence(name, depth):
     """What a token sees is what it sees in its sequence, and nothing outside of it."""
     for seed, limit in enumerate(LIMITS):
         forest = random_forest(seed, depth)
@@ -187,7 +187,7 @@ def test_the_kernel_of_cuda(monkeypatch, name):
             assert_same_attention("cascade", forest, rule, heads, size=8, value_size=5)
 
 
-def test_a_sink_takes_its_share():
+def test_a_sink_takes_part_in_the_softmax():
     """Two keys with scores 0 and a sink with score log 2: half of the softmax is the sink's."""
     zeros, values = torch.zeros(1, 1, 2, 4), torch.tensor([2.0, 6.0])[None, None, :, None].repeat(1, 1, 1, 4)
     layout, sink = SharedPrefixLayout([1, 1], [None, 0]), torch.tensor([2.0]).log()
@@ -223,7 +223,7 @@ def test_extreme_sinks():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_rollout_moves_no_bit_of_the_others(name):
+def test_one_rollout_does_not_change_others_bitwise(name):
     layout = SharedPrefixLayout.from_groups([(20, [5, 140, 7]), (3, [4])])
     forest = Forest([s.length for s in layout.segments], [s.parent for s in layout.segments])
     rule, before = to_package(rules(forest, 13)[name]), inputs(forest, dtype=torch.float32)[:3]
@@ -306,7 +306,7 @@ def test_prefix_grouper_refuses_every_feature(rule, what):
         backend(*states, layout, to_package(rule, sinks_H))
 
 
-def test_a_block_over_the_border_of_a_segment_is_refused():
+def test_a_block_across_segments_is_refused():
     layout = SharedPrefixLayout([3, 0, 2, 2], [None, 0, 1, 0])
     within = AttentionRule(SCALE, blocks=(-1, 4, -1, 5, 5, 6, -1))
     assert within.narrowed(layout) == within
@@ -318,13 +318,13 @@ def test_a_block_over_the_border_of_a_segment_is_refused():
             dataclasses.replace(within, blocks=blocks).narrowed(layout)
 
 
-def test_a_block_in_two_places_is_refused():
+def test_a_noncontiguous_block_is_refused():
     rule = AttentionRule(SCALE, blocks=(0, -1, 0, -1))
     with pytest.raises(NotImplementedError, match="have others between them"):
         rule.narrowed(SharedPrefixLayout([4], [None]))
 
 
-def test_what_has_no_effect_is_left_out():
+def test_limits_without_effect_are_dropped():
     layout = SharedPrefixLayout.from_groups([(5, [3, 2])])  # sequences of 8 and 7 tokens
     for limit, kept in ((7, 7), (8, None), (9, None)):
         assert AttentionRule(SCALE, window=limit).narrowed(layout).window == kept

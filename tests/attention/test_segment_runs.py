@@ -1,4 +1,4 @@
-"""Batches of segments: worked out by hand for small forests, and by their rules for random ones."""
+"""Batches of segments: worked out by hand for small forests, invariants for random ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def plan(lengths: list[int], parents: list[int | None], *, pad_roots: bool = Tru
 
 def rows(batch: Batch) -> list[list[int]]:
     """The packed token at each place of a batch; -1 for padding."""
-    places = torch.full((batch.size[0] * batch.size[1],), -1).index_copy(0, batch.places, batch.tokens)
-    return places.reshape(batch.size).tolist()
+    slots = torch.full((batch.size[0] * batch.size[1],), -1).index_copy(0, batch.slots, batch.tokens)
+    return slots.reshape(batch.size).tolist()
 
 
-def test_a_group_is_its_prompt_and_its_rollouts_padded_behind() -> None:
+def test_a_group_is_its_prompt_and_its_rollouts_padded_on_the_right() -> None:
     prompt, rollouts = plan([2, 3, 4, 3], [None, 0, 0, 0]).batches
     assert rows(prompt) == [[0, 1]]
     assert prompt.starts is None
@@ -31,7 +31,7 @@ def test_a_group_is_its_prompt_and_its_rollouts_padded_behind() -> None:
     assert rollouts.starts.tolist() == [0, 0, 0]
 
 
-def test_prompts_are_padded_in_front_where_that_is_exact() -> None:
+def test_prompts_are_padded_on_the_left_where_that_is_exact() -> None:
     lengths, parents = [4, 2, 3, 2], [None, 0, None, 2]
     prompts, _ = plan(lengths, parents).batches
     assert rows(prompts) == [[0, 1, 2, 3], [-1, 6, 7, 8]]
@@ -39,7 +39,7 @@ def test_prompts_are_padded_in_front_where_that_is_exact() -> None:
     assert (rows(first), rows(second)) == ([[0, 1, 2, 3]], [[6, 7, 8]])
 
 
-def test_a_single_inner_token_is_run_again_in_front_of_its_children() -> None:
+def test_a_single_inner_token_is_recomputed_before_its_children() -> None:
     built = plan([2, 1, 2, 3], [None, 0, 1, 1])
     root, longest, alone = built.batches
     assert rows(root) == [[0, 1]]
@@ -50,7 +50,7 @@ def test_a_single_inner_token_is_run_again_in_front_of_its_children() -> None:
     assert every[built.outputs].tolist() == list(range(8))
 
 
-def test_an_empty_segment_hands_on_its_parents_state() -> None:
+def test_an_empty_segment_passes_on_its_parents_state() -> None:
     root, leaves = plan([3, 0, 2, 0], [None, 0, 1, 0]).batches
     assert rows(root) == [[0, 1, 2]]
     assert rows(leaves) == [[3, 4]]
@@ -60,7 +60,7 @@ def test_an_empty_segment_hands_on_its_parents_state() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("pad_roots", [False, True])
-def test_rules_of_every_plan(depth: int, pad_roots: bool) -> None:
+def test_invariants_of_every_plan(depth: int, pad_roots: bool) -> None:
     for seed in range(10):
         lengths, parents = random_forest(seed, depth, roots=4)
         built = plan(lengths, parents, pad_roots=pad_roots)

@@ -66,7 +66,7 @@ def test_two_ranks_compute_what_one_does(two_ranks, case):
 
 
 @pytest.mark.parametrize(("case", "message"), REFUSALS, ids=[name_of(case) for case, _ in REFUSALS])
-def test_what_cannot_be_cut_is_refused(two_ranks, case, message):
+def test_what_cannot_be_split_is_refused(two_ranks, case, message):
     assert message in two_ranks[name_of({**case, "refused": True})]
 
 
@@ -79,7 +79,7 @@ def test_four_ranks_share_two_key_value_heads(tmp_path):
 
 
 @pytest.mark.slow
-def test_pairs_of_ranks_run_rows_of_their_own(tmp_path):
+def test_pairs_of_ranks_run_separate_rows(tmp_path):
     cases = [{"family": "qwen3", "shape": shape} for shape in ("groups", "odd")]
     for outputs, gradients in run_ranks(tmp_path, 4, 2, cases).values():
         assert outputs < 1e-9
@@ -104,11 +104,11 @@ def test_a_size_divides_the_ranks():
         (
             "llama4_text",
             {"num_local_experts": 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True},
-            "scales queries by their place in the row",
+            "scales queries by their index in the row",
         ),
     ],
 )
-def test_models_whose_tokens_do_not_lie_apart_are_refused(family, options, message):
+def test_models_whose_tokens_cannot_be_split_are_refused(family, options, message):
     model = tiny_model(family, **options)
     check_sequence_parallel(model, 1)
     with pytest.raises(NotImplementedError, match=f"sequence_parallel_size=2 for .*{message}"):

@@ -1,4 +1,4 @@
-"""Layers that carry a state, run on a packed row, against each sequence run alone from its root."""
+"""Stateful layers on a packed row, against each sequence run separately."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ UNEVEN = Forest(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
-def test_every_family_runs_an_uneven_forest_as_each_sequence_alone(family: str, training: bool) -> None:
+def test_every_family_runs_an_uneven_forest_like_separate_sequences(family: str, training: bool) -> None:
     check(mixer_of(family).train(training), UNEVEN)
 
 
@@ -176,7 +176,7 @@ def test_activation_checkpointing(family: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "lfm2", "granitemoehybrid", "kimi_linear"])
-def test_the_decoder_layer_hands_the_layout_on(family: str) -> None:
+def test_the_decoder_layer_passes_the_layout_on(family: str) -> None:
     """Its keywords reach the mixer, and its output is that of each sequence alone."""
     model = tiny(family)
     layer = next(part for part in model.modules() if hasattr(part, "layers")).layers[0]
@@ -271,7 +271,7 @@ def test_a_copy_of_a_patched_mixer_runs_its_own_weights() -> None:
         assert copied(hidden).abs().max() > 0
 
 
-def test_what_does_not_fit_the_segments_is_refused() -> None:
+def test_arguments_that_do_not_fit_the_segments_are_refused() -> None:
     mixer = mixer_of("qwen3_5_text")
     call = LayoutCall(SharedPrefixLayout([2, 1], [None, 0]))
     hidden = torch.zeros(1, 3, HIDDEN)
@@ -283,7 +283,7 @@ def test_what_does_not_fit_the_segments_is_refused() -> None:
 
 
 class OwnState(nn.Module):
-    """A layer that nobody has heard of."""
+    """An unknown layer."""
 
     def __init__(self, **kept: Any) -> None:
         super().__init__()
@@ -314,12 +314,12 @@ class OwnLightningAttention(nn.Module):
     ],
     ids=lambda module: type(module).__name__,
 )
-def test_an_unknown_layer_with_a_state_is_unsupported(module: nn.Module) -> None:
+def test_an_unknown_stateful_layer_is_unsupported(module: nn.Module) -> None:
     assert unsupported_mixers(nn.Sequential(nn.Linear(2, 2), module)) == [type(module).__name__]
     assert stateful_mixers(module) == []
 
 
-def test_layers_without_a_state_are_none_of_ours() -> None:
+def test_stateless_layers_are_not_patched() -> None:
     for module in (OwnState(), OwnState(conv=nn.Conv1d(4, 4, 1)), nn.MultiheadAttention(4, 2)):
         assert stateful_mixers(module) == []
         assert unsupported_mixers(module) == []
@@ -340,7 +340,7 @@ def test_layers_without_a_state_are_none_of_ours() -> None:
         ("inkling_text", "InklingShortConvolution"),
     ],
 )
-def test_families_whose_state_cannot_be_handed_on(family: str, unsupported: str) -> None:
+def test_families_whose_state_cannot_be_passed_on(family: str, unsupported: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -350,7 +350,7 @@ def test_families_whose_state_cannot_be_handed_on(family: str, unsupported: str)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_are_supported_hold_no_other_state(family: str) -> None:
+def test_supported_families_have_no_other_state(family: str) -> None:
     assert unsupported_mixers(tiny(family)) == []
 
 

@@ -117,7 +117,7 @@ def test_biases_by_distance_are_refused():
         *("latent attention", "a state", "queries scaled by their position"),
     ],
 )
-def test_options_of_the_config_that_were_refused_once_pass(family, overrides):
+def test_formerly_refused_config_options_pass(family, overrides):
     model = tiny_model(family, **overrides)
     check_supported(model)
     check_parity(model).raise_if_failed()
@@ -169,11 +169,11 @@ def refuses_at_entry_and_later(message, **arguments):
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(1, 4, 9, 9), torch.zeros(1, 4, 9, 9, dtype=torch.long), None], ids=str)
-def test_masks_and_biases_of_a_layer_s_own_are_refused(mask):
+def test_masks_and_biases_created_by_a_layer_are_refused(mask):
     refuses_at_entry_and_later("LlamaAttention has its own mask or bias", attention_mask=mask)
 
 
-def test_arguments_that_are_not_known_are_refused():
+def test_unknown_arguments_are_refused():
     refuses_at_entry_and_later(
         "LlamaAttention passes attention_bias, score_scale, which shared-prefix attention does not support",
         score_scale=2.0,
@@ -181,7 +181,7 @@ def test_arguments_that_are_not_known_are_refused():
     )
 
 
-def test_a_window_beside_a_mask_without_it_is_refused_where_it_would_matter():
+def test_a_window_that_the_mask_lacks_is_refused_where_it_matters():
     """Some attention implementations go by the keyword, some by the mask."""
     message = "passes sliding_window=5 with a mask whose window is None, so its attention implementations disagree"
     refuses_at_entry_and_later(message, sliding_window=5)  # of sequences of 6 tokens and more
@@ -203,7 +203,7 @@ def test_a_layer_without_the_layout_is_refused():
 
 
 @pytest.mark.parametrize(("family", "option"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
-def test_attention_dropout_is_refused_in_training_alone(family, option):
+def test_attention_dropout_is_refused_only_in_training(family, option):
     model = tiny_model(family, **{option: 0.1})
     with shared_prefix(model):
         model(ROWS)

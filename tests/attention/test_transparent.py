@@ -1,4 +1,4 @@
-"""Ordinary padded batches: inside the context everything that the caller reads is what it was outside."""
+"""Ordinary padded batches: all results inside the context equal those outside."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def trl_shape(rows):
 
 
 def holes(rows):
-    """[prompt, padding][completion]: the padding stands in the middle."""
+    """[prompt, padding][completion]: the padding is in the middle."""
     mask = torch.ones_like(rows)
     mask[:, 20:24] = 0
     return rows * mask, mask
@@ -130,13 +130,13 @@ def test_frequencies_that_depend_on_the_longest_row(rope, padding):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_rows_padded_to_the_longest_share_where_frequencies_move(rope):
+def test_rows_padded_to_the_longest_share_with_dynamic_rope(rope):
     model = tiny_model("llama", rope_parameters=ROPES[rope], max_position_embeddings=16)
     for padding in (unpadded, right_padded):  # the longest row has no padding: its last position is that of the batch
         assert_transparent(model, *padding(ROWS))
 
 
-def test_what_is_run_is_the_forest_of_the_rows():
+def test_the_forest_of_the_rows_runs():
     call = assert_transparent(tiny_model(), *right_padded(ROWS))
     assert [segment.parent for segment in call.layout.segments] == [None, 0, 0, 0, 0, None, 5, 5, 5, 5]
     assert [segment.length for segment in call.layout.segments] == [24, 9, 8, 7, 6, 24, 5, 4, 3, 2]
@@ -201,12 +201,12 @@ def test_hundreds_of_rows_each_a_prefix_of_the_next():
     ids = torch.arange(300).expand(300, 300)
     for max_depth in (1, None):
         shared = share_rows(ids, torch.ones_like(ids).tril(), min_saved_tokens=1, max_depth=max_depth)
-        rows = shared.hand_back(shared.input_ids[..., None])[..., 0]
+        rows = shared.unpack(shared.input_ids[..., None])[..., 0]
         assert torch.equal(rows, ids.tril())
 
 
 def test_one_level_of_prefixes_goes_where_it_saves_most():
-    """Prompts behind one common first token: a backend of depth 1 shares the prompts, not the token."""
+    """Prompts after one common first token: a backend of depth 1 shares the prompts, not the token."""
     rows = repeated_rows(4, [24] * 4, 5, 9)
     rows[:, 0] = 1
     model = tiny_model()
@@ -267,7 +267,7 @@ def test_explicit_positions():
     assert_transparent(tiny_model("gpt2"), ROWS, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
 
 
-def test_a_shift_of_positions_is_shared_where_only_distances_count():
+def test_shifted_positions_share_where_only_distances_matter():
     """The same prompt at two offsets: one root for rotary embeddings, two for learned positions."""
     positions = torch.arange(33) + torch.tensor([0, 0, 0, 0, 3, 3, 3, 3])[:, None]
     rows = repeated_rows(3, [24], 8, 9)
@@ -281,7 +281,7 @@ def test_a_shift_of_positions_is_shared_where_only_distances_count():
     assert roots == {"llama": 1, "gpt2": 2}
 
 
-def test_the_callers_own_packed_sequences_go_through():
+def test_sequences_packed_by_the_caller_go_through():
     packed = ROWS.reshape(2, -1)
     positions = torch.arange(33).repeat(4).expand(2, -1)
     assert_transparent(tiny_model(), packed, shared=False, position_ids=positions)
@@ -359,7 +359,7 @@ def test_positional_arguments():
     )
 
 
-def test_one_row_moves_no_bit_of_the_others():
+def test_one_row_does_not_change_others_bitwise():
     """Exact where the rows keep their lengths and their common prefixes."""
     model = tiny_model("llama")
     for seed in range(10):
@@ -439,7 +439,7 @@ def test_a_training_loop_has_the_same_losses(family, checkpointing):
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
 
 
-def test_a_scalar_beside_the_rows_does_not_matter():
+def test_a_scalar_argument_does_not_prevent_sharing():
     model = tiny_model()
     with torch.no_grad(), shared_prefix(model) as context:
         model(ROWS, labels=ROWS, num_items_in_batch=torch.tensor(256))

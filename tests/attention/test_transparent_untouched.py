@@ -1,4 +1,4 @@
-"""Calls that cannot be shared go through as they are, and the context says why."""
+"""Calls that cannot be shared go through untouched, and the context says why."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ def untouched(model, reason, **arguments):
     return actual
 
 
-def test_a_mask_of_ones_own_goes_through():
+def test_a_custom_mask_goes_through():
     block = torch.ones(33, 33, dtype=torch.bool).tril()[None, None].expand(8, 1, 33, 33)
     untouched(tiny_model(), "attention_mask is not of the shape", input_ids=ROWS, attention_mask=block)
 
@@ -32,7 +32,7 @@ def test_a_cache_goes_through():
     assert out.past_key_values.get_seq_length() == 33
 
 
-def test_decoding_by_hand_does_not_go_on_from_nothing():
+def test_decoding_by_hand_cannot_continue_without_a_cache():
     model = tiny_model()
     with torch.no_grad(), shared_prefix(model):
         first = model(ROWS)
@@ -76,7 +76,7 @@ def unevenly_left_padded():
     return {"input_ids": ids[:4], "attention_mask": mask[:4]}
 
 
-def test_norms_behind_the_rotation_share_only_at_equal_positions():
+def test_norms_after_the_rotation_share_only_at_equal_positions():
     model = tiny_model("hunyuan_v1_dense")
     with torch.no_grad():
         for weight in model.parameters():

@@ -17,7 +17,7 @@ def wrong(prompts, sampling):
 
 
 @torch.no_grad()
-def test_what_differs_is_refused_each_time_and_what_passed_is_not_looked_at():
+def test_failures_are_refused_each_time_and_passed_models_are_not_checked_again():
     model = tiny_model("llama")
     for _ in range(2):
         with pytest.raises(ValueError, match="cannot sample from LlamaForCausalLM: with its cache a log-probability"):
@@ -26,7 +26,7 @@ def test_what_differs_is_refused_each_time_and_what_passed_is_not_looked_at():
     decoding_check.check_decoding(model, wrong)
 
 
-def test_weights_that_are_not_whole_are_not_looked_at():
+def test_models_with_partial_weights_are_not_checked():
     class Sharded(torch.nn.Parameter):
         pass
 
@@ -36,7 +36,7 @@ def test_weights_that_are_not_whole_are_not_looked_at():
     decoding_check.check_decoding(tiny_model("llama").to("meta"), never_called)
 
 
-def test_what_rounding_explains():
+def test_rounding_is_accepted():
     model = tiny_model("llama")
     assert decoding_check._allowed(model) == 1e-3
     with torch.autocast("cpu", torch.bfloat16):
@@ -52,7 +52,7 @@ def test_what_rounding_explains():
 
 
 @torch.no_grad()
-def test_whether_caches_are_continued_exactly_is_found_once(caplog):
+def test_continuing_caches_is_tested_once(caplog):
     exact, inexact = tiny_model("llama"), tiny_model("llama")
 
     def turns(model, prompts, results, sampling):
@@ -68,5 +68,5 @@ def test_whether_caches_are_continued_exactly_is_found_once(caplog):
             first = decoding_check.continues_exactly(model, partial(turns, model))
             assert first == decoding_check.continues_exactly(model, not_again) == (model is exact)
     (record,) = caplog.records
-    assert "encodes every turn of an episode from the start: LlamaForCausalLM gives" in record.message
+    assert "encodes every turn of an episode from the start: log-probabilities of LlamaForCausalLM" in record.message
     assert "differ by 1.0e-01" in record.message

@@ -1,4 +1,4 @@
-"""What a probe tells of a model: the width of its states, whether it looks ahead, what its scores are read from."""
+"""What a short run shows: hidden size, causality, and what a score head reads."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def narrow_opt():
     return OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, max_position_embeddings=64, pad_token_id=1))
 
 
-def test_the_width_is_that_of_the_states_returned():
+def test_hidden_size_is_that_of_the_returned_states():
     assert hidden_size(find_decoder(tiny_model("llama"))) == 32
     assert hidden_size(find_decoder(narrow_opt())) == 16
 
@@ -78,7 +78,7 @@ def test_encoders_are_refused(family):
         check_causal(find_decoder(model), "Source")
 
 
-def test_a_head_behind_another_layer_or_with_nan_is_refused():
+def test_a_head_after_another_layer_or_with_nan_is_refused():
     model = decoder_classifier("llama")
     head = nn.Linear(32, 1)
     with pytest.raises(ValueError, match="scores the tokens"):

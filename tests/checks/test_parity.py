@@ -1,4 +1,4 @@
-"""The guard itself: it passes where it should, fails where something is broken, and leaves no trace."""
+"""The parity check itself: it passes where it should, fails where something is broken, and leaves no trace."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def test_dtypes_and_backends(backend, dtype):
 
 
 def looked_at(model, backend="auto"):
-    """A model that was in a context before anything broke: the first look at a few tokens is behind it."""
+    """A model that passed the layer check before anything broke."""
     with shared_prefix(model, backend):
         return model
 
@@ -133,7 +133,7 @@ def test_wrong_positions_fail(monkeypatch, family):
         check_parity(tiny_model(family))
 
 
-def test_a_nan_is_not_a_pass():
+def test_nan_fails():
     report = check_parity(tiny_model())
     assert not dataclasses.replace(report, max_logprob_difference=math.nan).passed
     assert not dataclasses.replace(report, gradient_difference=math.nan).passed
@@ -189,7 +189,7 @@ def test_activation_checkpointing(use_reentrant):
     assert model.training
 
 
-def test_groups_of_ones_own():
+def test_custom_groups():
     report = check_parity(tiny_model(), random_groups(0, [(50, [10] * 4)]))
     assert report.token_ratio == 240 / 90
     check_parity(tiny_model(), [RolloutGroup([1, 2, 3], [Rollout([])])]).raise_if_failed()
@@ -224,10 +224,11 @@ def test_the_report_reads_well():
     assert first.startswith(
         "parity of shared and repeated prefix: passed (LlamaForCausalLM, torch.float32, cpu, sequences of up to 36 "
     )
-    assert f"differences of log-probabilities, and relative ones of the gradients of {report.compared_weights:,} " in (
-        allowed
+    assert (
+        f"differences of log-probabilities, and relative differences of the gradients of {report.compared_weights:,} "
+        in (allowed)
     )
-    assert allowed.endswith("; allowed 1e-04 and 1e-03")
+    assert allowed.endswith("; allowed: 1e-04 and 1e-03")
     assert whole.split() == ["whole", "model", "2", "auto", "2.0e-06", "1.0e-07", "3.0e-06", "2.50"]
     assert padded.startswith("  a padded batch differs by ")
     failed = dataclasses.replace(report, gradient_difference=2e-3)
@@ -237,7 +238,7 @@ def test_the_report_reads_well():
     assert str(dataclasses.replace(report, padded=None)).splitlines()[-1].split() == whole.split()
 
 
-def test_a_padded_batch_is_judged_too():
+def test_a_padded_batch_is_compared_too():
     report = check_parity(tiny_model())
     assert report.padded.reason is None
     assert max(report.padded.differences) < 1e-4

@@ -36,7 +36,7 @@ def test_one_row_for_each_kind_of_layer():
     assert len(lines) == 7
 
 
-def test_layers_with_a_state_have_a_row():
+def test_stateful_layers_have_a_row():
     report = check_parity(tiny_model("qwen3_5_text", **STATEFUL), random_groups(0, SHAPES))
     assert {layer.kind: layer.backend for layer in report.layers} == {
         "Qwen3_5GatedDeltaNet": "segment by segment",
@@ -45,7 +45,7 @@ def test_layers_with_a_state_have_a_row():
 
 
 @pytest.mark.parametrize("broken_kind", ["full", "window 8"])
-def test_the_kind_that_is_off_is_named(monkeypatch, broken_kind):
+def test_the_differing_kind_is_named(monkeypatch, broken_kind):
     def attend(query, key, value, layout, rule):
         wrong = (rule.window is None) == (broken_kind == "full")
         scale = rule.scale * (1.1 if wrong else 1.0)
@@ -72,7 +72,7 @@ def test_default_groups_are_longer_than_the_window():
     assert "no sequence was longer" not in str(report)
 
 
-def test_a_window_that_was_not_reached_is_named():
+def test_a_window_that_was_not_reached_is_reported():
     report = check_parity(tiny_model("mistral", sliding_window=100_000))
     assert report.longest_sequence < 100
     assert str(report).endswith("no sequence was longer than the model's window or chunk of 100000 tokens")
@@ -82,7 +82,7 @@ def test_a_window_that_was_not_reached_is_named():
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_longest_sequence(rope_type):
-    """Each sequence is compared as it stands beside the longest one: alone it would have other frequencies."""
+    """Each sequence is compared as padded to the longest one, or its frequencies would differ."""
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
@@ -101,5 +101,5 @@ def test_what_auto_chose_in_words():
     assert context.describe() == "auto, chosen at the first call"
     with context:
         assert context.describe() == "full: cascade (1 layer); window 8: cascade (2 layers)"
-    with shared_prefix(model) as again:  # not looked at again, and known all the same
+    with shared_prefix(model) as again:  # known without another check
         assert again.describe() == "full: cascade (1 layer); window 8: cascade (2 layers)"

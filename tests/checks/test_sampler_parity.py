@@ -1,4 +1,4 @@
-"""A sampler of its own against the policy: which tokens are compared, and what filters explain."""
+"""A separate sampler against the policy: which tokens are compared, and what sampling filters explain."""
 
 import math
 
@@ -10,7 +10,7 @@ from pl_grouprl.checks.sampler_parity import can_compare, mean_difference, sampl
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 
-def test_what_top_p_explains_is_no_difference():
+def test_differences_that_top_p_explains_do_not_count():
     group = RolloutGroup([1], [Rollout([2, 3], [-0.5, -1.0]), Rollout([4], [-2.0])])
     expected = [torch.tensor([-0.6, -1.0]), torch.tensor([-2.5])]
     assert mean_difference(expected, group, SamplingConfig()) == pytest.approx((0.1 + 0.5) / 3)
@@ -36,7 +36,7 @@ def test_the_group_with_the_longest_sequence_is_scored():
 
 
 @pytest.mark.parametrize(("option", "says_something"), [({"top_k": 4}, False), ({"min_p": 0.1}, False), ({}, True)])
-def test_filters_under_which_single_tokens_say_nothing(option, says_something):
+def test_sampling_options_under_which_tokens_cannot_be_compared(option, says_something):
     assert can_compare(SamplingConfig(**option)) is says_something
 
 

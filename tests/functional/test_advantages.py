@@ -120,7 +120,7 @@ def test_result_is_at_least_float32_and_without_gradient(dtype, expected):
     )
 
 
-def test_inputs_are_left_alone_and_empty_batches_work():
+def test_inputs_are_not_modified_and_empty_batches_work():
     rewards = torch.tensor([1.0, NAN])
     group_relative_advantages(rewards, torch.tensor([0, 0]))
     assert rewards[0] == 1

@@ -67,7 +67,7 @@ def test_options():
         make_advantage_estimator("grpo_passk", **{"name": "x", "registry": 1})
 
 
-def test_what_an_estimator_needs_and_does_not_get_is_an_error():
+def test_missing_data_is_an_error():
     with pytest.raises(ValueError, match=r"lengths is None, but the estimator 'opo' needs it; pass it by name"):
         make_advantage_estimator("opo")(REWARDS, GROUP_IDS)
     with pytest.raises(ValueError, match=r"greedy_rewards is None, but the estimator 'remax' needs it"):

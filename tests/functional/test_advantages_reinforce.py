@@ -28,7 +28,7 @@ def test_reinforce_plus_plus_by_hand():
     torch.testing.assert_close(reinforce_plus_plus_advantages(rewards, mask, gamma=0.5), expected)
 
 
-def test_rollout_without_a_reward_stays_out_of_the_statistics():
+def test_rollout_without_a_reward_is_left_out_of_the_statistics():
     rewards = torch.tensor([[0.0, 4.0], [NAN, 5.0], [0.0, 1.0]])
     mask = torch.ones(3, 2, dtype=torch.bool)
     advantages = reinforce_plus_plus_advantages(rewards, mask, gamma=0.5)

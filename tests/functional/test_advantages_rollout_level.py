@@ -22,7 +22,7 @@ def test_passk_by_hand():
 
 
 def test_passk_without_a_lead():
-    # Two best ones, all equal, alone, alone beside a missing one, all missing.
+    # Two best rewards, all equal, one, one and a missing one, all missing.
     rewards = torch.tensor([3.0, 1.0, 3.0, 0.7, 0.7, 0.7, 4.0, 5.0, NAN, NAN, NAN])
     group_ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 3, 3, 4, 4])
     for scale in ("group", "none"):

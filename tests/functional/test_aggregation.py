@@ -64,7 +64,7 @@ def test_micro_batches_add_up_to_the_whole(mode, cuts):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_a_filler_without_trained_tokens_changes_nothing(mode):
+def test_a_dummy_without_trained_tokens_changes_nothing(mode):
     index = torch.cat([INDEX, torch.tensor([4, 4])])
     values = torch.cat([VALUES, torch.tensor([math.nan, math.inf])]).requires_grad_()
     mask = torch.cat([MASK, torch.tensor([False, False])])
@@ -86,7 +86,7 @@ def test_nothing_to_train_is_zero_with_a_zero_gradient(mode, denominator):
     assert values.grad.tolist() == [0.0] * 3
 
 
-def test_fractional_denominator_is_taken_as_it_is():
+def test_fractional_denominator_is_used_as_is():
     """One token over two ranks, each rank divides by 1/2 because gradients are averaged afterwards."""
     value = aggregate(
         torch.tensor([3.0]), torch.tensor([True]), torch.tensor([0]), "token-mean", num_rollouts=1, denominator=0.5

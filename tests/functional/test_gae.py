@@ -55,7 +55,7 @@ def test_by_hand():
     assert td_errors(REWARDS, VALUES, MASK, gamma=0.5).tolist() == [ERRORS]
 
 
-def test_bootstrap_value_stands_behind_the_last_valid_token():
+def test_bootstrap_value_follows_the_last_valid_token():
     # The last error gains gamma * 2 = 1, and each token before it a quarter of what the next one gained.
     bootstrap = torch.tensor([2.0])
     advantages, returns = generalized_advantages(REWARDS, VALUES, MASK, gamma=0.5, lam=0.5, bootstrap_value=bootstrap)
@@ -68,7 +68,7 @@ def test_bootstrap_value_stands_behind_the_last_valid_token():
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
-def test_gaps_and_what_stands_in_them_change_nothing(kind):
+def test_gaps_and_their_contents_change_nothing(kind):
     mask = torch.tensor([[0, 1, 0, 0, 1, 1, 0]]).to(kind)
     rewards = torch.tensor([[NAN, 0.0, 7.0, NAN, 0.0, 1.0, math.inf]])
     values = torch.tensor([[NAN, 0.5, -3.0, NAN, 0.25, 0.5, NAN]])
@@ -93,7 +93,7 @@ def test_equals_a_loop_over_tokens(dtype, tolerance, gamma, lam):
     torch.testing.assert_close(ours.double(), errors, atol=tolerance, rtol=tolerance)
 
 
-def test_lambda_per_rollout_and_a_lambda_of_its_own_for_the_critic():
+def test_lambda_per_rollout_and_separate_critic_lambda():
     rewards, values, mask, bootstrap = random_rows(torch.float64, seed=1)
     lam = torch.linspace(0, 1, len(mask), dtype=torch.float64)
     advantages, returns = generalized_advantages(
@@ -110,7 +110,7 @@ def test_lambda_per_rollout_and_a_lambda_of_its_own_for_the_critic():
     )
 
 
-def test_the_two_ends_of_lambda():
+def test_lambda_zero_and_one():
     rewards, values, mask, _ = random_rows(torch.float64, seed=2)
     full, returns = generalized_advantages(rewards, values, mask, gamma=0.97, lam=1.0)
     to_go = discounted_returns(rewards, mask, 0.97)
@@ -127,7 +127,7 @@ def test_discounted_returns_by_hand():
     assert discounted_returns(rewards, mask, 0.5).tolist() == [[12.0, 0.0, 16.0, 16.0, 0.0], [0.0] * 5]
 
 
-def test_row_without_a_reward_has_no_advantage_and_leaves_the_critic_where_it_is():
+def test_row_without_a_reward_has_no_advantage_and_does_not_move_the_critic():
     rewards = torch.tensor([[0.0, NAN, 0.0], [0.0, 0.0, 1.0]])
     values, mask = VALUES.repeat(2, 1), MASK.repeat(2, 1)
     advantages, returns = generalized_advantages(
@@ -154,7 +154,7 @@ def test_bfloat16_is_computed_in_float32_without_gradient():
     assert mixed.dtype == torch.float64
 
 
-def test_inputs_are_left_alone_and_empty_batches_work():
+def test_inputs_are_not_modified_and_empty_batches_work():
     rewards, values = REWARDS.clone(), VALUES.clone()
     generalized_advantages(rewards, values, MASK, gamma=0.5, lam=0.5)
     assert torch.equal(rewards, REWARDS)

@@ -52,7 +52,7 @@ def test_by_hand(kind, bounds, weights, kept, ratio_sum, count, most, least):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", IMPORTANCE_KINDS[1:])
 def test_against_a_loop_over_padded_rows(kind, dtype):
-    """TRL's formulas, one rollout after another; the tokens of ours stand in a random order."""
+    """TRL's formulas, one rollout after another; our tokens are in random order."""
     generator = torch.Generator().manual_seed(0)
     old, rollout = -2 * torch.rand(2, 6, 8, generator=generator, dtype=dtype)
     mask = torch.rand(6, 8, generator=generator) < 0.7

@@ -60,7 +60,7 @@ def test_expected_value_and_gradient_over_a_vocabulary():
     torch.testing.assert_close(gradient, swapped_gradient)
 
 
-def test_log_ratio_is_limited_and_value_only_on_request():
+def test_log_ratio_is_clamped_and_value_only_on_request():
     logp, ref_logp = torch.tensor([-100.0, -5.0]), torch.tensor([0.0, 0.0])
     value = kl_estimate(logp, ref_logp, "k3")
     torch.testing.assert_close(value, torch.tensor([math.exp(20) - 21, math.exp(5) - 6]))

@@ -94,8 +94,8 @@ def test_without_gradient():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_sure_token_keeps_its_small_gradient(frozen):
-    """Its distance from the others is 30: 1 - p_a is about 1e-13, which float32 does not see beside 1."""
+def test_a_near_certain_token_keeps_its_small_gradient(frozen):
+    """Its distance from the others is 30: 1 - p_a is about 1e-13, which is lost in float32 next to 1."""
     hidden = torch.tensor([[30.0]], requires_grad=True)
     weight = torch.zeros(V, 1)
     weight[3] = 1
@@ -135,7 +135,7 @@ def test_bfloat16_is_what_the_model_computes(frozen, mixed):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_no_tokens_stay_tied_to_the_graph(frozen):
+def test_empty_input_stays_in_the_graph(frozen):
     hidden, weight, targets = problem(n=0, frozen=frozen)
     scores = token_scores(hidden, targets, not_called, weight_VD=weight, entropy=True, score_norm=True)
     assert [tuple(score.shape) for score in scores[:3]] == [(0,)] * 3
@@ -170,7 +170,7 @@ class _Alive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_logits_of_all_tokens_never_exist(frozen, monkeypatch):
+def test_logits_of_all_tokens_are_never_materialized(frozen, monkeypatch):
     """64 tokens, 50 token ids, room for 8 * 50 logits: one block [64, 5] to work in and one that is kept."""
     monkeypatch.setattr("pl_grouprl.functional.running_softmax._TILE", 10)
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(50, 2, requires_grad=not frozen)

@@ -82,7 +82,7 @@ def test_score_norm_is_the_squared_gradient_norm(temperature):
     assert scores.entropy_N is None
 
 
-def test_score_norm_of_a_sure_token_does_not_cancel():
+def test_score_norm_of_a_near_certain_token_does_not_cancel():
     """p = 1/(1 + e^-12): (1 - p)^2 twice, about 7.5e-11, far below the float32 resolution at 1."""
     logits = torch.tensor([[12.0, 0.0]])
     scores = token_scores(torch.zeros(1, 1), torch.tensor([0]), lambda h: logits, score_norm=True, entropy=True)
@@ -118,7 +118,7 @@ def test_bfloat16_hidden_states_are_scored_in_float32(grad):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_no_tokens_stay_tied_to_the_graph(grad):
+def test_empty_input_stays_in_the_graph(grad):
     hidden, weight, targets = _problem(n=0)
     with torch.set_grad_enabled(grad):
         scores = token_scores(
@@ -176,7 +176,7 @@ class _LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_no_tensor_of_all_tokens_and_vocabulary_exists(entropy_grad):
+def test_no_tensor_of_all_tokens_and_vocabulary_is_materialized(entropy_grad):
     n, vocabulary, chunk_size = 64, 50, 8
     hidden = torch.randn(n, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=True)

@@ -6,7 +6,7 @@ import torch
 from pl_grouprl.functional.masked import masked_sum, sum_per_rollout
 
 
-def test_the_sum_looks_at_the_mask_only():
+def test_sum_ignores_values_outside_the_mask():
     values = torch.tensor([1.0, math.nan, 3.0, math.inf], requires_grad=True)
     mask = torch.tensor([True, False, True, False])
     total = masked_sum(values, mask)

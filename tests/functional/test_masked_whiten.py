@@ -22,7 +22,7 @@ def test_by_hand():
     torch.testing.assert_close(masked_whiten(values, mask.bool()), expected)
 
 
-def test_small_constant_of_the_variance():
+def test_epsilon_is_added_to_the_variance():
     # Variance 2e-8, of which 1e-8 is added: values divided by sqrt(3e-8).
     values = torch.tensor([0.0, 2e-4], dtype=torch.float64)
     whitened = masked_whiten(values, torch.ones(2))
@@ -38,7 +38,7 @@ def test_equal_values_give_exactly_zero(dtype, value, count):
     assert masked_whiten(values, mask).abs().max() == 0
 
 
-def test_ranks_whiten_by_the_statistics_of_all():
+def test_ranks_whiten_with_global_statistics():
     generator = torch.Generator().manual_seed(0)
     values = 100 + torch.randn(6, 11, generator=generator)
     mask = torch.rand(6, 11, generator=generator) < 0.6
@@ -76,7 +76,7 @@ def test_dtype_gradient_and_inputs():
     assert masked_whiten(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
 
 
-def test_masks_of_other_projects_and_errors():
+def test_integer_masks_and_errors():
     assert bool_mask(torch.tensor([1.0, 0.0])).tolist() == [True, False]
     with pytest.raises(ValueError, match=r"mask has the entry 2; pass bool, or 0 and 1"):
         masked_whiten(torch.zeros(2), torch.tensor([1, 2]))

@@ -70,7 +70,7 @@ def test_exactly_zero_where_nothing_differs():
     assert empty.shape == (0,)
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_arguments_are_refused():
     lengths = torch.tensor([2, 1])
     with pytest.raises(ValueError, match=r"token_rewards has shape \(4,\), lengths \(2,\) \(adding up to 3\)"):
         process_supervision_advantages(torch.zeros(4), lengths, [0, 0])

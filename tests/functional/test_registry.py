@@ -1,4 +1,4 @@
-"""Losses and estimators from outside: registered, bound with options that are checked, refused with the remedy."""
+"""User-defined losses and estimators: registration, checked options, errors with a remedy."""
 
 import copy
 import importlib
@@ -121,18 +121,18 @@ def test_an_estimator_gets_what_it_declares():
         ({"needs": ("mask",)}, "'bad' needs mask; with per_token=False there are group_ids, lengths, greedy_rewards"),
         ({"needs": ("lengths",), "per_token": True}, "needs lengths; with per_token=True there are group_ids, mask"),
         ({"takes_token_rewards": True}, "needs takes_token_rewards; with per_token=False"),
-        ({"takes_steps": True, "per_token": True}, "'bad' takes steps, for which there are group_ids alone"),
+        ({"takes_steps": True, "per_token": True}, "'bad' takes steps, for which it may only need group_ids"),
         ({"needs": ("group_ids", "lengths")}, "'bad' lacks lengths; make the arguments of centred and its"),
         ({"needs": ()}, "'bad' does not declare group_ids; make the arguments of centred"),
     ],
 )
-def test_declarations_that_do_not_fit_are_refused(declared, message):
+def test_mismatched_declarations_are_refused(declared, message):
     with pytest.raises((TypeError, ValueError), match=message):
         register_advantage_estimator("bad", **declared)(centred)
     assert "bad" not in estimator_registry.ADVANTAGE_ESTIMATORS
 
 
-def test_what_is_no_named_function_is_refused():
+def test_non_functions_and_missing_names_are_refused():
     with pytest.raises(TypeError, match=r"a name is missing: write @register_policy_loss\('...'\) above a function"):
         register_policy_loss(scaled)
     with pytest.raises(TypeError, match="policy_loss 'torch' is the class Tensor; register a function"):
@@ -201,7 +201,7 @@ def test_options_are_keyword_only_and_have_defaults():
         register_advantage_estimator("own", needs="group_ids")
 
 
-def test_an_annotation_that_is_not_there_at_run_time_names_the_option():
+def test_an_unresolvable_annotation_names_the_option():
     def typed(rewards, group_ids, *, weight: "Missing" = 1.0):  # noqa: F821
         return rewards
 
@@ -213,7 +213,7 @@ def test_an_annotation_that_is_not_there_at_run_time_names_the_option():
         make_advantage_estimator("typed", weight=2.0)
 
 
-def test_functions_made_alike_are_not_the_same():
+def test_closures_of_one_factory_are_distinct():
     def scaled_by(factor):
         def scaled(rewards, group_ids):
             return factor * rewards
@@ -254,9 +254,9 @@ def test_an_option_that_is_a_function_is_recorded_by_its_name():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda p, mask: PolicyLoss(p, None, mask.sum()), "returned metrics=None; metrics maps names to"),
-        (lambda p, mask: PolicyLoss(p, {"mine": 1.0}, mask.sum()), "returned mine; metrics maps names to sums"),
-        (lambda p, mask: PolicyLoss(p, {"mine": p}, mask.sum()), "returned mine; metrics maps names to sums"),
+        (lambda p, mask: PolicyLoss(p, None, mask.sum()), "returned metrics=None; metrics must map names to"),
+        (lambda p, mask: PolicyLoss(p, {"mine": 1.0}, mask.sum()), "returned mine; metrics must map names to sums"),
+        (lambda p, mask: PolicyLoss(p, {"mine": p}, mask.sum()), "returned mine; metrics must map names to sums"),
         (lambda p, mask: PolicyLoss(p[mask], {}, mask.sum()), "for two tokens; return a PolicyLoss whose per_token_N"),
     ],
 )

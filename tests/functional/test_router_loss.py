@@ -38,7 +38,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_is_the_number_of_chosen_experts_where_all_are_used_alike(top_k):
+def test_is_top_k_if_all_experts_are_used_equally(top_k):
     experts = 5
     # The five rotations of one row: each expert is chosen equally often, with the same mean probability.
     row = torch.arange(experts, dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_multiplicities_of_a_packed_row_are_transformers_loss_of_the_repeated_ro
     assert (unweighted - actual).abs() > 1e-3
 
 
-def test_what_padding_holds_does_not_matter():
+def test_values_at_padding_do_not_matter():
     (logits,) = random_logits(3, 6, 4, 1)
     weights = torch.tensor([1, 1, 0, 2, 0, 1])
     changed = logits.detach().clone()
@@ -100,7 +100,7 @@ def test_what_padding_holds_does_not_matter():
     )
 
 
-def test_half_precision_is_added_up_in_float32():
+def test_half_precision_is_summed_in_float32():
     exact = random_logits(4, 4000, 8, dtype=torch.bfloat16)
     loss = load_balancing_loss(exact, 2)
     assert loss.dtype == torch.float32
@@ -108,7 +108,7 @@ def test_half_precision_is_added_up_in_float32():
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_no_token_gives_zero():
+def test_no_tokens_give_zero():
     (logits,) = random_logits(5, 3, 4, 1)
     loss = load_balancing_loss([logits], 2, torch.zeros(3))
     assert loss == 0

@@ -24,7 +24,7 @@ def test_no_rollouts_and_no_tokens():
     assert to_rows(torch.zeros(0), torch.tensor([0, 0])).shape == (2, 0)
 
 
-def test_lengths_that_do_not_fit():
+def test_mismatched_lengths():
     with pytest.raises(ValueError, match="lengths_B adds up to 3"):
         to_rows(torch.zeros(2), torch.tensor([1, 2]))
 

@@ -29,7 +29,7 @@ def head_gradients(hidden, weight, targets, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
-def test_score_norm_is_the_squared_gradient_by_the_logits(temperature):
+def test_score_norm_is_the_squared_gradient_with_respect_to_logits(temperature):
     hidden, weight, targets = problem()
     scaled = (hidden @ weight.T / temperature).requires_grad_()
     logprobs = scaled.log_softmax(-1).gather(1, targets[:, None]).sum()
@@ -54,7 +54,7 @@ def test_sketch_keeps_inner_products_of_head_gradients_in_expectation(temperatur
     assert (standard_error.diagonal() < 0.05 * exact.diagonal()).all()  # sharp enough to tell
 
 
-def test_larger_sketches_scatter_less():
+def test_larger_sketches_have_less_variance():
     hidden, weight, targets = problem()
     exact = head_gradients(hidden, weight, targets, 1.0).square().sum(-1)
 
@@ -95,7 +95,7 @@ def test_vocabulary_in_blocks(monkeypatch):
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_sketch_follows_from_its_seed_and_is_made_once():
+def test_sketch_is_determined_by_its_seed_and_cached():
     sketch = HeadSketch(seed=3)
     first = sketch.signs(D, V)
     assert all(a is b for a, b in zip(first, sketch.signs(D, V), strict=True))
@@ -115,7 +115,7 @@ def test_sketch_does_not_cancel_near_certainty():
     assert scores.sketch_NS.abs().item() == pytest.approx(2 / (1 + math.exp(12)), rel=1e-5)
 
 
-def test_sketch_leaves_log_probabilities_and_gradients_alone():
+def test_sketch_does_not_change_log_probabilities_or_gradients():
     hidden, weight, targets = problem()
     results = []
     for sketch in (None, HeadSketch()):

@@ -103,8 +103,8 @@ def test_groups_of_one_token_are_token_gae(mode, dtype):
         torch.testing.assert_close(left, right)
 
 
-def test_one_group_with_the_prompts_mean_as_value_is_unnormalised_grpo():
-    # Two prompts, interleaved; the reward stands at the last token, and V_0 is the mean reward of the prompt.
+def test_one_group_with_the_prompts_mean_as_value_is_unnormalized_grpo():
+    # Two prompts, interleaved; the reward is at the last token, and V_0 is the mean reward of the prompt.
     lengths, prompts = torch.tensor([3, 5, 1, 4, 2]), torch.tensor([0, 1, 0, 1, 0])
     outcomes = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.5], dtype=torch.float64)
     mask = torch.arange(5) < lengths[:, None]
@@ -119,7 +119,7 @@ def test_one_group_with_the_prompts_mean_as_value_is_unnormalised_grpo():
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_gaps_and_what_stands_there_change_nothing():
+def test_gaps_and_their_contents_change_nothing():
     rewards, values, _, bootstrap, norms = random_case(2, length=10)
     mask = torch.ones(7, 10, dtype=torch.bool)
     places = [0, 2, 3, 7, 8, 9, 12, 13, 15, 16]
@@ -203,7 +203,8 @@ def test_bfloat16_is_computed_in_float32_and_no_rows_are_fine():
     ("change", "message"),
     [
         ({"mode": "mean"}, "mode is 'mean'; it must be one of broadcast, endpoint, variable_lambda"),
-        ({"lam": 1.5}, r"lam has the entry 1\.5"),
+        ({"lam": 1.5}, r"lam is 1\.5; it must lie in"),
+        ({"lam": torch.tensor([0.5, 1.5])}, r"lam has the entry 1\.5; each must lie in"),
         ({"critic_lam": torch.ones(3)}, r"critic_lam has shape \(3,\); pass one number, or one per rollout of 2"),
         ({"gamma": -0.1}, "gamma is -0.1"),
         ({"values": torch.ones(2, 3)}, r"values has shape \(2, 3\)"),

@@ -1,4 +1,4 @@
-"""The controller of the threshold, and that it steers what `find_token_groups` does."""
+"""The threshold controller, and its effect on `find_token_groups`."""
 
 import math
 
@@ -150,14 +150,14 @@ def test_errors_name_the_option(options, message):
         ThresholdController(**options)
 
 
-def test_largest_target_of_each_size_is_taken():
+def test_largest_target_of_each_size_is_accepted():
     for size in range(2, 200):
         ThresholdController(target_compression=1 - 1 / size, max_size=size)
         ThresholdController(target_compression=(size - 1) / size, max_size=size)
     ThresholdController(target_compression=0.0, max_size=1)
 
 
-def test_a_fixed_threshold_knows_no_bounds_and_no_target():
+def test_a_fixed_threshold_ignores_bounds_and_target():
     assert ThresholdController(50.0, adaptive_threshold=False).threshold == 50.0
     assert ThresholdController(adaptive_threshold=False, target_compression=0.3, max_size=1).threshold == 1.0
 

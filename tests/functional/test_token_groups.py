@@ -1,4 +1,4 @@
-"""The cut against a plain loop over tokens, and everything that must not move a boundary."""
+"""Token groups against a plain loop over tokens, and what must not move a boundary."""
 
 import pytest
 import torch
@@ -206,7 +206,7 @@ def test_a_token_with_a_delta_of_zero_still_counts_for_its_group():
     assert as_lists(dear_first) == [[(0, 1, ENDED_BY_LAST)]]
 
 
-def test_tokens_without_evidence_do_not_end_a_group():
+def test_tokens_without_signal_do_not_end_a_group():
     # 0 / 0 is no evidence: the group goes on, over the cheap token (q = 0) too, to the token with both.
     deltas = torch.tensor([[0.0, 0.0, 5.0, 1.0, 0.0, 0.0]])
     norms = torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0, 1.0]])
@@ -283,7 +283,7 @@ def test_scaling_all_rewards_moves_no_boundary(scale):
 
 
 def test_epsilon_is_relative_to_the_mean_signal():
-    # Signals 100 and 1: the mean is 50.5, and 1 lies below 0.1 * 50.5, above 0.01 * 50.5.
+    # Signals 100 and 1: the mean is 50.5, and 1 is below 0.1 * 50.5, above 0.01 * 50.5.
     deltas, norms, mask = torch.tensor([[10.0, 1.0]]).repeat(1, 3), torch.ones(1, 6), torch.ones(1, 6, dtype=torch.bool)
     assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.01), mask) == [[1] * 6]
     assert sizes(find_token_groups(deltas, norms, mask, epsilon=0.1), mask) == [[1, 2, 2, 1]]
@@ -311,7 +311,7 @@ def test_forced_ends():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", ["deltas", "norms", "vectors"])
-def test_what_is_not_finite_is_no_evidence_and_stays_in_its_group(place, value):
+def test_nonfinite_tokens_never_end_a_group(place, value):
     deltas, norms, mask = torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8, dtype=torch.bool)
     if place == "vectors":
         norms = torch.ones(2, 8, 2)
@@ -324,7 +324,7 @@ def test_what_is_not_finite_is_no_evidence_and_stays_in_its_group(place, value):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_largest_and_the_smallest_numbers_are_cut_like_others(dtype):
+def test_extreme_magnitudes_are_split_like_others(dtype):
     """Two tokens to a group; the scale's power of two would be infinite for the largest, its inverse for the others."""
     kind = torch.finfo(dtype)
     deltas = torch.tensor([kind.max, kind.smallest_normal], dtype=dtype)[:, None].repeat(1, 6)
@@ -334,7 +334,7 @@ def test_the_largest_and_the_smallest_numbers_are_cut_like_others(dtype):
         assert as_lists(groups) == [[(0, 1, ENDED_BY_VARIANCE), (2, 3, ENDED_BY_VARIANCE), (4, 5, ENDED_BY_VARIANCE)]]
 
 
-def test_a_norm_that_rounding_left_below_0_is_no_error():
+def test_norms_slightly_below_zero_are_accepted():
     norms, mask = torch.tensor([[1.0, -1e-3, 1.0, -9.0]]), torch.tensor([[True, True, True, False]])
     assert sizes(find_token_groups(torch.ones(1, 4), norms, mask, epsilon=0.0), mask) == [[1, 2]]
 

@@ -30,7 +30,7 @@ def test_clipped_by_hand():
     assert result.metric_count == 3
 
 
-def test_without_a_range_it_is_half_the_squared_error():
+def test_without_a_clip_range_it_is_half_the_squared_error():
     values = VALUES.clone().requires_grad_()
     result = clipped_value_loss(values, OLD, RETURNS, mask_N=_ones(3))
     torch.testing.assert_close(result.per_token_N, _tensor([0.02, 0.5, 0.405]))
@@ -59,7 +59,7 @@ def test_against_a_loop(dtype, cliprange):
 
 
 @pytest.mark.parametrize("cliprange", [None, 0.5])
-def test_nothing_off_the_mask_reaches_loss_or_gradient(cliprange):
+def test_masked_tokens_do_not_reach_loss_or_gradient(cliprange):
     values = _tensor([1.0, math.nan, math.inf]).requires_grad_()
     junk = _tensor([0.5, math.nan, -math.inf])
     result = clipped_value_loss(values, junk, junk, mask_N=torch.tensor([True, False, False]), cliprange=cliprange)
@@ -144,6 +144,6 @@ def test_explained_variance_of_returns_that_differ_by_rounding_alone(reward):
     assert explained_variance(values, returns, mask_N=torch.ones(500, dtype=torch.bool)).isnan()
 
 
-def test_explained_variance_of_small_returns_is_no_rounding():
+def test_small_returns_are_not_mistaken_for_rounding():
     returns = torch.tensor([1.0, 1.001, 1.002, 1.003])
     assert float(explained_variance(returns - 0.5, returns, mask_N=torch.ones(4, dtype=torch.bool))) == pytest.approx(1)

@@ -42,7 +42,7 @@ def flags(model):
 
 @pytest.mark.parametrize("make", [adapted, wrapped])
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_off_is_the_base_bit_by_bit_and_on_is_as_before(make, use_dora):
+def test_off_equals_the_base_bitwise_and_on_is_restored(make, use_dora):
     model, base = make(use_dora=use_dora), tiny_model("llama")
     before, trained = model(IDS).logits, flags(model)
     with adapters_off(model):
@@ -66,7 +66,7 @@ def test_off_with_shared_prefixes():
         assert torch.equal(actual, expected)
 
 
-def test_off_leaves_other_choices_alone():
+def test_off_does_not_change_other_settings():
     """An adapter that was frozen stays so, and one that was off stays off."""
     model = adapted()
     for parameter in find_decoder(model).layers[0].parameters():
@@ -86,7 +86,7 @@ def test_off_leaves_other_choices_alone():
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_weights_trained_beside_the_adapter_are_no_base(bias):
+def test_weights_trained_besides_the_adapter_are_refused(bias):
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
     model = peft.get_peft_model(tiny_model("qwen2"), config)
     trained = flags(model)
@@ -102,7 +102,7 @@ def test_a_model_without_adapters_cannot_switch_them_off():
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_copy_computes_the_same_and_disturbs_nothing(family, use_dora):
+def test_a_merged_copy_computes_the_same_and_changes_nothing(family, use_dora):
     model = adapted(family, use_dora=use_dora)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     logits, plain = model(IDS).logits, tiny_model(family)
@@ -117,7 +117,7 @@ def test_a_merged_copy_computes_the_same_and_disturbs_nothing(family, use_dora):
     assert merged.get_input_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
 
 
-def test_modules_that_peft_trains_as_a_whole():
+def test_modules_that_peft_trains_in_full():
     model, base = wrapped(modules_to_save=["lm_head"]), tiny_model("llama")
     model.get_base_model().lm_head.modules_to_save["default"].weight.data += 0.1
     with adapters_off(model):
@@ -127,7 +127,7 @@ def test_modules_that_peft_trains_as_a_whole():
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefixes_are_shared_in_a_model_of_peft_itself(family, use_dora):
+def test_prefixes_are_shared_in_a_peft_model(family, use_dora):
     model = wrapped(family, use_dora=use_dora)
     report = check_parity(model)
     assert report.passed, str(report)
@@ -159,7 +159,7 @@ def test_rollouts_are_sampled_with_the_adapter_on(make):
 
 
 @pytest.mark.parametrize("make", [adapted, wrapped])
-def test_a_copied_critic_takes_the_adapter_along_merged(make):
+def test_a_copied_critic_includes_the_merged_adapter(make):
     model = make()
     batch = pack(GROUPS)
     critic = PolicyCopyCritic(head_std=0.3).load(model)

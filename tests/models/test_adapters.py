@@ -53,7 +53,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_begins_as_nothing_and_is_all_that_is_trained(family, use_dora):
+def test_it_starts_as_zero_and_is_all_that_is_trained(family, use_dora):
     from transformers import PreTrainedModel
 
     base = tiny_model(family)
@@ -105,7 +105,7 @@ def test_options_out_of_range(name, wrong):
     ["q_proj", ".*nowhere", "(", ["q_proj", "nowhere"], ["mlp"], r".*\.mlp", ["layers.0.input_layernorm"]],
     ids=str,
 )
-def test_layers_that_there_are_not_or_that_take_no_adapter(wrong):
+def test_missing_layers_and_layers_that_take_no_adapter(wrong):
     asked = rf"LoRAAdapter.target_modules={re.escape(repr(wrong))}"
     with pytest.raises(
         ValueError, match=rf"(?s){asked} matches no layer: .* a list of suffixes of names .* or a regular expression"
@@ -113,7 +113,7 @@ def test_layers_that_there_are_not_or_that_take_no_adapter(wrong):
         LoRAAdapter(target_modules=wrong).add_to(tiny_model("llama"))
 
 
-def test_weights_that_two_modules_share_get_no_adapter():
+def test_tied_weights_get_no_adapter():
     with pytest.raises(ValueError, match=r"names 'lm_head', .* shared with \['model.embed_tokens'\]"):
         LoRAAdapter(target_modules=["lm_head"]).add_to(tiny_model("qwen2", tie_word_embeddings=True))
     assert places(LoRAAdapter(target_modules=["lm_head"]).add_to(tiny_model("qwen2"))) == {"lm_head"}
@@ -128,14 +128,14 @@ def test_weights_that_two_modules_share_get_no_adapter():
         (r".*vision_tower.*\.0\..*q_proj", {"model.vision_tower.encoder.layers.0.self_attn.q_proj"}),
     ],
 )
-def test_a_vision_tower_is_left_alone_unless_it_is_asked_for(target_modules, outside):
+def test_a_vision_tower_gets_an_adapter_only_on_request(target_modules, outside):
     names = places(LoRAAdapter(r=2, target_modules=target_modules).add_to(llava()))
     assert {name for name in names if "language_model" not in name} == outside
     per_layer = {"all-linear": 7}.get(str(target_modules), int(isinstance(target_modules, list)))
     assert len(names - outside) == 2 * per_layer
 
 
-def test_experts_are_no_linear_layers():
+def test_experts_are_not_linear_layers():
     """PEFT reads the names of the dense layers as those of all experts' parameters, and would leave the former out."""
     dense = tiny_model("qwen3_moe", mlp_only_layers=[0])
     with pytest.raises(ValueError, match=r"target_modules='all-linear' matches 11 layers .* regular expression"):

@@ -64,7 +64,7 @@ def test_the_head_counts_for_scored_tokens():
 
 
 def test_windows_by_hand():
-    # Layer 1 sees 3 tokens, layer 2 all. Prompt of 4: 1 + 2 + 3 + 3 and 10 pairs. Rollout of 2 behind it: 6 and 5 + 6.
+    # Layer 1 sees 3 tokens, layer 2 all. Prompt of 4: 1 + 2 + 3 + 3 and 10 pairs. Rollout of 2 after it: 6 and 5 + 6.
     options = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
     cost = ModelCost.of(find_decoder(tiny_model("gemma2", **options)))
     per_layer = 4 * (2 * 8 + 2 * 8)

@@ -69,7 +69,7 @@ def test_a_classifier_s_head_is_copied_with_its_bias():
     assert ValueHead.from_score(nn.Linear(2, 1, bias=False)).bias.item() == 0
 
 
-def test_the_head_runs_on_the_positions_asked_for_alone(policy, batch):
+def test_the_head_runs_only_on_the_requested_positions(policy, batch):
     critic, seen = PolicyCopyCritic(head_std=0.3).load(policy), []
     critic.head.register_forward_hook(lambda head, args, out: seen.append(tuple(args[0].shape)))
     with shared_prefix(critic.trunk):
@@ -99,7 +99,7 @@ def test_forward_is_values(policy, batch):
         assert torch.equal(critic(batch), critic.values(batch))
 
 
-def test_a_copy_has_weights_of_its_own(policy):
+def test_a_copy_has_separate_weights(policy):
     for_training = copy.deepcopy(policy).train()
     critic = PolicyCopyCritic().load(for_training)
     assert not critic.shares_trunk
@@ -114,7 +114,7 @@ def test_a_copy_has_weights_of_its_own(policy):
     assert isinstance(PolicyCopyCritic(), CriticSource)
 
 
-def test_copies_drop_nothing():
+def test_copies_have_no_dropout():
     policy = tiny_model("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
     trunk = PolicyCopyCritic().load(policy).trunk
     assert all(module.p == 0 for module in trunk.modules() if isinstance(module, nn.Dropout))
@@ -181,7 +181,7 @@ def test_the_head_is_as_wide_as_the_states_not_as_the_layers(source):
 
 
 @pytest.mark.parametrize("labels", [None, 1, 2])
-def test_an_encoder_is_no_critic(tmp_path, policy, labels):
+def test_an_encoder_is_refused_as_a_critic(tmp_path, policy, labels):
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}

@@ -48,7 +48,7 @@ def test_base_weights_exist_once(pair):
     assert not {p.data_ptr() for p in trained.values()} & theirs
 
 
-def test_adapters_begin_as_nothing(pair):
+def test_adapters_start_as_zero(pair):
     """LoRA's second matrix is zero, so the critic begins as a copy of the policy with the same head."""
     policy, critic = pair
     expected = values_of(PolicyCopyCritic(head_std=0.3).load(policy))
@@ -63,7 +63,7 @@ def test_no_gradient_reaches_the_policy(pair):
     assert all(p.requires_grad for p in policy.parameters())
 
 
-def test_an_update_of_the_policy_is_one_of_the_critic(pair):
+def test_an_update_of_the_policy_updates_the_critic(pair):
     policy, critic = pair
     before = values_of(critic).detach()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05)
@@ -146,7 +146,7 @@ def test_retie_to_something_else_is_refused():
         critic.retie(policy)
 
 
-def test_adapters_are_float32_beside_a_bfloat16_policy():
+def test_adapters_are_float32_with_a_bfloat16_policy():
     policy = tiny_model("llama", dtype=torch.bfloat16)
     critic = SOURCE.load(policy)
     assert {p.dtype for p in own_parameters(critic).values()} == {torch.float32}
@@ -229,8 +229,8 @@ def test_assigned_weights_need_a_retie():
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_the_adapter_of_a_policy_is_no_part_of_the_critic(use_dora):
-    """Both stand on one base: the critic of an adapted policy is that of the policy without its adapter."""
+def test_the_adapter_of_a_policy_is_not_part_of_the_critic(use_dora):
+    """Both have the same base: the critic of an adapted policy is that of the policy without its adapter."""
     policy = LoRAAdapter(r=3).add_to(tiny_model("llama")).train()
     for parameter in policy.parameters():
         if parameter.requires_grad:
@@ -252,7 +252,7 @@ def test_the_adapter_of_a_policy_is_no_part_of_the_critic(use_dora):
     assert gradients(critic).keys() == own_parameters(critic).keys()
 
 
-def test_a_policy_of_peft_itself():
+def test_a_peft_model_as_policy():
     import peft
 
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)

@@ -84,7 +84,7 @@ def test_dtype_and_attention(folder, written):
     assert torch.equal(model.model.embed_tokens.weight, expected)
 
 
-def test_nothing_is_left_of_the_quantization(policy, written, tmp_path):
+def test_no_trace_of_the_quantization_is_left(policy, written, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = policy.load(), policy.load_tokenizer()
@@ -142,7 +142,7 @@ def test_unknown_rules_of_splitting_are_refused(pre, tmp_path):
         source.load_tokenizer()
 
 
-def test_a_path_of_a_file_is_a_policy(folder, written):
+def test_the_path_of_a_file_is_a_policy(folder, written):
     assert as_policy_source(f"{folder}/{FILE}") == PretrainedPolicy(str(folder), gguf_file=FILE)
     assert gguf.split_location("a.gguf") == (".", "a.gguf")
     assert gguf.split_location("org/name") == ("org/name", None)
@@ -164,7 +164,7 @@ def test_the_config_is_read_once_per_file(tmp_path):
     ("path", "options", "error"),
     [
         ("{folder}/a.gguf", {}, r"is '.*/a.gguf', a GGUF file; pass path='.*' and gguf_file='a.gguf'"),
-        ("{folder}", {}, r"has no config.json but GGUF files; pass gguf_file, of \['a.gguf'\]"),
+        ("{folder}", {}, r"has no config.json but GGUF files; pass gguf_file, one of \['a.gguf'\]"),
         ("{folder}", {"gguf_file": "b.gguf"}, r"'b.gguf' is not in '.*', which has \['a.gguf'\]"),
         ("{folder}", {"gguf_file": "a.bin"}, "gguf_file is 'a.bin'; pass the name of a .gguf file in path"),
         ("{folder}", {"gguf_file": "/a.gguf"}, "gguf_file is '/a.gguf'; pass the name of a .gguf file in path"),

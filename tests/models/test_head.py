@@ -1,4 +1,4 @@
-"""Which heads are one matrix and nothing else, and that scoring them as such changes nothing."""
+"""Which heads are plain matrices, and that scoring them as such changes nothing."""
 
 import sys
 
@@ -14,14 +14,14 @@ from pl_grouprl.packing import pack
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma"])
-def test_a_plain_head_is_recognised_and_left_as_it_was(family):
+def test_a_plain_head_is_recognized_and_unchanged(family):
     model = tiny_model(family)
     head = model.get_output_embeddings()
     assert plain_weight(model, torch.float32) is head.weight
     assert "forward" not in vars(head)
 
 
-def test_hidden_states_of_another_dtype_are_the_model_s_to_cast():
+def test_hidden_states_of_another_dtype_are_cast_by_the_model():
     model = tiny_model("llama")
     assert plain_weight(model, torch.bfloat16) is None
     with torch.autocast("cpu", torch.bfloat16):

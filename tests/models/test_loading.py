@@ -81,7 +81,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_policy_whose_weights_do_not_fit_is_refused(folder, case):
+def test_a_policy_with_mismatched_weights_is_refused(folder, case):
     edit, message = CASES[case]
     change(folder, edit)
     with pytest.raises(ValueError, match=message) as caught:
@@ -110,7 +110,7 @@ def test_a_config_with_other_sizes_is_refused(folder):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma2", "opt"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_whole_folders_load_as_before(tmp_path, family, tied):
+def test_complete_folders_load(tmp_path, family, tied):
     """Tied weights have one name in the file, experts are stored one by one, buffers not at all."""
     saved = tiny_model(family, tie_word_embeddings=tied, **({"word_embed_proj_dim": 32} if family == "opt" else {}))
     saved.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -95,7 +95,7 @@ def test_attention_implementation(folder):
     assert PretrainedPolicy(folder, attn_implementation="eager").load().config._attn_implementation == "eager"
 
 
-def test_a_folder_that_is_not_there():
+def test_a_missing_folder():
     with pytest.raises(FileNotFoundError, match=r"model path './nowhere' is not a folder"):
         PretrainedPolicy("./nowhere")
 

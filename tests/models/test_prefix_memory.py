@@ -52,13 +52,13 @@ def test_a_larger_group_takes_no_more_memory(checkpointing):
     assert peak_in_one_call(model, 32) > 2 * large
 
 
-def test_slices_take_little_more_than_one_call():
+def test_slices_take_little_more_memory_than_one_call():
     """Of four rollouts: a prompt's tensors are there twice at most, with their gradients."""
     model = model_of(False)
     assert peak_in_slices(model, 4) < 1.3 * peak_in_one_call(model, 4)
 
 
-def test_memory_that_is_held_is_counted():
+def test_retained_memory_is_counted():
     with Peak() as peak:
         kept = [torch.zeros(1000) + 1 for _ in range(3)]
         assert peak.live == 12_000

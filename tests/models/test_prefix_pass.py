@@ -1,4 +1,4 @@
-"""A group in slices behind its prompt against the same group in one call: hidden states and gradients, in float64."""
+"""A group in slices against the same group in one call: hidden states and gradients, in float64."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_autocast_rounds_no_more_than_in_one_call():
 
 @pytest.mark.slow
 def test_compiled_layers():
-    """What is before and behind attention is compiled; attention behind a prompt is not."""
+    """Layers are compiled except for the attention of slices."""
     torch._dynamo.reset()
     model, group = model_of("llama", torch.float32).train(), group_of()
     with shared_prefix(model):
@@ -188,8 +188,8 @@ def test_the_prompt_runs_once():
     assert lengths == [20, 7, 13, 12]
 
 
-def test_two_models_and_a_value_of_every_state():
-    """A policy and a critic in one pass; the critic reads the states before each token and behind the last."""
+def test_two_models_and_a_value_head():
+    """A policy and a critic in one pass; the critic reads the states before each token and after the last."""
     policy, group = model_of("llama"), group_of()
     head = ValueHead.near_zero(32, std=0.5).double()
     critic = Critic(tiny_model("qwen3", dtype=torch.float64, seed=1).model, head)
@@ -250,7 +250,7 @@ def test_an_adapter_switched_off_is_another_run():
     assert (base - policy_in_slices).abs().max() > 0.1
 
 
-def test_frozen_layers_take_no_part():
+def test_frozen_layers_get_no_gradient():
     model, group = model_of("llama"), group_of()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1.self_attn.v_proj" in name)
@@ -260,7 +260,7 @@ def test_frozen_layers_take_no_part():
     assert worst_gradient_error(found[1], expected[1]) < 1e-6
 
 
-def test_a_model_that_is_not_trained_has_a_loss_too():
+def test_a_frozen_model_has_a_loss_too():
     model, group = model_of("llama").requires_grad_(False), group_of()
     with shared_prefix(model):
         prefix = PrefixPass(group, "cpu")
@@ -269,7 +269,7 @@ def test_a_model_that_is_not_trained_has_a_loss_too():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_nobody_differentiated_gets_zeros():
+def test_slices_without_a_backward_get_zero_gradients():
     model, group = model_of("llama"), group_of()
     with shared_prefix(model):
         prefix = PrefixPass(group, "cpu")
@@ -297,14 +297,14 @@ def test_a_scaled_loss_is_not_scaled_twice():
 def test_gradients_of_many_slices_are_added_in_float32():
     """In bfloat16 a sum of ones stops growing at 256."""
     leaf = Leaf(torch.zeros(3, dtype=torch.bfloat16, requires_grad=True))
-    cut = leaf.cut()
+    detached = leaf.detach()
     for _ in range(600):
-        cut.sum().backward()
-    assert cut.grad is None
+        detached.sum().backward()
+    assert detached.grad is None
     torch.testing.assert_close(leaf.gradient, torch.full((3,), 600.0), atol=0, rtol=0)
 
 
-def test_only_empty_rollouts_run_a_token_that_nobody_reads():
+def test_only_empty_rollouts_run_one_unused_token():
     model, group = model_of("llama"), group_of()
     with shared_prefix(model):
         prefix = PrefixPass(group, "cpu")
@@ -333,7 +333,7 @@ def test_indices_of_a_slice_by_hand():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_nothing_stays_behind(family, checkpointing):
+def test_no_states_are_left(family, checkpointing):
     """Tensors of a pass go when it is done, without the garbage collector: a cycle through a graph would stay."""
     model, group = model_of(family).train(), group_of()
     if checkpointing:
@@ -353,7 +353,7 @@ def test_nothing_stays_behind(family, checkpointing):
             gc.enable()
 
 
-def test_a_model_whose_frequencies_move_is_refused():
+def test_a_model_with_dynamic_rope_is_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
     model, group = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16), group_of()
     with shared_prefix(model), pytest.raises(NotImplementedError, match="larger token budget"):

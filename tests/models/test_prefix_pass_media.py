@@ -1,4 +1,4 @@
-"""Prompts with images whose rollouts run in slices: the tower runs once, positions go on behind the images."""
+"""Prompts with images whose rollouts run in slices: the tower runs once, and positions continue after the images."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def model(folder):
 
 
 def dense(folder, quantized):
-    """The unquantized model with the weights that 4 bits stand for."""
+    """The unquantized model with the dequantized weights."""
     from bitsandbytes.functional import dequantize_4bit
 
     model = PretrainedPolicy(folder).load()
@@ -99,7 +99,7 @@ def test_the_reference_is_the_quantized_base(folder, model):
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_merging_rounds_nothing_to_4_bits(folder, tmp_path, use_dora):
+def test_merging_does_not_round_to_4_bits(folder, tmp_path, use_dora):
     policy = PretrainedPolicy(folder, adapter=LoRAAdapter(r=4, use_dora=use_dora), quantization=FLOAT)
     model = move_adapter(policy.load()).eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -139,7 +139,7 @@ def test_a_critic_shares_the_quantized_base(model):
     assert not any("layers" in name and "lora" not in name for name in critic.state_dict())
 
 
-def test_a_critic_of_its_own_is_dequantized(model):
+def test_a_separate_critic_is_dequantized(model):
     critic = PolicyCopyCritic().load(model)
     assert not is_quantized(critic)
     assert all(p.requires_grad and p.dtype == torch.float32 for p in critic.parameters())
@@ -158,7 +158,7 @@ def test_copies_compute_the_same(model):
     assert torch.equal(copy.deepcopy(model)(IDS).logits, model(IDS).logits)
 
 
-def test_what_does_not_go_with_it_is_refused(folder, tmp_path):
+def test_incompatible_options_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="there is no adapter, and weights of 4 bits cannot be trained; add one"):
         PretrainedPolicy(folder, quantization=FLOAT)
     with pytest.raises(ValueError, match=r"compile_layers is true, and quantization is .*leave out one of them"):

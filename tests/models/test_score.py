@@ -1,4 +1,4 @@
-"""Scoring of rollouts: the same numbers whichever way the prompts are encoded, and what one rollout can move."""
+"""Scoring of rollouts: the same numbers with shared and repeated prompts, and independence of other rollouts."""
 
 import copy
 
@@ -54,7 +54,7 @@ def test_entropy_and_score_norm_by_definition(model):
     torch.testing.assert_close(scores.logprobs_N.double(), p_a.log(), atol=1e-5, rtol=1e-5)
 
 
-def test_chunks_change_no_result(model):
+def test_chunks_do_not_change_the_result(model):
     groups = random_groups(2, SHAPES)
     results = [rollout_logprobs(model, groups, chunk_size=size) for size in (1, 3, 512)]
     for other in results[1:]:
@@ -85,7 +85,7 @@ def test_rollouts_that_are_all_empty_keep_the_graph(model, sharing):
 
 @pytest.mark.parametrize("backend", ["cascade", "prefix_grouper", "reference"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_one_rollout_moves_no_bit_of_the_others(family, backend):
+def test_one_rollout_does_not_change_others_bitwise(family, backend):
     """Exact: log-probabilities of all other rollouts. Where experts are shared, see the parity tests."""
     model = tiny_model(family)
     before = random_groups(4, [(30, [9, 6, 12, 0]), (7, [5, 5])])
@@ -97,7 +97,7 @@ def test_one_rollout_moves_no_bit_of_the_others(family, backend):
         assert torch.equal(one[number], other[number]) == (number != 1 or one[number].numel() == 0)
 
 
-def test_one_rollout_moves_no_bit_of_the_gradient_of_the_others():
+def test_one_rollout_does_not_change_gradients_of_others_bitwise():
     """Exact: the gradient of the other rollouts' loss at every embedding that only they see."""
     model = tiny_model("llama")
     before = random_groups(5, [(30, [9, 6, 12]), (7, [5, 5])])
@@ -140,7 +140,7 @@ def test_checkpointing_that_would_outlive_the_patch_is_refused():
         torch.cat(rollout_logprobs(model, groups)).sum().backward()
 
 
-def test_scoring_leaves_the_model_as_it_was():
+def test_scoring_does_not_change_the_model():
     model = tiny_model("llama").train()
     before = dict(vars(model.model)), model.config._attn_implementation
     rollout_logprobs(model, random_groups(8, SHAPES))
@@ -150,7 +150,7 @@ def test_scoring_leaves_the_model_as_it_was():
     assert not model.model._forward_hooks
 
 
-def test_a_config_that_returns_tuples_is_no_obstacle():
+def test_a_config_that_returns_tuples_works():
     model = tiny_model("llama")
     groups = random_groups(9, SHAPES)
     expected = torch.cat(rollout_logprobs(model, groups))
@@ -159,7 +159,7 @@ def test_a_config_that_returns_tuples_is_no_obstacle():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "granite", "gemma"])
-def test_head_is_the_model_s_own(family):
+def test_head_matches_the_model(family):
     """Cohere and Granite scale their logits, Gemma its embeddings: nothing between decoder and logits is left out."""
     model = tiny_model(
         family,
@@ -186,7 +186,7 @@ def test_head_soft_cap():
     torch.testing.assert_close(logits, model(tokens, use_cache=False).logits[0], atol=1e-6, rtol=1e-6)
 
 
-def test_head_keeps_a_forward_that_was_put_into_the_decoder():
+def test_head_keeps_a_patched_forward_of_the_decoder():
     """As accelerate does."""
     model = tiny_model("llama")
     decoder, calls = find_decoder(model), []
@@ -237,7 +237,7 @@ def test_hidden_states_once_serve_several_heads(model, sharing):
     assert not any(calls)
 
 
-def test_a_sketch_comes_out_of_the_same_pass(model):
+def test_a_sketch_comes_from_the_same_pass(model):
     batch = pack(random_groups(11, SHAPES))
     with shared_prefix(model), torch.no_grad():
         scores = score(model, batch, sketch=HeadSketch(dim=4))

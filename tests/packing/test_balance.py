@@ -1,4 +1,4 @@
-"""Groups on ranks: loads as even as can be, whatever the number of groups."""
+"""Groups on ranks: balanced loads for any number of groups."""
 
 import itertools
 import random
@@ -56,7 +56,7 @@ def test_fewer_groups_than_ranks_have_a_rank_each():
     assert balance([], 2) == []
 
 
-def test_the_search_ends_where_it_is_good_enough():
+def test_the_search_ends_when_good_enough():
     costs = [random.Random(0).lognormvariate(0, 1) for _ in range(40)]
     assert imbalance(costs, balance(costs, 4, good_enough=2), 4) <= 2
     assert imbalance(costs, balance(costs, 4), 4) <= 1.001
@@ -71,7 +71,7 @@ def test_the_search_ends_where_it_is_good_enough():
         ([float("inf")], 1, r"costs\[0\] is inf"),
     ],
 )
-def test_what_is_no_cost_is_refused(costs, num_ranks, message):
+def test_invalid_costs_are_refused(costs, num_ranks, message):
     with pytest.raises(ValueError, match=message):
         balance(costs, num_ranks)
 

@@ -42,7 +42,7 @@ def test_repeated_rows_by_hand():
 
 
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
-def test_groups_without_rollouts_take_no_part(sharing):
+def test_groups_without_rollouts_are_skipped(sharing):
     batch = pack([RolloutGroup([1, 1], []), *GROUPS, RolloutGroup([2], [])], sharing)
     alone = pack(GROUPS, sharing)
     assert torch.equal(batch.model_inputs["input_ids"], alone.model_inputs["input_ids"])

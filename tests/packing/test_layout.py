@@ -44,7 +44,7 @@ def test_two_groups_and_a_grandchild_by_hand():
     assert [segment.group_id for segment in layout.segments] == [0, 0, 0, 0, 4]
 
 
-def test_a_group_of_a_prompt_with_rollouts_counts_as_the_design_says():
+def test_token_counts_of_a_prompt_with_rollouts():
     P, R, G = 11, 5, 4
     layout = SharedPrefixLayout.from_groups([(P, [R] * G)])
     assert layout.num_tokens == P + G * R
@@ -88,7 +88,7 @@ def test_small_groups(groups, positions, ratio):
     assert layout.token_ratio == ratio
 
 
-def test_an_empty_rollout_takes_no_place_in_visibility():
+def test_an_empty_rollout_does_not_affect_visibility():
     with_empty = SharedPrefixLayout.from_groups([(2, [1, 0, 2])])
     without = SharedPrefixLayout.from_groups([(2, [1, 2])])
     assert torch.equal(visible(with_empty), visible(without))
@@ -120,12 +120,12 @@ def test_group_ids_of_the_wrong_length():
         ([1, 1], [None, 7], r"parents\[1\] is 7, which is not an open segment"),
     ],
 )
-def test_what_is_not_a_forest_in_depth_first_order_is_refused(lengths, parents, message):
+def test_only_forests_in_depth_first_order_are_accepted(lengths, parents, message):
     with pytest.raises(ValueError, match=message):
         SharedPrefixLayout(lengths, parents)
 
 
-def test_memo_makes_a_value_once():
+def test_memo_computes_a_value_once():
     layout, made = SharedPrefixLayout.from_groups([(1, [1])]), []
     for _ in range(2):
         assert layout.memo("key", lambda: made.append(0) or "value") == "value"

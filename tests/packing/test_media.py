@@ -43,7 +43,7 @@ def test_text_has_no_media(sharing):
     assert set(pack(groups(), sharing).media) == {"pixel_values", "mm_token_type_ids"}
 
 
-def test_a_group_without_rollouts_leaves_its_images_out():
+def test_images_of_a_group_without_rollouts_are_left_out():
     empty = groups()
     empty[0].rollouts = []
     assert pack(empty).model_inputs["pixel_values"][:, 0].tolist() == [20]
@@ -62,10 +62,10 @@ def test_shortened_groups_keep_their_images():
             r"group 1: media.* has shape \[2\] for a prompt of 1 tokens",
         ),
         ({"pixel_values": [[1.0]]}, r"group 1: media\['pixel_values'\] is of type list; pass a tensor"),
-        ({"pixel_values": torch.zeros(1, 4)}, r"items of the shapes \[\(3,\), \(4,\)\], which cannot be joined"),
+        ({"pixel_values": torch.zeros(1, 4)}, r"items of shapes \[\(3,\), \(4,\)\], which cannot be concatenated"),
     ],
 )
-def test_what_does_not_fit_is_refused(media, message):
+def test_mismatched_arguments_are_refused(media, message):
     wrong = groups()
     wrong[1].media = media
     with pytest.raises(ValueError, match=message):

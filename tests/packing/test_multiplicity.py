@@ -13,7 +13,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_counts_the_sequences_that_hold_a_token(seed, depth):
+def test_counts_the_sequences_that_contain_a_token(seed, depth):
     layout = SharedPrefixLayout(*random_forest(seed, depth))
     counts = torch.zeros(layout.num_tokens, dtype=torch.long)
     for leaf in layout.leaves:

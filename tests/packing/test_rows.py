@@ -51,7 +51,7 @@ def test_without_a_budget_there_is_one_row():
     assert plan_repeated_rows([(3, [])], None) == ()
 
 
-def test_groups_without_rollouts_take_no_part():
+def test_groups_without_rollouts_are_skipped():
     assert plan_rows([(9, []), (2, [3]), (1, [])], 5) == RowPlan(((1,),), ())
     assert plan_repeated_rows([(9, []), (2, [3])], 5) == (((1, (0,)),),)
 
@@ -74,7 +74,7 @@ def test_repeated_rows_by_hand():
         ([(1, [1])], 0, "max_tokens is 0; pass 1 or more, or None"),
     ],
 )
-def test_what_cannot_be_run_is_refused(groups, max_tokens, message):
+def test_invalid_budgets_are_refused(groups, max_tokens, message):
     with pytest.raises(ValueError, match=message):
         plan_rows(groups, max_tokens)
 
@@ -87,7 +87,7 @@ def test_a_sequence_beyond_the_budget_is_refused():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_few_groups_take_as_few_rows_as_any_plan(seed):
+def test_few_groups_need_as_few_rows_as_the_best_plan(seed):
     rng = random.Random(seed)
     sizes = [rng.randint(2, 12) for _ in range(9)]
     assert len(plan_rows([(1, [size - 1]) for size in sizes], 20).rows) == fewest_bins(sizes, 20)

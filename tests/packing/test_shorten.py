@@ -22,7 +22,7 @@ def test_final_positions_by_hand():
 
 
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
-def test_final_positions_hold_the_last_tokens(sharing):
+def test_final_positions_have_the_last_tokens(sharing):
     batch = pack(GROUPS, sharing)
     assert batch.model_inputs["input_ids"].flatten()[batch.final_index_B].tolist() == [5, 3, 6, 9]
 
@@ -37,7 +37,7 @@ def test_shortened_by_hand():
 
 
 @pytest.mark.parametrize("lengths", [[2, 0, 1, 2], [0, 0, 0, 0], torch.tensor([2, 0, 0, 1])])
-def test_the_index_picks_the_kept_tokens(lengths):
+def test_the_index_selects_the_kept_tokens(lengths):
     groups, kept_index_M = shorten(GROUPS, lengths)
     whole, short = pack(GROUPS), pack(groups)
     for name in ("targets_N", "rollout_index_N", "loss_mask_N"):
@@ -45,7 +45,7 @@ def test_the_index_picks_the_kept_tokens(lengths):
     assert short.rollout_lengths == tuple(int(length) for length in lengths)
 
 
-def test_lengths_that_do_not_fit_are_refused():
+def test_mismatched_lengths_are_refused():
     with pytest.raises(ValueError, match="lengths_B has 2 entries for 4 rollouts; pass one per rollout"):
         shorten(GROUPS, [1, 0])
     for wrong in (3, -1):

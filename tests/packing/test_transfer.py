@@ -13,7 +13,7 @@ TENSORS = {
 }
 
 
-def test_what_is_joined_is_separated_again():
+def test_joined_tensors_are_separated_again():
     separated = transfer._separated(transfer._joined(TENSORS), TENSORS)
     assert list(separated) == list(TENSORS)
     for name, tensor in TENSORS.items():

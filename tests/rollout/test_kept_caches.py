@@ -276,7 +276,7 @@ def test_a_model_that_continues_caches_otherwise_is_encoded_from_the_start(make_
     with caplog.at_level("INFO"):
         check(engine, PROMPTS, sampling)
         check(engine, PROMPTS, sampling)
-    assert caplog.text.count("encodes every turn of an episode from the start: LlamaForCausalLM gives") == 1
+    assert caplog.text.count("every turn of an episode from the start: log-probabilities of LlamaForCausalLM") == 1
     with counted_tokens(model) as counts, engine.keep_caches():
         engine.generate([LONG], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)
         engine.generate([[*LONG, *LONG[:5]]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)

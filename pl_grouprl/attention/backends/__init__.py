@@ -1,1 +1,1 @@
-"""Attention over a packed row: a rule, and four ways to apply it."""
+"""Attention over a packed row: the rule of a layer, and backends that compute it."""

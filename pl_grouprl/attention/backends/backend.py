@@ -22,16 +22,15 @@ Attend = Callable[[Tensor, Tensor, Tensor, SharedPrefixLayout, AttentionRule], T
 Refusal = Callable[[Tensor, Tensor, Tensor, AttentionRule], str | None]
 """Why a backend cannot serve these tensors under this rule, with the remedy, or None if it can."""
 
-
 Preference = Callable[[Tensor, Tensor, Tensor, AttentionRule], "int | None"]
-"""Priority of a backend under `auto` for these tensors; the highest that does not refuse wins, None never does."""
+"""Priority of a backend under `auto` for these tensors; the highest that does not refuse runs. None: never."""
 
 Choice = Callable[[Tensor, Tensor, Tensor, AttentionRule, bool, SharedPrefixLayout], "Backend"]
 """(query, key, value, rule, inside a compiled layer, layout) -> the backend to run."""
 
 
 class ExplicitGradient(NamedTuple):
-    """Forward and backward as plain functions, for graphs that autograd does not trace.
+    """Forward and backward as plain functions, for compiled layers, where autograd does not record operations.
 
     Attributes:
         forward: As `Attend`, with the log-sum-exp of all scores, shape [H, S].
@@ -45,18 +44,18 @@ class ExplicitGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention over a packed row, and its capabilities. Callers read these, never the name.
+    """One way to compute attention over a packed row, and its capabilities. Callers check these, never the name.
 
     Attributes:
         name: As passed to `shared_prefix(model, backend=...)`.
         attend: The computation.
         refusal: Says why it cannot serve given tensors.
-        max_depth: Deepest forest that it can run: 1 is prompts with rollouts; None is any.
-        takes_given: Whether it runs rows whose first tokens are given (`SharedPrefixLayout.given`).
+        max_depth: Maximum depth of a forest: 1 for prompts with rollouts; None for no limit.
+        takes_given: Whether it runs rows whose first tokens ran in an earlier call (`SharedPrefixLayout.given`).
         in_compiled_layers: Whether it runs inside layers compiled by torch.compile.
         preference: Its priority under `auto`; by default never chosen.
         explicit: Its gradient as functions; without it, the backward pass of compiled layers runs `attend` again.
-        choice: For a backend that only picks another one.
+        choice: Set for a backend that delegates to another one.
     """
 
     name: str

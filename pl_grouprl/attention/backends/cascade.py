@@ -1,9 +1,9 @@
 """Shared-prefix attention from two primitives and a merge; reads each prefix's keys and values once, copies none.
 
-Every piece of the row attends to itself; all descendants of a piece attend to the whole of it as one long run of
-queries; the partial outputs are merged by their log-sum-exp. In the backward pass each partial kernel gets the final
-output and log-sum-exp, so the partial gradients simply add up. Splitting attention over keys and merging by log-sum-exp
-comes from FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
+Each segment of the row (or piece of one, see `cascade_plan`) attends to itself; all its descendants attend to all of it
+as one long run of queries; partial outputs are merged by their log-sum-exp. In the backward pass each partial call gets
+the final output and log-sum-exp, so the partial gradients add up. Splitting attention over keys and merging by
+log-sum-exp comes from FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
 
 Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
 """
@@ -26,7 +26,7 @@ from pl_grouprl.attention.backends.kernels import (
     has_fused_kernel,
     head_multiple,
 )
-from pl_grouprl.attention.backends.merge import merge, share_beside_sinks, take
+from pl_grouprl.attention.backends.merge import merge, non_sink_share, take
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -103,7 +103,7 @@ def cascade_forward(
         merge(out, lse, part, part_lse, step.queries)
     if sinks_H is not None:  # one more key for every query, with a value of zero
         sinks_H1 = sinks_H.to(lse.dtype)[:, None]
-        torch.mul(out, share_beside_sinks(lse, sinks_H1).t()[..., None], out=out)
+        torch.mul(out, non_sink_share(lse, sinks_H1).t()[..., None], out=out)
         lse = torch.logaddexp(lse, sinks_H1)
     return out.to(query.dtype), lse
 
@@ -143,9 +143,9 @@ def cascade_backward(
 
 
 class _Sum:
-    """Adds up partial gradients of a packed tensor, in float32 if a token has more than two.
+    """Adds up partial gradients of a packed tensor: in float32 if a token has more than two, else in place.
 
-    Adding two numbers in place rounds once, just as a float32 sum would.
+    Adding two numbers in place rounds once, like a float32 sum.
     """
 
     def __init__(self, tensor: Tensor, most_parts: int) -> None:
@@ -199,7 +199,7 @@ def prepare(
         kernel = CUDAKernel() if query.is_cuda else CPUKernel()
     # The fused CPU kernel assumes that heads are contiguous along D.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    # Squeezed, not indexed: the gradient of an index is a copy into a tensor of zeros.
+    # squeeze instead of indexing, whose gradient is a copy into a tensor of zeros.
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     return (query, key, value), plan, kernel
 
@@ -244,7 +244,7 @@ def _backward(
 
 
 def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int:
-    """First choice with fused kernels; with matrix products only preferred to the dense mask."""
+    """First choice with fused kernels; without them, only better than the dense mask."""
     return 3 if has_fast_kernel(query, key, value, rule) else 1
 
 

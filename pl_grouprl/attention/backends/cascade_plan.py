@@ -1,9 +1,9 @@
 """Plans the attention calls for a forest under a layer's rule.
 
-Segments are cut into *pieces* at chunk borders, where attention forgets what came before. Every piece attends to
-itself causally; all descendants of a piece attend to the whole of it, as one long run of queries. Under a window, each
-segment attends to itself and to the tail of its path within the window, in one call. Tokens of a block (an image)
-attend to later ones by a causal call on the block read backwards.
+Segments are cut into *pieces* at chunk borders, across which there is no attention. Every piece attends to itself
+causally; all descendants of a piece attend to all of it, as one long run of queries. Under a window, each segment
+attends in one call to itself and to the part of its prefix within the window. Tokens of a block (an image) attend to
+later ones by a causal call on the block in reverse order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 Index = slice | Tensor
-"""Consecutive tokens of a packed row."""
+"""Tokens of a packed row: a range, or their indices."""
 
 LONG_RUN = {"cpu": 128, "cuda": 4096}
-"""A piece with at least this many descendant queries gets a separate call, on slices. Shorter runs share one call per
+"""A piece with at least this many descendant queries gets a separate call, on slices. The others share one call per
 depth, for which their tokens are gathered.
 
 On CPU both take the same time at about 100 queries (measured: 16 prefixes of 64 tokens, 8 heads of 64). The CUDA value
@@ -53,8 +53,8 @@ class CascadePlan:
     Attributes:
         own: The call in which every token queries its own piece or window.
         others: Calls merged into that one: the ancestors of a piece, by depth, and later tokens of a block.
-        parts_of_query: Most calls that any token queries in.
-        parts_of_key: Most calls that any token is a key in.
+        parts_of_query: Maximum number of calls in which a token is a query.
+        parts_of_key: Maximum number of calls in which a token is a key.
     """
 
     own: Step
@@ -88,18 +88,18 @@ def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.
         others = _ancestor_steps(pieces, layout.given, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
     else:
         own, others = _windowed(layout, rule.window), []
-    others += [] if rule.blocks is None else _ahead_in_blocks(rule.blocks)
+    others += [] if rule.blocks is None else _steps_ahead_in_blocks(rule.blocks)
     steps = (own, *others)
     return CascadePlan(
         own.to(device),
         tuple(step.to(device) for step in others),
-        parts_of_query=_most([step.queries for step in steps], layout.num_queries),
-        parts_of_key=_most([step.keys for step in steps], layout.num_tokens),
+        parts_of_query=_max_count([step.queries for step in steps], layout.num_queries),
+        parts_of_key=_max_count([step.keys for step in steps], layout.num_tokens),
     )
 
 
-def _most(indices: list[Index], tokens: int) -> int:
-    """How often the most frequent token occurs."""
+def _max_count(indices: list[Index], tokens: int) -> int:
+    """How many of the indices contain the most frequent token."""
     counts = torch.zeros(tokens, dtype=torch.long)
     for index in indices:
         if isinstance(index, slice):
@@ -144,8 +144,8 @@ def _blocks(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-def _ahead_in_blocks(blocks: tuple[int, ...]) -> list[Step]:
-    """Each token of a block queries the later ones: read backwards, the earlier ones, excluding itself."""
+def _steps_ahead_in_blocks(blocks: tuple[int, ...]) -> list[Step]:
+    """Each token of a block attends to later ones: in reverse order, a causal call that excludes the token itself."""
     runs = [(start, stop) for start, stop in _blocks(blocks) if stop - start > 1]
     if not runs:
         return []
@@ -180,7 +180,7 @@ def _ancestor_steps(pieces: list[Piece], given: int, long_run: int) -> list[Step
 
 
 def _unmasked(pieces: list[Piece], below: dict[int, list[slice]], numbers: list[int]) -> Step:
-    """The descendants of some pieces query them, without a mask."""
+    """A call in which the descendants of each of these pieces attend to all of it."""
     keys = [slice(pieces[number].start, pieces[number].stop) for number in numbers]
     call = VarlenCall(
         tuple(_length(below[number]) for number in numbers), tuple(_length([run]) for run in keys), causal=False

@@ -20,7 +20,7 @@ def get_backend(name: str, argument: str = "backend") -> Backend:
     """Find a backend by name.
 
     Raises:
-        ValueError: If the name is unknown; names the caller's argument.
+        ValueError: If the name is unknown; mentions the caller's argument.
     """
     if name not in BACKENDS:
         raise ValueError(f"{argument} is {name!r}; choose one of {', '.join(sorted(BACKENDS))}.")
@@ -59,14 +59,14 @@ def choose(
         compiled: Whether the layer is compiled.
         layout: Layout of the row; None leaves out backends that cannot run every layout.
     """
-    wanted = [
+    candidates = [
         (preference, backend)
         for backend in BACKENDS.values()
         if (backend.in_compiled_layers or not compiled)
         and backend.runs(layout)
         and (preference := backend.preference(query, key, value, rule)) is not None
     ]
-    ordered = sorted(wanted, key=lambda entry: -entry[0])
+    ordered = sorted(candidates, key=lambda entry: -entry[0])
     return next(backend for _, backend in ordered if backend.refusal(query, key, value, rule) is None)
 
 
@@ -76,6 +76,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
 
 AUTO = Backend("auto", _attend, choice=choose)
 ORACLE = REFERENCE
-"""The oracle for the others."""
+"""The backend that all others are compared with."""
 
 BACKENDS = {backend.name: backend for backend in (AUTO, CASCADE, FLEX, PREFIX_GROUPER, REFERENCE)}

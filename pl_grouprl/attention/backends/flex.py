@@ -1,6 +1,6 @@
-"""FlexAttention with the layout's mask. On CPU PyTorch has no backward for it, so it only serves scoring there.
+"""FlexAttention with the layout's mask. PyTorch has no backward pass for it on CPU, so there it only serves scoring.
 
-On CUDA it is compiled with dynamic shapes: rows of other lengths and layouts run the same program. (A single block
+On CUDA it is compiled with dynamic shapes: rows of other lengths and layouts run the same program. (A row of one block
 compiles separately, as may the first row if it has as many blocks as heads.)
 
 Legend: T packed tokens, S of them that run, H query heads.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pl_grouprl.attention.backends.backend import Backend, needs_gradient
-from pl_grouprl.attention.backends.merge import share_beside_sinks
+from pl_grouprl.attention.backends.merge import non_sink_share
 from pl_grouprl.attention.backends.rule import AttentionRule, visibility_function
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -31,7 +31,7 @@ _PAIRS = 2**26
 
 @cache
 def _flex_attention(device_type: str) -> Any:
-    """Compiled on CUDA. On CPU, the compiled version lacks most rules, and the plain one is correct."""
+    """Compiled on CUDA; not on CPU, where the compiled version lacks most rules."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
@@ -43,14 +43,14 @@ def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.de
 
     sees = visibility_function(layout, rule, device)
     tokens = torch.arange(layout.num_tokens, device=device)
-    places = tokens[layout.given :]
+    query_tokens = tokens[layout.given :]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(places[query], key)
+        return sees(query_tokens[query], key)
 
     some, every = [], []
     rows = max(1, _PAIRS // (BLOCK * max(1, layout.num_tokens))) * BLOCK
-    for queries in places.split(rows):
+    for queries in query_tokens.split(rows):
         seen = sees(queries[:, None], tokens[None])
         seen = pad(seen, (0, -len(tokens) % BLOCK, 0, -len(queries) % BLOCK))
         tiles = seen.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -64,7 +64,7 @@ def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.de
 
 
 def _counted(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per block of queries, the number of key blocks it sees and their indices first; int32, [1, 1, ...]."""
+    """Per block of queries, the number of key blocks it sees, and all key blocks, these first; int32, [1, 1, ...]."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -96,7 +96,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
             return_aux=AuxRequest(lse=rule.sinks_H is not None),
         )
     if rule.sinks_H is not None:
-        out = out * share_beside_sinks(aux.lse, rule.sinks_H[None, :, None])[..., None].to(out.dtype)
+        out = out * non_sink_share(aux.lse, rule.sinks_H[None, :, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)
 
 
@@ -112,5 +112,5 @@ def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) 
     return 2 if query.is_cuda else None
 
 
-# Compiled layers call attention as an opaque operator, outside the compiler, where FlexAttention would be dense.
+# Compiled layers call attention as an opaque operator, in which FlexAttention would run uncompiled and dense.
 FLEX = Backend("flex", _attend, _refusal, in_compiled_layers=False, preference=_preference)

@@ -21,7 +21,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
     Args:
         out: Output over the keys so far, shape [S, H, E].
         lse: Log-sum-exp of the scores so far, shape [H, S], float32 or wider.
-        part: Output over the further keys, shape [N, H, E].
+        part: Output over the new keys, shape [N, H, E].
         part_lse: Log-sum-exp of their scores, shape [H, N].
         where: The N tokens to merge, without repetitions.
     """
@@ -39,11 +39,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
 
 @cache
 def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor, Index], None] | None:
-    """The Triton kernel, if Triton is installed (PyTorch for CUDA brings it); else PyTorch takes four passes.
-
-    No kernel for the backward pass: it could only prepare the product of gradient and output, which FlashAttention's
-    operator recomputes in each call anyway.
-    """
+    """The Triton kernel, if installed (it comes with PyTorch for CUDA); otherwise PyTorch takes four passes."""
     if find_spec("triton") is None:
         return None
     from pl_grouprl.attention.backends.merge_triton import merge_triton
@@ -61,10 +57,10 @@ def merge_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> 
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def share_beside_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """The keys' share of the softmax next to sinks, a factor of the output; log-sum-exps and sinks broadcast.
+def non_sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
+    """The fraction of the softmax that sinks leave to the keys, a factor of the output; arguments broadcast.
 
-    A sink takes a share of the softmax and adds nothing to the output (gpt-oss).
+    A sink takes part in the softmax and adds nothing to the output (gpt-oss).
     """
     return torch.sigmoid(lse - sinks.to(lse.dtype))
 

@@ -1,4 +1,4 @@
-"""How a layer's attention departs from plain causal softmax: window, chunk, soft cap, sinks, bidirectional blocks.
+"""How a layer's attention differs from plain causal softmax: window, chunk, soft cap, sinks, bidirectional blocks.
 
 Legend: T packed tokens, H query heads.
 """
@@ -24,10 +24,10 @@ class AttentionRule:
 
     Attributes:
         scale: Multiplies the scores.
-        window: A token sees this many tokens of its sequence, itself the last of them; None sees all.
-        chunk: A token sees only tokens of its sequence in the same chunk of this many positions; None sees all.
+        window: A token sees at most this many tokens of its sequence, including itself; None for no limit.
+        chunk: A token sees only tokens of its sequence in the same chunk of this many positions; None for no limit.
         softcap: Scores are softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2).
-        sinks_H: One score per query head that takes a share of the softmax and adds nothing, shape [H] (gpt-oss).
+        sinks_H: One score per query head that takes part in the softmax but adds no value, shape [H] (gpt-oss).
         blocks: Block number of each of the T tokens, -1 for none. Tokens of a block (an image) see each other in both
             directions.
         window_bounds_blocks: Whether the window also applies inside a block.
@@ -48,7 +48,7 @@ class AttentionRule:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """How it departs from plain causal softmax, in words."""
+        """How it differs from plain causal softmax, in words."""
         named = {
             f"window {self.window}": self.window,
             f"chunks of {self.chunk}": self.chunk,
@@ -68,7 +68,10 @@ class AttentionRule:
         longest = max(layout.repeated_lengths, default=0)
         has_blocks = self.blocks is not None and _has_blocks(self.blocks, layout)
         if has_blocks and layout.given:
-            raise NotImplementedError("tokens with bidirectional attention follow the prompt of a group that is split.")
+            raise NotImplementedError(
+                "the rollouts of a group that is run in slices have tokens with bidirectional attention; use a larger "
+                "token budget."
+            )
         return replace(
             self,
             window=None if self.window is not None and longest <= self.window else self.window,
@@ -78,7 +81,7 @@ class AttentionRule:
 
     @property
     def visibility(self) -> tuple[object, ...]:
-        """Everything that decides which token sees which; the cache key of masks and plans."""
+        """All that determines which token sees which; the cache key of masks and plans."""
         return (self.window, self.chunk, self.blocks, self.window_bounds_blocks)
 
 
@@ -104,12 +107,12 @@ def visibility_function(layout: SharedPrefixLayout, rule: AttentionRule, device:
         return near
     blocks, bounded = torch.tensor(rule.blocks, device=device), rule.window_bounds_blocks
 
-    def near_or_together(query: Tensor, key: Tensor) -> Tensor:
-        together = (blocks[query] == blocks[key]) & (blocks[query] >= 0)
+    def visible(query: Tensor, key: Tensor) -> Tensor:
+        same_block = (blocks[query] == blocks[key]) & (blocks[query] >= 0)
         ahead = on_path(key, query) & (key > query)
-        return near(query, key) | (together & (ahead if bounded else ahead | on_path(query, key)))
+        return near(query, key) | (same_block & (ahead if bounded else ahead | on_path(query, key)))
 
-    return near_or_together
+    return visible
 
 
 def _has_blocks(blocks: tuple[int, ...], layout: SharedPrefixLayout) -> bool:

@@ -27,7 +27,7 @@ class Batch:
 
     Attributes:
         size: R and L.
-        places: Index of each token in the flattened batch [R * L], int64.
+        slots: Index of each token in the flattened batch [R * L], int64.
         tokens: Index of each of these tokens among the tokens that run, int64.
         starts: Index of the final state that each row starts from, shape [R], int64; None if all start from zero.
         keeps_state: Whether other runs start from the final states. These are numbered in batch order; the final state
@@ -35,7 +35,7 @@ class Batch:
     """
 
     size: tuple[int, int]
-    places: Tensor
+    slots: Tensor
     tokens: Tensor
     starts: Tensor | None
     keeps_state: bool
@@ -62,15 +62,15 @@ class _Run:
     start: _Run | None
     level: int
     keeps_state: bool = False
-    own: int = 0  # tokens at the end that belong to its segment; earlier ones are recomputed
+    num_outputs: int = 0  # tokens at the end that belong to its segment; earlier ones are recomputed
     state: int = field(default=-1)  # index of its final state
 
 
 def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.device) -> RunPlan:
     """Batch the segments of a layout.
 
-    A single token after a state is not run for its final state, because decoding kernels, which have no gradient, would
-    take over. Its children recompute it before their own tokens, and its own output is computed with padding.
+    A one-token segment that starts from a state does not run for its final state: that would select decoding kernels,
+    which have no gradient. Its children recompute the token instead, and its own output is computed with padding.
 
     Args:
         layout: The forest.
@@ -87,19 +87,19 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
         if group[0].start is not None:
             length = max(length, 2)
             starts = torch.tensor([run.start.state for run in group if run.start is not None], device=device)
-        places: list[int] = []
+        slots: list[int] = []
         tokens: list[int] = []
         for row, run in enumerate(group):
             first = row * length + (length - len(run.tokens) if keeps_state else 0)
-            places += range(first, first + len(run.tokens))
+            slots += range(first, first + len(run.tokens))
             tokens += run.tokens
-            own = run.tokens[len(run.tokens) - run.own :]
-            outputs[own] = torch.arange(num_tokens + len(tokens) - run.own, num_tokens + len(tokens))
+            output_tokens = run.tokens[len(run.tokens) - run.num_outputs :]
+            outputs[output_tokens] = torch.arange(num_tokens + len(tokens) - run.num_outputs, num_tokens + len(tokens))
             if keeps_state:
                 run.state, num_states = num_states, num_states + 1
         num_tokens += len(tokens)
-        place_index, token_index = (torch.tensor(index, device=device) for index in (places, tokens))
-        batches.append(Batch((len(group), length), place_index, token_index, starts, keeps_state))
+        slot_index, token_index = (torch.tensor(index, device=device) for index in (slots, tokens))
+        batches.append(Batch((len(group), length), slot_index, token_index, starts, keeps_state))
     return RunPlan(tuple(batches), outputs.to(device))
 
 
@@ -107,19 +107,19 @@ def _runs(layout: SharedPrefixLayout) -> list[_Run]:
     """The runs, parents before children."""
     leaves = set(layout.leaves)
     runs: list[_Run] = []
-    handed_on: list[_Run] = []  # per segment, the run whose start and tokens its children begin with
+    continuations: list[_Run] = []  # per segment, the start and first tokens of its children's runs
     for index, segment in enumerate(layout.segments):
-        above = _Run([], None, 0) if segment.parent is None else handed_on[segment.parent]
+        above = _Run([], None, 0) if segment.parent is None else continuations[segment.parent]
         if segment.start < layout.given:
-            handed_on.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
+            continuations.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
             continue
         tokens = [*above.tokens, *range(segment.start - layout.given, segment.stop - layout.given)]
-        run = _Run(tokens, above.start, above.level, own=segment.length)
-        handed_on.append(run)
+        run = _Run(tokens, above.start, above.level, num_outputs=segment.length)
+        continuations.append(run)
         if index not in leaves and len(tokens) > (0 if run.start is None else 1):
             run.keeps_state = True
-            handed_on[-1] = _Run([], run, run.level + 1)
-        if run.keeps_state or run.own:
+            continuations[-1] = _Run([], run, run.level + 1)
+        if run.keeps_state or run.num_outputs:
             runs.append(run)
     return runs
 

@@ -1,8 +1,8 @@
 """Exact prefix sharing for stateful layers (gated delta nets, short convolutions, Mamba2).
 
-A mask can hide siblings from each other in a packed row, but a state cannot forget one. So such a mixer runs segment by
-segment, each starting from its parent's final state. The mixer's own forward gets the states through transformers'
-cache interface, as when a prompt comes in pieces; gradients flow through them.
+In a packed row, a mask hides siblings from each other, but a recurrent state would mix them. So such a mixer runs
+segment by segment, each starting from its parent's final state. The mixer's own forward gets the states through
+transformers' cache interface, as in chunked prefill; gradients flow through them.
 
 Legend: T packed tokens, D hidden size, R runs of a batch, L length of its rows, C channels, K convolution kernel size.
 """
@@ -115,14 +115,14 @@ def _continues_from_cache(module: nn.Module) -> bool:
 
 def _seems_stateful(module: nn.Module) -> bool:
     code = _forward_code(module)
-    shows_it = (
+    has_state = (
         bool(_CACHE_METHODS.intersection(code.co_names))
         or any(name in module.__dict__ or name in module._parameters for name in ("A_log", "dt_bias"))
         or any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children())
     )
     # Kimi-Linear calls its full attention KimiLinearAttention.
-    if shows_it or "ALL_ATTENTION_FUNCTIONS" in code.co_names or stateful_mixers(module):
-        return shows_it
+    if has_state or "ALL_ATTENTION_FUNCTIONS" in code.co_names or stateful_mixers(module):
+        return has_state
     return bool(_NAMES.search(type(module).__name__)) or "cache_params" in code.co_varnames[: code.co_argcount]
 
 
@@ -156,7 +156,7 @@ def _run_packed(
     if args:
         raise TypeError(f"{type(mixer).__name__} was given positional arguments with prefix_layout; pass keywords.")
     cache_argument = next(name for name in _CACHE_ARGUMENTS if name in _forward_code(mixer).co_varnames)
-    _refuse_what_is_not_applied(mixer, kwargs, cache_argument)
+    _refuse_unsupported_arguments(mixer, kwargs, cache_argument)
     call.reached.add(id(mixer))
     call.ran[id(mixer)] = (type(mixer).__name__, STATEFUL)
     options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}
@@ -166,17 +166,17 @@ def _run_packed(
     for batch in plan.batches:
         rows, length = batch.size
         tokens = hidden_states[0][batch.tokens]
-        padded = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, batch.places, tokens)
+        padded = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, batch.slots, tokens)
         cache = states.cache_for(batch)
         output = own_forward(hidden_states=padded.view(rows, length, -1), **{cache_argument: cache}, **options)
         if batch.keeps_state:
             states.keep(cache)
-        outputs.append(output.reshape(rows * length, -1)[batch.places])
-    states.hand_on(call, mixer)
+        outputs.append(output.reshape(rows * length, -1)[batch.slots])
+    states.record_final(call, mixer)
     return torch.cat(outputs)[plan.outputs][None]
 
 
-def _refuse_what_is_not_applied(mixer: nn.Module, kwargs: dict[str, Any], cache_argument: str) -> None:
+def _refuse_unsupported_arguments(mixer: nn.Module, kwargs: dict[str, Any], cache_argument: str) -> None:
     if kwargs.get(cache_argument) is not None:
         raise ValueError(f"{type(mixer).__name__} was given a cache with prefix_layout; pass use_cache=False.")
     present = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name != "attention_mask"]
@@ -195,14 +195,14 @@ def _plan(call: LayoutCall, mixer: nn.Module, device: torch.device) -> RunPlan:
 
 
 class _States:
-    """Final states of runs, each kind concatenated in run order, after that of given tokens."""
+    """Final states of runs by kind, concatenated in run order, after that of given tokens."""
 
     def __init__(self, call: LayoutCall, mixer: nn.Module) -> None:
         self._kept: dict[tuple[str | int, ...], Tensor] = {}
         if call.states is not None and call.layout.given:
             self._kept = {kind: states[-1] for kind, states in call.states.of(mixer).items()}
 
-    def hand_on(self, call: LayoutCall, mixer: nn.Module) -> None:
+    def record_final(self, call: LayoutCall, mixer: nn.Module) -> None:
         """Record the final state of a prompt or branch that runs alone."""
         if call.states is not None and call.states.records:
             for kind, states in self._kept.items():
@@ -250,5 +250,5 @@ class _StateCache:
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: a single token takes the path for many, which changes no state in place."""
+        """True: a single token then takes the path for many, which changes no state in place."""
         return True

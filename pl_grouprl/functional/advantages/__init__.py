@@ -1,4 +1,4 @@
-"""Advantages of rollouts and of tokens, one idea per file."""
+"""Advantages per rollout and per token, one idea per file."""
 
 from pl_grouprl.functional.advantages.baselines import opo_advantages, remax_advantages
 from pl_grouprl.functional.advantages.distillation import distillation_advantages

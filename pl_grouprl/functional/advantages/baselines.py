@@ -1,6 +1,6 @@
-"""Advantages of whole rollouts against a baseline that needs more than the rewards: lengths, or a greedy rollout.
+"""Advantages per rollout with baselines that need more than the rewards: lengths, or a greedy rollout.
 
-Legend: B rollouts, P prompts (groups). What holds for groups (NaN, equal rewards, dtypes) is said in `groups`.
+Legend: B rollouts, P prompts (groups). `groups` has the conventions on NaN, equal rewards and dtypes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pl_grouprl.functional.advantages.registry import register_advantage_estimat
 @register_advantage_estimator("opo", needs=("group_ids", "lengths"))
 @torch.no_grad()
 def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: Tensor) -> Tensor:
-    """Subtract from each reward the mean of its group weighted by length (OPO, arXiv:2505.23585).
+    """Subtract the group's length-weighted mean from each reward (OPO, arXiv:2505.23585).
 
-    The baseline of least variance where the squared score of a rollout grows with its length. Equal to verl's `opo`.
+    The baseline of least variance if the squared score of a rollout grows with its length. Equal to verl's `opo`.
 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order.
-        lengths: Tokens of each rollout that the model wrote, shape [B], 0 or more.
+        lengths: Tokens of each rollout that the model generated, shape [B], 0 or more.
 
     Returns:
         Advantages, shape [B], in units of the reward. Exactly zero where all rewards of a group are equal.
@@ -35,7 +35,7 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: 
     groups = gather_groups(rewards, group_ids)
     _check_lengths(lengths, len(rewards))
     lengths_B = lengths.to(rewards.device, torch.float64).masked_fill(~groups.valid_B, 0)
-    # Lengths are whole numbers: the clamp only meets a group without any token, which trains nothing.
+    # Lengths are integers, so the clamp only affects groups without tokens, which train nothing.
     baseline_P = groups.sum(lengths_B * groups.rewards_B) / groups.sum(lengths_B).clamp(min=1)
     return groups.finish(groups.rewards_B - baseline_P[groups.index_B])
 
@@ -43,18 +43,18 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: 
 @register_advantage_estimator("remax", needs=("greedy_rewards",))
 @torch.no_grad()
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """Subtract from each reward that of the greedy rollout of the same prompt (ReMax, arXiv:2310.10505).
+    """Subtract the reward of the prompt's greedy rollout from each reward (ReMax, arXiv:2310.10505).
 
-    Equal to verl's `remax` for one reward at the end of a rollout. No statistic of the group is taken: one rollout per
-    prompt is enough, and a group of equal rewards gets 0 only where the greedy rollout has that reward as well.
+    Equal to verl's `remax` for one reward at the end of a rollout. Uses no group statistics: one rollout per prompt is
+    enough, and a group of equal rewards gets 0 only if the greedy rollout has the same reward.
 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
-        greedy_rewards: Reward of the rollout without sampling, for the prompt of each rollout, shape [B]; NaN marks a
-            prompt without a baseline.
+        greedy_rewards: Reward of the greedy rollout of each rollout's prompt, shape [B]; NaN marks a prompt without a
+            baseline.
 
     Returns:
-        Advantages, shape [B], in units of the reward; 0 where one of the two rewards is missing.
+        Advantages, shape [B], in units of the reward; 0 where either reward is missing.
 
     Raises:
         ValueError: If the shapes differ or a reward is infinite.

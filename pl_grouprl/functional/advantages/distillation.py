@@ -15,7 +15,7 @@ from pl_grouprl.functional.advantages.gae import discounted_returns
 def distillation_advantages(
     old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, gamma: float = 0.0
 ) -> Tensor:
-    """Reward each sampled token with the teacher's log-probability less the student's, and add up discounted rewards.
+    """Reward each token with the teacher's minus the student's log-probability, and sum the discounted rewards.
 
         r_t = log pi_teacher(y_t | y_<t) - log pi_old(y_t | y_<t)
         A_t = r_t + gamma r_{t+1} + gamma^2 r_{t+2} + ...
@@ -23,11 +23,11 @@ def distillation_advantages(
     For y_t sampled from pi_old, -r_t is an unbiased estimate of the reverse KL of the next token, KL(pi_old ||
     pi_teacher). At pi = pi_old, the expectation of A_t grad log pi(y_t), summed over t, is
 
-    - with `gamma` = 1, minus the gradient of the reverse KL of whole responses (MiniLLM, arXiv:2306.08543, eq. 2): the
-      term of the -log pi in the reward itself has expectation 0;
-    - with `gamma` = 0, minus the sum of the gradients of the reverse KL of each next token, while the distribution of
-      the tokens before it is held fixed (GKD, arXiv:2306.13649, section 3; Thinking Machines, "On-policy distillation",
-      2025). It leaves out that a token also decides at which prefixes the later KLs are taken, and varies less.
+    - with `gamma` = 1, minus the gradient of the reverse KL of whole responses (MiniLLM, arXiv:2306.08543, eq. 2):
+      differentiating -log pi in the reward itself contributes 0 in expectation;
+    - with `gamma` = 0, minus the sum of the gradients of the reverse KL of each next token, with the distribution of
+      the tokens before it held fixed (GKD, arXiv:2306.13649, section 3; Thinking Machines, "On-policy distillation",
+      2025). It ignores that a token also determines the prefixes of later KLs, and has less variance.
 
     Args:
         old_logprobs: The student's log-probabilities of its sampled tokens, in nats, shape [B, T].
@@ -40,7 +40,7 @@ def distillation_advantages(
 
     Raises:
         ValueError: If the shapes differ, gamma is outside [0, 1], the teacher gives a token probability 0, or the mask
-            holds anything but 0 and 1.
+            has other values than 0 and 1.
     """
     if old_logprobs.shape != teacher_logprobs.shape:
         raise ValueError(

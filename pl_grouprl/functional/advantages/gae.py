@@ -1,17 +1,17 @@
-"""Advantages per token against a critic (generalized advantage estimation), and the sums over time below them.
+"""Advantages per token with a critic (generalized advantage estimation), and the recursions they use.
 
 Legend: B rollouts, T length of the longest row.
 
-Every function here reads a row as its valid tokens one after another: gaps of the mask, such as tool output, are closed
-first, so that neither their length nor what stands in them (NaN included) changes anything. What holds throughout:
+Every function treats a row as the sequence of its valid tokens: gaps in the mask, such as tool output, are closed
+first, so neither their length nor their contents (even NaN) matter. Conventions:
 - `mask` is bool, or 0 and 1 of another dtype;
-- V_t is the critic's value before token t is sampled; the value after the last valid token is `bootstrap_value`: 0
+- V_t is the critic's value before token t is sampled; `bootstrap_value` is the value after the last valid token, 0
   where the response ended by itself;
-- a row with a reward of NaN has no reward: its errors and advantages are 0 and its returns are the values themselves
-  (the caller leaves it out of the losses as well, by its mask);
+- a NaN reward means that the rollout has none: its errors and advantages are 0 and its returns are its values (callers
+  also mask it out of the losses);
 - results are in the dtype of the arguments (at least float32), without gradient, and 0 outside the mask.
 
-verl whitens the advantages of its `gae` in the same function, and TRL's PPO right after: here `masked_whiten` does.
+Advantages are not whitened; use `masked_whiten`. verl whitens inside its `gae`, TRL's PPO right after.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def generalized_advantages(
     critic_lam: float | Tensor | None = None,
     bootstrap_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weigh the temporal-difference errors after each token: A_t = delta_t + gamma * lam * A_{t+1}.
+    """Sum the discounted temporal-difference errors from each token on: A_t = delta_t + gamma * lam * A_{t+1}.
 
-    Generalized advantage estimation, arXiv:1506.02438, eq. 16, in its recursive form. The advantages are not whitened.
+    Generalized advantage estimation, arXiv:1506.02438, eq. 16, in its recursive form.
 
     Args:
         rewards: Reward of each token, shape [B, T], any unit.
         values: V_t, shape [B, T], in units of the reward.
         mask: True for response tokens, shape [B, T].
         gamma: Discount per token, in [0, 1].
-        lam: Weight of the errors further ahead, in [0, 1]; a tensor of shape [B] has one per rollout, such as
+        lam: Decay of later errors per token, in [0, 1]; a tensor of shape [B] has one per rollout, as from
             `length_adaptive_lam`.
         critic_lam: The same for the returns (decoupled GAE, arXiv:2503.01491); None for `lam`.
         bootstrap_value: Value after the last valid token, shape [B]; None for 0.
@@ -55,17 +55,15 @@ def generalized_advantages(
         the values.
 
     Raises:
-        ValueError: If shapes differ, gamma or a lambda is outside [0, 1], a reward is infinite, or the mask holds
-            anything but 0 and 1.
+        ValueError: If shapes differ, gamma or a lambda is outside [0, 1], a reward is infinite, or the mask has other
+            values than 0 and 1.
     """
     mask_BT = check_rows(mask, rewards=rewards, values=values)
-    _check_lam("lam", lam, len(mask_BT))
     errors_BT = td_errors(rewards, values, mask_BT, gamma=gamma, bootstrap_value=bootstrap_value)
-    advantages_BT = _discounted_sum(errors_BT, mask_BT, _per_row(lam, errors_BT) * gamma)
+    advantages_BT = _discounted_sum(errors_BT, mask_BT, lambda_rows("lam", lam, errors_BT) * gamma)
     targets_BT = advantages_BT
     if critic_lam is not None:
-        _check_lam("critic_lam", critic_lam, len(mask_BT))
-        targets_BT = _discounted_sum(errors_BT, mask_BT, _per_row(critic_lam, errors_BT) * gamma)
+        targets_BT = _discounted_sum(errors_BT, mask_BT, lambda_rows("critic_lam", critic_lam, errors_BT) * gamma)
     return advantages_BT, targets_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
 
 
@@ -73,7 +71,7 @@ def generalized_advantages(
 def td_errors(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, bootstrap_value: Tensor | None = None
 ) -> Tensor:
-    """Return delta_t = r_t + gamma * V_{t+1} - V_t (arXiv:1506.02438, section 3), t + 1 being the next valid token.
+    """Return delta_t = r_t + gamma * V_{t+1} - V_t (arXiv:1506.02438, section 3), where t + 1 is the next valid token.
 
     Args:
         rewards: Reward of each token, shape [B, T], any unit.
@@ -86,7 +84,7 @@ def td_errors(
         Shape [B, T], 0 outside the mask.
 
     Raises:
-        ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask holds anything but
+        ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask has other values than
             0 and 1.
     """
     mask_BT = check_rows(mask, rewards=rewards, values=values)
@@ -105,7 +103,7 @@ def td_errors(
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Add up the rewards from each token on: G_t = r_t + gamma * G_{t+1}, t + 1 being the next valid token.
+    """Sum the discounted rewards from each token on: G_t = r_t + gamma * G_{t+1}, where t + 1 is the next valid token.
 
     Args:
         rewards: Reward of each token, shape [B, T], any unit.
@@ -113,30 +111,30 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
         gamma: Discount per token, in [0, 1].
 
     Returns:
-        Shape [B, T], 0 outside the mask and in rows with a reward of NaN.
+        Shape [B, T], 0 outside the mask and in rows with a NaN reward.
 
     Raises:
-        ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask holds anything but
+        ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask has other values than
             0 and 1.
     """
     mask_BT = check_rows(mask, rewards=rewards)
     check_unit("gamma", gamma)
     rewards_BT = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     rewards_BT = rewards_BT.masked_fill(_without_reward(rewards, mask_BT), 0)
-    return _discounted_sum(rewards_BT, mask_BT, _per_row(gamma, rewards_BT))
+    return _discounted_sum(rewards_BT, mask_BT, torch.full_like(rewards_BT, gamma))
 
 
 @torch.no_grad()
 def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
     """Give long responses a larger lambda: lam = 1 - 1 / (alpha * l) (VAPO, arXiv:2504.05118, length-adaptive GAE).
 
-    The weights lam^0 + lam^1 + ... of the errors then add up to alpha * l, a fixed share of the response; the paper
-    takes alpha = 0.05. For responses of fewer than 1 / alpha tokens the formula is negative: they get 0 here, which is
-    the one-step error.
+    The weights of the errors, lam^0 + lam^1 + ..., then add up to alpha * l, a fixed fraction of the response; the
+    paper uses alpha = 0.05. Where the formula is negative, for responses of fewer than 1 / alpha tokens, lambda is 0
+    (the one-step error).
 
     Args:
         lengths: Valid tokens of each rollout, shape [B], 0 or more.
-        alpha: Share of the response, larger than 0.
+        alpha: Fraction of the response, larger than 0.
 
     Returns:
         Lambdas in [0, 1), shape [B], float32 (float64 for lengths in float64).
@@ -159,28 +157,20 @@ def _shift_left(values_BT: Tensor) -> Tensor:
     return torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
 
 
-def _per_row(factor: float | Tensor, like_BT: Tensor) -> Tensor:
-    factor = torch.as_tensor(factor, dtype=like_BT.dtype, device=like_BT.device)
-    return (factor[:, None] if factor.dim() else factor).expand_as(like_BT)
-
-
 def _without_reward(rewards: Tensor, mask_BT: Tensor) -> Tensor:
     return (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
 
 
 def check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) -> Tensor:
-    """Refuse rows that do not fit together.
+    """Refuse rows that do not match; return the mask as bool.
 
     Args:
-        mask: What should be [B, T], bool or 0 and 1.
-        rewards: What should be [B, T], finite or NaN where the mask is true.
-        values: What should be [B, T].
-
-    Returns:
-        The mask as bool.
+        mask: Shape [B, T], bool or 0 and 1.
+        rewards: Shape [B, T], finite or NaN where the mask is true.
+        values: Shape [B, T].
 
     Raises:
-        ValueError: If shapes differ, a reward is infinite, or the mask holds anything but 0 and 1.
+        ValueError: If shapes differ, a reward is infinite, or the mask has other values than 0 and 1.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; pass one row of tokens per rollout, shape [B, T].")
@@ -194,7 +184,7 @@ def check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) -
     if len(infinite):
         raise ValueError(
             f"rewards is infinite for rollouts {infinite[:5].tolist()} ({len(infinite)} in all); "
-            "return a finite reward, or NaN for a rollout that is not to be trained."
+            "return a finite reward, or NaN to leave a rollout out of training."
         )
     return mask_BT
 
@@ -205,17 +195,23 @@ def check_unit(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}; it must lie in [0, 1].")
 
 
-def _check_lam(name: str, lam: float | Tensor, num_rollouts: int) -> None:
+def lambda_rows(name: str, lam: float | Tensor, like_BT: Tensor) -> Tensor:
+    """Check a lambda, one number or one per rollout [B], and expand it to [B, T].
+
+    Raises:
+        ValueError: If it has another shape, or is outside [0, 1].
+    """
     if not isinstance(lam, Tensor):
         check_unit(name, lam)
-        return
-    if lam.shape not in ((), (num_rollouts,)):
+        return torch.full_like(like_BT, lam)
+    if lam.shape not in ((), (len(like_BT),)):
         raise ValueError(
-            f"{name} has shape {tuple(lam.shape)}; pass one number, or one per rollout of {num_rollouts}, shape [B]."
+            f"{name} has shape {tuple(lam.shape)}; pass one number, or one per rollout of {len(like_BT)}, shape [B]."
         )
     outside = ~((lam >= 0) & (lam <= 1))
     if outside.any():
         raise ValueError(f"{name} has the entry {lam[outside][0].item()}; each must lie in [0, 1].")
+    return lam.to(like_BT).expand(len(like_BT))[:, None].expand_as(like_BT)
 
 
 def _check_bootstrap(bootstrap_value: Tensor, num_rollouts: int) -> None:

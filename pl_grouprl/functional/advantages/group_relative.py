@@ -1,6 +1,6 @@
-"""Advantages of whole rollouts from the rewards of their group and nothing else.
+"""Advantages per rollout from the rewards of its group alone.
 
-Legend: B rollouts, P prompts (groups). What holds for all of them (NaN, equal rewards, dtypes) is said in `groups`.
+Legend: B rollouts, P prompts (groups). `groups` has the conventions on NaN, equal rewards and dtypes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def group_relative_advantages(
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order.
         scale: `group` divides by the group's standard deviation, `batch` by that of all rewards, `none` does not
-            divide (Dr. GRPO, arXiv:2503.20783). Standard deviations are the unbiased ones (n - 1).
+            divide (Dr. GRPO, arXiv:2503.20783). Standard deviations are unbiased (n - 1).
         eps: Added to the standard deviation, in units of the reward.
 
     Returns:
-        Advantages, shape [B]. Exactly zero where all rewards of a group are equal, or where there is none.
+        Advantages, shape [B]. Exactly zero where all rewards of a group are equal, and without a reward.
 
     Raises:
         ValueError: If the shapes differ, a reward is infinite, the scale is unknown, or eps is negative.
@@ -56,7 +56,7 @@ def group_relative_advantages(
 @register_advantage_estimator("rloo")
 @torch.no_grad()
 def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tensor:
-    """Subtract from each reward the mean of the others of its group (RLOO, arXiv:2402.14740).
+    """Subtract from each reward the mean of the group's other rewards (RLOO, arXiv:2402.14740).
 
     Equal to verl's `rloo` and to TRL's RLOO without `normalize_advantages`.
 
@@ -81,11 +81,11 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tenso
 def grpo_passk_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], *, scale: str = "group", eps: float = 1e-6
 ) -> Tensor:
-    """Credit the best rollout of a group with its lead over the second best, the others with 0 (arXiv:2503.19595).
+    """Give the best rollout of a group its lead over the second best, and the others 0 (arXiv:2503.19595).
 
-    The gradient of the group's largest reward with the largest of the others as each rollout's baseline. Equal to
-    verl's `grpo_passk`, `scale="none"` standing for its `norm_adv_by_std_in_grpo=False`, but for groups of one, which
-    are an error there. Two equally good rollouts have no lead: the whole group gets 0.
+    This gives the gradient of the group's largest reward, with the largest of the other rewards as each rollout's
+    baseline. If two rollouts share the best reward, the whole group gets 0. Equal to verl's `grpo_passk`
+    (`scale="none"` is its `norm_adv_by_std_in_grpo=False`), except that verl refuses groups of one.
 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
@@ -97,7 +97,7 @@ def grpo_passk_advantages(
         Advantages, shape [B], 0 or more.
 
     Raises:
-        ValueError: If the shapes differ, a reward is infinite, the scale is neither of the two, or eps is negative.
+        ValueError: If the shapes differ, a reward is infinite, the scale is unknown, or eps is negative.
     """
     _check_scale(scale, PASSK_SCALES)
     _check_eps(eps)
@@ -105,11 +105,11 @@ def grpo_passk_advantages(
     rewards_B = groups.rewards_B.masked_fill(~groups.valid_B, -torch.inf)
     best_B = groups.valid_B & (rewards_B == groups.largest(rewards_B)[groups.index_B])
     second_P = groups.largest(rewards_B.masked_fill(best_B, -torch.inf))
-    alone_P = groups.sum(best_B.to(torch.float64)) == 1
+    unique_P = groups.sum(best_B.to(torch.float64)) == 1
     lead_B = groups.rewards_B - second_P[groups.index_B]
     if scale == "group":
         lead_B = lead_B / (groups.std()[groups.index_B] + eps)
-    return groups.finish(lead_B.masked_fill(~(best_B & alone_P[groups.index_B]), 0))
+    return groups.finish(lead_B.masked_fill(~(best_B & unique_P[groups.index_B]), 0))
 
 
 def _check_eps(eps: float) -> None:

@@ -1,14 +1,14 @@
-"""Rewards gathered by the groups they belong to: what every estimator over groups begins with.
+"""Group statistics of rewards, the first step of every group-based estimator.
 
 Legend: B rollouts, P prompts (groups).
 
-Groups come by explicit ids, in any order and of any size. What holds for every estimator over them:
-- a reward of NaN means that the rollout has none: it is left out of every statistic and gets 0 (the caller leaves it
-  out of the loss as well, by its mask);
-- a group whose rewards are all equal, or that has fewer than two, gets exactly 0, whatever rounding does to its mean;
-- statistics are taken in float64 and returned in the dtype of the rewards (at least float32), without gradient.
+Groups are given by explicit ids, in any order and of any size. Conventions of all group-based estimators:
+- a NaN reward means that the rollout has none: it is left out of all statistics and its advantage is 0 (callers also
+  mask it out of the loss);
+- a group whose rewards are all equal, or with fewer than two, gets exactly 0, regardless of rounding in its mean;
+- statistics are computed in float64 and returned in the dtype of the rewards (at least float32), without gradient.
 
-verl gives a group of one rollout its reward as advantage; TRL gives 0, as here.
+The only rollout of a group gets an advantage of 0, as in TRL; in verl it gets its reward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """Rewards with the group of each, and the statistics of the groups.
+    """Rewards, the group of each, and statistics per group.
 
     Attributes:
         rewards_B: float64, 0 where a rollout has none.
@@ -30,7 +30,7 @@ class Groups(NamedTuple):
         count_P: Rewards of each group, float64.
         mean_P: Their mean, 0 where there is none.
         spread_P: True where the largest reward of the group exceeds the smallest.
-        dtype: That of the result.
+        dtype: Dtype of the results.
     """
 
     rewards_B: Tensor
@@ -59,11 +59,11 @@ class Groups(NamedTuple):
         return (self.sum(self.centred().square()) / (self.count_P - 1).clamp(min=1)).sqrt()
 
     def finish(self, advantages_B: Tensor) -> Tensor:
-        """Set 0 where there is no reward or no spread, and take the dtype of the result."""
+        """Zero advantages without reward or spread, and cast to the dtype of the results."""
         return advantages_B.masked_fill(~self.trained(), 0).to(self.dtype)
 
     def trained(self) -> Tensor:
-        """Tell which rollouts have a reward and a group with spread, bool, shape [B]."""
+        """Whether each rollout has a reward and its group has spread, bool, shape [B]."""
         return self.valid_B & self.spread_P[self.index_B]
 
 
@@ -98,8 +98,8 @@ def check_rewards(rewards: Tensor, name: str = "rewards") -> None:
     """Refuse rewards that are not one finite scalar (or NaN) per rollout.
 
     Args:
-        rewards: What should have shape [B].
-        name: What the caller calls it, for the error.
+        rewards: Shape [B].
+        name: Name of the argument, for the error.
 
     Raises:
         ValueError: If it has another shape, or an entry is infinite.
@@ -110,7 +110,7 @@ def check_rewards(rewards: Tensor, name: str = "rewards") -> None:
     if len(infinite):
         raise ValueError(
             f"{name} is infinite for rollouts {infinite[:5].tolist()} ({len(infinite)} in all); "
-            "return a finite reward, or NaN for a rollout that is not to be trained."
+            "return a finite reward, or NaN to leave a rollout out of training."
         )
 
 

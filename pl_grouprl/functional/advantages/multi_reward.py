@@ -1,4 +1,4 @@
-"""Several rewards per rollout: added up before or after each is compared within its group.
+"""Several rewards per rollout, summed before or after normalization within the group.
 
 Legend: B rollouts, F reward functions.
 """
@@ -48,20 +48,20 @@ def multi_reward_advantages(
     lengths: Tensor | None = None,
     greedy_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Turn several rewards into one advantage, as TRL's `multi_objective_aggregation` of the same names.
+    """Turn several rewards into one advantage; `aggregation` has the values of TRL's `multi_objective_aggregation`.
 
     `sum_then_normalize` passes the weighted sum to the estimator. `normalize_then_sum` (GDPO, arXiv:2601.05242) passes
-    each reward by itself, adds up the weighted advantages, and then subtracts their mean over the batch and divides by
-    their standard deviation, so that no reward drowns the others. Equal to TRL with the estimator `grpo` and `eps=1e-4`
-    in both; TRL divides each reward by its group's standard deviation whatever its `scale_rewards` says, here the
-    estimator's scale holds. verl's `gdpo` takes the last mean and standard deviation over tokens.
+    each reward separately, adds up the weighted advantages and standardizes the sum over the batch, so that no reward
+    drowns out the others. Equal to TRL with the estimator `grpo` and `eps=1e-4` in both, except that TRL always divides
+    each reward by its group's standard deviation, whatever its `scale_rewards`; here the estimator's scale applies.
+    verl's `gdpo` standardizes over tokens.
 
     Args:
         rewards: Reward of each function for each rollout, shape [B, F], any unit; NaN where a function does not apply.
         weights: Weight of each function, shape [F].
         group_ids: Prompt of each rollout, shape [B], any integers, in any order.
-        estimator: Rewards [B] and group ids [B] to advantages [B], with the keyword arguments `lengths` and
-            `greedy_rewards` where they are given.
+        estimator: Maps rewards [B] and group ids [B] to advantages [B]; also gets the keyword arguments `lengths` and
+            `greedy_rewards` if they are passed.
         aggregation: `sum_then_normalize` or `normalize_then_sum`.
         eps: Added to the standard deviation over the batch (`normalize_then_sum` only).
         lengths: Response tokens of each rollout, shape [B], for the estimator.
@@ -69,7 +69,7 @@ def multi_reward_advantages(
 
     Returns:
         Advantages, shape [B]. 0 where no function applies; exactly 0 in groups where the estimator gives 0 for every
-        function, such as those of equal rewards.
+        function, such as groups of equal rewards.
 
     Raises:
         ValueError: If the shapes differ, the aggregation is unknown, a reward is infinite or a weight is not finite.
@@ -93,15 +93,15 @@ def multi_reward_advantages(
         if greedy_rewards is not None:
             extras["greedy_rewards"] = greedy_rewards[:, column]
         total_B += weight * estimator(rewards[:, column].to(torch.float64), group_ids, **extras)
-    return _standardise(total_B, group_ids, ~rewards.isnan().all(dim=1), eps).to(_dtype(rewards))
+    return _standardize(total_B, group_ids, ~rewards.isnan().all(dim=1), eps).to(_dtype(rewards))
 
 
-def _standardise(total_B: Tensor, group_ids: Tensor | Sequence[int], valid_B: Tensor, eps: float) -> Tensor:
+def _standardize(total_B: Tensor, group_ids: Tensor | Sequence[int], valid_B: Tensor, eps: float) -> Tensor:
     groups = gather_groups(total_B, group_ids)
-    credited_B = (groups.largest(total_B.abs()) > 0)[groups.index_B]
+    nonzero_B = (groups.largest(total_B.abs()) > 0)[groups.index_B]
     one_group_B = torch.zeros_like(groups.index_B)
-    whole_batch_B = group_relative_advantages(total_B.masked_fill(~valid_B, torch.nan), one_group_B, eps=eps)
-    return whole_batch_B.masked_fill(~credited_B, 0)
+    standardized_B = group_relative_advantages(total_B.masked_fill(~valid_B, torch.nan), one_group_B, eps=eps)
+    return standardized_B.masked_fill(~nonzero_B, 0)
 
 
 def _dtype(rewards: Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""Advantages of tokens from rewards of the steps of a rollout (process supervision).
+"""Advantages per token from rewards per step of a rollout (process supervision).
 
-Legend: B rollouts, N response tokens of all rollouts one after another, S steps.
+Legend: B rollouts, N response tokens of all rollouts, concatenated, S steps.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ def process_supervision_advantages(
     *,
     estimator: Callable[[Tensor, Tensor], Tensor] = group_relative_advantages,
 ) -> Tensor:
-    """Normalize the rewards of all steps of a group, and add up for each token those of the steps that end from it on.
+    """Normalize step rewards within each group, and sum those of the current and later steps for each token.
 
         A_t = sum over the steps j that end at t or later of (r_j - mean(R)) / std(R)
 
     R are the rewards of all steps of the group (GRPO with process supervision, arXiv:2402.03300, section 4.1.3). With
-    one step per rollout, at its last token, these are the advantages of `group_relative_advantages`.
+    one step per rollout, ending at its last token, this equals `group_relative_advantages`.
 
     Args:
-        token_rewards: At the last token of a step its reward, in any unit; NaN at all other tokens. Shape [N].
+        token_rewards: Reward of each step at its last token, any unit; NaN at all other tokens. Shape [N].
         lengths: Response tokens of each rollout, int64, shape [B], adding up to N.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order.
-        estimator: Normalizes the rewards of steps [S], given the group of each [S]; `group_relative_advantages` with
-            other options than its default ones.
+        estimator: Normalizes step rewards [S], given the group of each [S]; for example `group_relative_advantages`
+            with other options.
 
     Returns:
         Shape [N], in the dtype of the rewards (at least float32); 0 after the last step of a rollout. Exactly 0 where
@@ -54,6 +54,6 @@ def process_supervision_advantages(
     normalized_S = estimator(token_rewards[ends_N], ids_B[index_N[ends_N]])
     normalized_N = torch.zeros_like(token_rewards, dtype=torch.float64)
     normalized_N[ends_N] = normalized_S.to(torch.float64)
-    rows = [own.flip(0).cumsum(0).flip(0) for own in normalized_N.split(lengths.tolist())]
+    rows = [rollout.flip(0).cumsum(0).flip(0) for rollout in normalized_N.split(lengths.tolist())]
     dtype = torch.promote_types(token_rewards.dtype, torch.float32)
     return torch.cat(rows).to(dtype) if rows else normalized_N.to(dtype)

@@ -1,9 +1,9 @@
 """Advantage estimators by name, with their options.
 
-There are two kinds. Those of whole rollouts take a reward per rollout, [B], and return [B]. Those per token return
-[B, T], from rewards per token, [B, T], or per rollout, [B]. All rollouts of a group come in one call.
+There are two kinds. Per-rollout estimators map rewards [B] to advantages [B]. Per-token estimators return [B, T], from
+rewards per token, [B, T], or per rollout, [B]. One call gets all rollouts of a group.
 
-`gae` and `group_ppo` need a critic: they belong to the modules that train one and are not registered here.
+`gae` and `group_ppo` need a critic, so they belong to the modules that train one and are not registered here.
 
 Legend: B rollouts, T length of the longest row.
 """
@@ -27,7 +27,7 @@ OF_TOKENS = ("group_ids", "mask", "reduce")
 
 @dataclass(frozen=True, repr=False)
 class AdvantageEstimator(RegisteredFunction):
-    """A registered estimator with its options; all of them are called alike, and get what they need.
+    """A registered estimator bound to its options; all estimators are called the same way, and read what they need.
 
     Attributes:
         needs: The data that the function takes besides rewards.
@@ -46,7 +46,7 @@ class AdvantageEstimator(RegisteredFunction):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What it needs."""
+        """Same as `needs`."""
         return self.needs
 
     @property
@@ -69,10 +69,10 @@ class AdvantageEstimator(RegisteredFunction):
         mask: Tensor | None = None,
         reduce: Reduce | None = None,
     ) -> Tensor:
-        """Return advantages, shape [B], or [B, T] where `per_token`.
+        """Return advantages, shape [B], or [B, T] if `per_token`.
 
         Raises:
-            ValueError: If something is missing that the function needs.
+            ValueError: If data that the function needs is missing.
         """
         available = {
             "group_ids": group_ids,
@@ -89,7 +89,7 @@ class AdvantageEstimator(RegisteredFunction):
         return advantages
 
     def try_out(self) -> None:
-        """Call the function on a group of two rollouts of one token.
+        """Call the function on a group of two rollouts of one token each.
 
         Raises:
             TypeError: If it returns anything but advantages of the right shape.
@@ -124,26 +124,26 @@ def register_advantage_estimator(
     takes_token_rewards: bool = False,
     takes_steps: bool = False,
 ) -> Callable[[F], F]:
-    """Make a function known as an advantage estimator: `@register_advantage_estimator("name")` above it.
+    """Register a function as an advantage estimator; a decorator, `@register_advantage_estimator("name")`.
 
-    The function takes rewards first, NaN for a rollout without one, then by name what it needs. Its other keyword-only
-    arguments are the estimator's options; their annotations and defaults hold, and it raises a ValueError for those out
-    of range. It is called on two rollouts whenever it is chosen.
+    The function takes rewards first (NaN for a rollout without one), then by name what it needs. Its other keyword-only
+    arguments are the estimator's options, with their types and defaults; it should raise a ValueError for values out of
+    range. It is called on two rollouts whenever it is chosen, as a check.
 
     Args:
-        name: What `advantage_estimator` calls it.
-        needs: What the function takes besides rewards, by the names of its arguments: `group_ids`, the prompt of each
-            rollout, shape [B]; `lengths`, tokens that the model wrote, shape [B]; `greedy_rewards`, the reward of the
-            prompt's rollout without sampling, shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool,
-            shape [B, T]; `reduce`, which adds up sums over ranks, or None for one rank. Per token, each rank passes its
-            own rollouts alone; otherwise every rank passes those of all ranks.
+        name: Its name as a value of the option `advantage_estimator`.
+        needs: Names of the data that the function takes besides rewards: `group_ids`, the prompt of each rollout, shape
+            [B]; `lengths`, generated tokens, shape [B]; `greedy_rewards`, the reward of the prompt's greedy rollout,
+            shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape [B, T]; `reduce`, which sums
+            over ranks, or None on one rank. Per-token estimators get the rollouts of their rank, per-rollout estimators
+            those of all ranks.
         per_token: The function returns advantages [B, T], not [B].
-        takes_token_rewards: With `per_token`, its rewards are those of tokens, [B, T], not of rollouts, [B].
-        takes_steps: The function also compares the rewards of steps, several per rollout (process supervision); it
-            needs `group_ids` alone.
+        takes_token_rewards: With `per_token`: rewards are per token, [B, T], not per rollout, [B].
+        takes_steps: The function also works on rewards per step, several per rollout (process supervision); it may
+            only need `group_ids`.
 
     Raises:
-        ValueError: If the name belongs to another function, or what it needs does not exist.
+        ValueError: If the name belongs to another function, or `needs` has unknown names.
         TypeError: If the function's arguments do not fit what is declared.
     """
     if isinstance(needs, str):
@@ -156,7 +156,7 @@ def register_advantage_estimator(
             f"advantage_estimator {name!r} needs {what}; with per_token={per_token} there are {', '.join(available)}."
         )
     if takes_steps and (per_token or set(needs) != {"group_ids"}):
-        raise ValueError(f"advantage_estimator {name!r} takes steps, for which there are group_ids alone.")
+        raise ValueError(f"advantage_estimator {name!r} takes steps, for which it may only need group_ids.")
     return registering(
         ADVANTAGE_ESTIMATORS,
         AdvantageEstimator,
@@ -169,9 +169,9 @@ def register_advantage_estimator(
 
 
 def make_advantage_estimator(name: str, /, **options: Any) -> AdvantageEstimator:
-    """Return the estimator registered as `name` with options.
+    """Return the estimator registered as `name`, bound to options.
 
     Raises:
-        ValueError: If there is none of that name, or an option is unknown, of the wrong type or out of range.
+        ValueError: If the name is not registered, or an option is unknown, of the wrong type or out of range.
     """
     return build(ADVANTAGE_ESTIMATORS, "advantage_estimator", name, options)

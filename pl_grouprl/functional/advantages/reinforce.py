@@ -2,7 +2,7 @@
 
 Legend: B rollouts, T length of the longest row.
 
-Rewards of NaN, masks and gaps are read as in `gae`; a rollout without a reward stays out of the statistics too.
+NaN rewards, masks and gaps are treated as in `gae`; a rollout without a reward is also left out of the statistics.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ def reinforce_plus_plus_advantages(
 ) -> Tensor:
     """Whiten the discounted reward-to-go of all tokens of the batch (REINFORCE++, arXiv:2501.03262).
 
-    Equal to verl's `reinforce_plus_plus`; its older releases restart the sum at a gap of the mask, which does not
-    happen here.
+    Equal to verl's `reinforce_plus_plus`, except that its older releases restart the sum at a gap in the mask.
 
     Args:
-        rewards: Reward of each token, shape [B, T], any unit; the reward of a rollout stands at its last token.
+        rewards: Reward of each token, shape [B, T], any unit; the reward of a rollout is at its last token.
         mask: True for response tokens, shape [B, T].
         gamma: Discount per token, in [0, 1].
-        reduce: Adds up sums over ranks; None for this rank alone.
+        reduce: Sums over ranks; None for this rank alone.
 
     Returns:
         Shape [B, T], 0 outside the mask. Exactly 0 where all tokens of the batch have the same reward-to-go.
 
     Raises:
-        ValueError: If the shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask holds anything but
-            0 and 1.
+        ValueError: If the shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask has other
+            values than 0 and 1.
     """
     returns_BT = discounted_returns(rewards, mask, gamma)
     mask_BT = bool_mask(mask)
@@ -54,20 +53,20 @@ def reinforce_plus_plus_baseline_advantages(
 ) -> Tensor:
     """Subtract the group's mean from each reward, and whiten over all tokens of the batch (arXiv:2501.03262).
 
-    Equal to verl's `reinforce_plus_plus_baseline`, but for groups without spread and groups of one: they count as 0 in
-    the statistics and get exactly 0, where verl gives the shift of the whitening, and one rollout its whole reward.
+    Equal to verl's `reinforce_plus_plus_baseline` except for groups without spread and groups of one: here they enter
+    the statistics as 0 and get exactly 0. verl whitens that 0, and uses the reward itself for groups of one.
 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
         mask: True for response tokens, shape [B, T].
-        reduce: Adds up sums over ranks; None for this rank alone.
+        reduce: Sums over ranks; None for this rank alone.
 
     Returns:
         Shape [B, T], the same number for all tokens of a rollout, 0 outside the mask.
 
     Raises:
-        ValueError: If the shapes differ, a reward is infinite, or the mask holds anything but 0 and 1.
+        ValueError: If the shapes differ, a reward is infinite, or the mask has other values than 0 and 1.
     """
     groups = gather_groups(rewards, group_ids)
     if mask.dim() != 2 or len(mask) != len(rewards):

@@ -1,26 +1,26 @@
 """Policy losses per token, from log-probabilities and advantages on the flat token axis.
 
-With r the ratio of a token's probability p under the policy to that under the policy before the update, A its
-advantage, s the ratio of the sequence (the geometric mean of its tokens' r):
+p is a token's probability under the policy, r the ratio of p to the probability before the update, A the token's
+advantage, and s the ratio of its sequence, the geometric mean of the tokens' r:
 
 | name | loss of a token | TRL | verl |
 |---|---|---|---|
 | `ppo` | -min(r A, clip(r) A), see `clipped_policy_loss` | `grpo`, `dr_grpo`, `dapo`, `bnpo` | `vanilla` |
 | `gspo` | -min(s A, clip(s) A), see `gspo_policy_loss` | sequence level (below) | |
-| `gspo_token` | the same, each token with its own gradient, see `gspo_token_policy_loss` | experimental | `gspo` |
+| `gspo_token` | the same value, a gradient per token, see `gspo_token_policy_loss` | experimental | `gspo` |
 | `gmpo` | -A times the geometric mean of clipped ratios, see `gmpo_policy_loss` | experimental | `geo_mean` |
 | `cispo` | -clip(r) A log p, see `cispo_policy_loss` | `cispo` | `cispo` |
 | `gpg` | -A log p, see `gpg_policy_loss` | | `gpg` |
 | `sapo` | -A gate(r), see `sapo_policy_loss` | `sapo` | `sapo` |
-| `clip_cov` | `ppo` without a few tokens, see `clip_cov_policy_loss` | | `clip_cov` |
+| `clip_cov` | `ppo`, but 0 for a few tokens, see `clip_cov_policy_loss` | | `clip_cov` |
 | `kl_cov` | -r A and a penalty for a few tokens, see `kl_cov_policy_loss` | | `kl_cov` |
-| `dppo_tv`, `dppo_kl` | -min(r, c) A log p inside a divergence, see `dppo_tv_policy_loss` | experimental | same names |
+| `dppo_tv`, `dppo_kl` | -min(r, c) A log p up to a divergence, see `dppo_tv_policy_loss` | experimental | same names |
 
 TRL's sequence level is `importance_sampling_level="sequence"`.
 
-Log-ratios are limited to [-20, 20] before `exp` (to at most 10 in `gspo` and `gspo_token`). verl does so in most of
-its losses, TRL does not limit them, and all agree inside. Tokens outside the mask get a loss of exactly 0 and no
-gradient, whatever their inputs hold.
+Log-ratios are clamped to [-20, 20] before `exp` (to at most 10 in `gspo` and `gspo_token`), as in most of verl's
+losses; TRL does not clamp them. Within these limits all three agree. Tokens outside the mask have a loss of exactly 0
+and no gradient, whatever their inputs.
 """
 
 from pl_grouprl.functional.aggregation import aggregate

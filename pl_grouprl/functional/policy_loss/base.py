@@ -1,6 +1,6 @@
-"""What policy losses share: their result, checks of inputs and options, ratios and clip fractions.
+"""Shared by all policy losses: the result type, checks of inputs and options, ratios and clip fractions.
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class PolicyLoss(NamedTuple):
     """A policy loss before aggregation, and what was clipped.
 
     Attributes:
-        per_token_N: Loss of each token, shape [N], to be minimised; 0 outside the mask. Give it to `aggregate`.
-        metrics: Detached sums `clip_ratio/{low,high,region}_mean`, or others where a loss says so. Add them over
-            micro-batches and ranks and divide by the sum of `metric_count`: a ratio of sums does not depend on how the
-            step was cut. All ranks must return the same names.
-        metric_count: What the sums are divided by: trained tokens, or trained rollouts where a ratio belongs to a whole
-            sequence.
+        per_token_N: Loss of each token, shape [N], to be minimized; 0 outside the mask. Pass it to `aggregate`.
+        metrics: Detached sums, named `clip_ratio/{low,high,region}_mean` unless a loss documents others. Add them over
+            micro-batches and ranks and divide by the sum of `metric_count`; the result does not depend on how the step
+            was split. All ranks must return the same names.
+        metric_count: Divisor of the sums: the number of trained tokens, or of trained rollouts if a loss has one ratio
+            per sequence.
     """
 
     per_token_N: Tensor
@@ -52,12 +52,12 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, low: float, high: f
 
 
 def clip_flags(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """Say which tokens have lost their gradient to the clip, by the names of the metrics."""
+    """Flag the tokens whose gradient the clip removes, by name of the metric."""
     return flags_by_side((ratio_N < low) & (advantages_N < 0), (ratio_N > high) & (advantages_N > 0))
 
 
 def flags_by_side(is_low_N: Tensor, is_high_N: Tensor) -> dict[str, Tensor]:
-    """Name the flags as the metrics are named; the region is both sides together."""
+    """Map the metrics' names to flags; the region is either side."""
     return {
         "clip_ratio/low_mean": is_low_N,
         "clip_ratio/high_mean": is_high_N,
@@ -71,19 +71,19 @@ def count_flags(flags: dict[str, Tensor], mask_N: Tensor) -> dict[str, Tensor]:
 
 
 def epsilons(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
-    """Return how far down and up, the first for both where the second is None.
+    """Check and return the lower and the upper epsilon, which defaults to the lower.
 
     Raises:
         ValueError: If one is negative or not finite.
     """
     high = epsilon if epsilon_high is None else epsilon_high
-    own = {"epsilon": epsilon, "epsilon_high": high}
-    check_options({name: (value, value >= 0, "0 or larger") for name, value in own.items()})
+    options = {"epsilon": epsilon, "epsilon_high": high}
+    check_options({name: (value, value >= 0, "0 or larger") for name, value in options.items()})
     return epsilon, high
 
 
 def clip_bounds(epsilon: float, epsilon_high: float | None, delta: float | None = None) -> tuple[float, float]:
-    """Return the bounds of the ratio, after a check of all three options.
+    """Check all three options and return the bounds of the ratio.
 
     Raises:
         ValueError: If one is out of range.

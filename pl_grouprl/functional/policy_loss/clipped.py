@@ -1,6 +1,6 @@
-"""PPO's loss: the ratio of each token, clipped, with DAPO's two bounds and the dual clip.
+"""PPO's clipped loss, with DAPO's asymmetric bounds and the dual clip.
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def clipped_policy_loss(
 ) -> PolicyLoss:
     """Clip the ratio of each token (PPO, arXiv:1707.06347, eq. 7; asymmetric as in DAPO, arXiv:2503.14476).
 
-    L = -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), and with `delta`, where A < 0, at most delta |A| (dual
-    clip, arXiv:1912.09729). TRL's `delta` limits the ratio itself, verl's `clip_ratio_c` the loss where A < 0; they
-    are equal if and only if delta >= 1 + epsilon_high, so a smaller one is refused. (verl's default is 3, TRL's is
-    none.)
+    L = -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A). With `delta`, the loss of tokens with A < 0 is at most
+    delta |A| (dual clip, arXiv:1912.09729). TRL's `delta` bounds the ratio itself, verl's `clip_ratio_c` the loss where
+    A < 0. These are equal if and only if delta >= 1 + epsilon_high, so smaller values are refused. (verl's default is
+    3, TRL's is no bound.)
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
@@ -44,12 +44,12 @@ def clipped_policy_loss(
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: How far the ratio may fall below 1.
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-        delta: Limit of the ratio where the advantage is negative; None sets none.
+        epsilon_high: How far it may rise above 1; None means `epsilon`.
+        delta: Upper bound of the ratio where the advantage is negative; None for no bound.
 
     Returns:
-        The loss of each token; clip fractions count tokens whose gradient the clip removed. With `delta` there is
-        `clip_ratio/delta_mean` too (verl's `pg_clipfrac_lower`).
+        The loss of each token; clip fractions count tokens whose gradient the clip removed. With `delta`, the metrics
+        include `clip_ratio/delta_mean` (verl's `pg_clipfrac_lower`).
 
     Raises:
         ValueError: If shapes differ or an option is out of range.

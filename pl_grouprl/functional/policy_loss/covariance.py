@@ -1,15 +1,14 @@
-"""Clip-Cov and KL-Cov: hold back the few tokens whose update lowers the entropy most.
+"""Clip-Cov and KL-Cov: restrain the few tokens whose updates lower the policy's entropy most.
 
-A token's share in the covariance of log-probability and advantage, (log p - mean) (A - mean), says how much its update
-lowers the policy's entropy (arXiv:2505.22617, section 4). Clip-Cov takes the gradient of some tokens with a large one
-away, KL-Cov pulls those with the largest back to the old policy.
+A token's term in the covariance of log-probability and advantage, (log p - mean) (A - mean), measures how much its
+update lowers the policy's entropy (arXiv:2505.22617, section 4). Clip-Cov drops the gradient of some tokens with large
+terms; KL-Cov pulls the tokens with the largest terms back towards the old policy.
 
-The means and the selection are over the trained tokens of one call, that is of a micro-batch, as in verl: unlike the
-other losses, these two change with the size of the micro-batches. How many tokens are selected is the ratio times the
-trained tokens, rounded down, and at least one, so that small micro-batches select a larger share (the paper has no
-such minimum).
+Means and selection are over the trained tokens of one call, i.e. one micro-batch, as in verl, so unlike the other
+losses, these two depend on the size of the micro-batches. The number of selected tokens is the ratio times the trained
+tokens, rounded down, but at least one, so small micro-batches select a larger fraction (the paper has no such minimum).
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ def clip_cov_policy_loss(
 ) -> PolicyLoss:
     """Drop the loss of a few tokens of large covariance, chosen at random (Clip-Cov, arXiv:2505.22617, section 4.2).
 
-    L is that of `clipped_policy_loss`, and 0 for the chosen ones among the tokens that the ratio's clip leaves alone
-    and whose covariance lies between the bounds. verl draws them from the global generator; here each token's place in
-    the draw is a hash of its log-probability (as float32), so that the same inputs always give the same choice, on
-    every device and after every resume, whatever their order.
+    L is that of `clipped_policy_loss`, but 0 for the chosen tokens. They are drawn from those that the ratio's clip
+    does not affect and whose covariance lies between the bounds. verl draws with the global generator; here tokens are
+    ranked by a hash of their log-probability (as float32), so the same inputs give the same choice on every device, in
+    any order and after a resume.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
         old_logprobs_N: The same before the update, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
-        epsilon: How far the ratio may fall below 1 (1 in the paper, which leaves the work to the covariance).
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-        clip_cov_ratio: Share of the trained tokens to choose.
-        clip_cov_lb: Lower bound of the covariance of a token that may be chosen.
-        clip_cov_ub: Upper bound of it.
+        epsilon: How far the ratio may fall below 1 (1 in the paper, which relies on the covariance instead).
+        epsilon_high: How far it may rise above 1; None means `epsilon`.
+        clip_cov_ratio: Fraction of the trained tokens to choose.
+        clip_cov_lb: Lower bound of a chosen token's covariance.
+        clip_cov_ub: Upper bound of a chosen token's covariance.
 
     Returns:
         The loss of each token; the clip fractions of `clipped_policy_loss`, and `clip_ratio/cov_mean` for the chosen
@@ -81,10 +80,9 @@ def clip_cov_policy_loss(
     ratio_N = token_ratio(log_ratio_N)
     flags = clip_flags(ratio_N, advantages_N, low, high)
     covariance_N = _covariance_shares(policy_logprobs_N, advantages_N, mask_N)
-    may_be_chosen_N = mask_N & ~flags["clip_ratio/region_mean"]
-    may_be_chosen_N &= (covariance_N > clip_cov_lb) & (covariance_N < clip_cov_ub)
-    number = _share_of(mask_N, clip_cov_ratio)
-    chosen_N = _largest(_hash(policy_logprobs_N), may_be_chosen_N, number)
+    candidates_N = mask_N & ~flags["clip_ratio/region_mean"]
+    candidates_N &= (covariance_N > clip_cov_lb) & (covariance_N < clip_cov_ub)
+    chosen_N = _largest(_hash(policy_logprobs_N), candidates_N, _num_chosen(mask_N, clip_cov_ratio))
     flags["clip_ratio/cov_mean"] = chosen_N
     loss_N = clipped_surrogate(ratio_N, advantages_N, low, high).masked_fill(chosen_N | ~mask_N, 0)
     return PolicyLoss(loss_N, count_flags(flags, mask_N), mask_N.sum())
@@ -100,21 +98,21 @@ def kl_cov_policy_loss(
     kl_cov_ratio: float = 2e-4,
     ppo_kl_coef: float = 1.0,
 ) -> PolicyLoss:
-    """Penalise the tokens of the largest covariance for leaving the old policy (KL-Cov, arXiv:2505.22617, section 4.2).
+    """Penalize tokens of the largest covariance for leaving the old policy (KL-Cov, arXiv:2505.22617, section 4.2).
 
     L = -r A, plus ppo_kl_coef times the absolute value of log r for the tokens of the largest covariance. There is no
-    clip. The absolute value is verl's (and the authors') estimate of the paper's KL; on-policy its gradient is 0.
+    clip. The absolute value is verl's (and the authors') estimate of the paper's KL; its gradient is 0 on-policy.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
         old_logprobs_N: The same before the update, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
-        kl_cov_ratio: Share of the trained tokens that get the penalty.
+        kl_cov_ratio: Fraction of the trained tokens that are penalized.
         ppo_kl_coef: Weight of the penalty.
 
     Returns:
-        The loss of each token, and `clip_ratio/cov_mean` for the tokens with the penalty.
+        The loss of each token, and `clip_ratio/cov_mean` for the penalized tokens.
 
     Raises:
         ValueError: If shapes differ or an option is out of range.
@@ -123,7 +121,7 @@ def kl_cov_policy_loss(
     check_options({"ppo_kl_coef": (ppo_kl_coef, ppo_kl_coef >= 0, "0 or larger")})
     log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
     covariance_N = _covariance_shares(policy_logprobs_N, advantages_N, mask_N)
-    chosen_N = _largest(covariance_N, mask_N, _share_of(mask_N, kl_cov_ratio))
+    chosen_N = _largest(covariance_N, mask_N, _num_chosen(mask_N, kl_cov_ratio))
     penalty_N = ppo_kl_coef * log_ratio_N.abs().masked_fill(~chosen_N, 0)
     loss_N = (penalty_N - advantages_N * token_ratio(log_ratio_N)).masked_fill(~mask_N, 0)
     return PolicyLoss(loss_N, count_flags({"clip_ratio/cov_mean": chosen_N}, mask_N), mask_N.sum())
@@ -143,12 +141,12 @@ def _covariance_shares(policy_logprobs_N: Tensor, advantages_N: Tensor, mask_N: 
     return (advantages_N - advantages_N.sum() / count) * (logprobs_N - logprobs_N.sum() / count)
 
 
-def _share_of(mask_N: Tensor, share: float) -> Tensor:
-    return (mask_N.sum().to(torch.float64) * share).floor().clamp(min=1)
+def _num_chosen(mask_N: Tensor, fraction: float) -> Tensor:
+    return (mask_N.sum().to(torch.float64) * fraction).floor().clamp(min=1)
 
 
 def _largest(values_N: Tensor, eligible_N: Tensor, number: Tensor) -> Tensor:
-    """Flag the `number` eligible tokens of the largest values (the first of equal ones), without leaving the device."""
+    """Flag the `number` eligible tokens with the largest values (of equal ones, the first), without synchronizing."""
     order_N = values_N.masked_fill(~eligible_N, -torch.inf).argsort(descending=True, stable=True)
     rank_N = torch.empty_like(order_N)
     rank_N[order_N] = torch.arange(len(order_N), device=order_N.device)
@@ -156,7 +154,7 @@ def _largest(values_N: Tensor, eligible_N: Tensor, number: Tensor) -> Tensor:
 
 
 def _hash(values_N: Tensor) -> Tensor:
-    """Turn the bits of each value, as float32, into a number that looks random (multiply and shift, 32 bits)."""
+    """Hash the bits of each value, as float32 (multiply and shift, 32 bits)."""
     low_bits = 0xFFFFFFFF
     bits_N = values_N.detach().to(torch.float32).contiguous().view(torch.int32).to(torch.int64) & low_bits
     for factor in (0x21F0AAAD, 0x735A2D97):

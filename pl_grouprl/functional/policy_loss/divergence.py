@@ -1,14 +1,14 @@
-"""DPPO: tokens whose probability has moved too far, by a divergence and not by a ratio, lose their gradient.
+"""DPPO: drops the gradient of tokens whose probability has moved too far, by a divergence instead of the ratio.
 
-A token's distribution is reduced to two outcomes, this token or another one. With p its probability under the policy
-and q before the update, the divergences of the two outcomes are
+Each token's distribution is reduced to two outcomes: this token, or any other. With the token's probability p under
+the policy and q before the update, the divergences are
 
 | name | divergence |
 |---|---|
 | `dppo_tv` | |p - q| (total variation) |
 | `dppo_kl` | q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (KL of old against new) |
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def dppo_tv_policy_loss(
     epsilon_high: float | None = None,
     clip_ratio_c: float = 20.0,
 ) -> PolicyLoss:
-    """Keep each token inside a total variation of its probability (DPPO-Binary-TV, arXiv:2602.04879).
+    """Bound the change of each token's probability by total variation (DPPO-Binary-TV, arXiv:2602.04879).
 
-    L = -sg[min(r, clip_ratio_c)] A log p for tokens inside, 0 for others. Outside is p - q > epsilon_high where A > 0,
-    and q - p > epsilon where A < 0: a token may always move back. Defaults are the paper's and TRL's; verl takes the
-    thresholds from `clip_ratio_low` and `clip_ratio_high`, and its actor's `clip_ratio_c` is 3 unless it is set.
+    L = -sg[min(r, clip_ratio_c)] A log p for tokens within the bounds, 0 for others. A token is outside if A > 0 and
+    p - q > epsilon_high, or A < 0 and q - p > epsilon: it may always move back. Defaults are the paper's and TRL's;
+    verl takes the thresholds from `clip_ratio_low` and `clip_ratio_high`, and its actor's `clip_ratio_c` defaults to 3.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
@@ -54,12 +54,12 @@ def dppo_tv_policy_loss(
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: How far a probability may fall.
-        epsilon_high: How far it may rise; None takes `epsilon`.
+        epsilon_high: How far it may rise; None means `epsilon`.
         clip_ratio_c: Upper bound of the weight.
 
     Returns:
         The loss of each token; clip fractions count tokens outside (verl counts those with A = 0 too), and
-        `clip_ratio/delta_mean` those inside whose weight was cut (verl's `pg_clipfrac_lower`).
+        `clip_ratio/delta_mean` those within whose weight was clipped (verl's `pg_clipfrac_lower`).
 
     Raises:
         ValueError: If shapes differ or an option is out of range.
@@ -70,7 +70,7 @@ def dppo_tv_policy_loss(
     policy_logprobs_N, old_logprobs_N = _without_masked(policy_logprobs_N, old_logprobs_N, mask_N)
     rise_N = policy_logprobs_N.detach().exp() - old_logprobs_N.exp()
     outside = (rise_N < -low, rise_N > high)
-    return _inside_only(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
+    return _policy_gradient_within(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
 
 
 @register_policy_loss("dppo_kl")
@@ -84,11 +84,11 @@ def dppo_kl_policy_loss(
     epsilon_high: float | None = None,
     clip_ratio_c: float = 20.0,
 ) -> PolicyLoss:
-    """Keep each token inside a KL divergence of two outcomes (DPPO-Binary-KL, arXiv:2602.04879).
+    """Bound the change of each token's probability by the KL of two outcomes (DPPO-Binary-KL, arXiv:2602.04879).
 
-    As `dppo_tv_policy_loss`, with the divergence of the module's table in the place of the distance: outside is
-    KL > epsilon_high with p > q where A > 0, and KL > epsilon with p < q where A < 0. The 1e-8 that verl adds to 1 - p
-    and 1 - q is kept; it matters above p = 1 - 1e-6.
+    As `dppo_tv_policy_loss`, but with the KL of the module's table: a token is outside if A > 0, p > q and
+    KL > epsilon_high, or A < 0, p < q and KL > epsilon. Like verl, adds 1e-8 to 1 - p and 1 - q, which matters for p
+    above 1 - 1e-6.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
@@ -96,7 +96,7 @@ def dppo_kl_policy_loss(
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: Largest divergence of a falling probability, in nats.
-        epsilon_high: Largest divergence of a rising one, in nats; None takes `epsilon`.
+        epsilon_high: Largest divergence of a rising one, in nats; None means `epsilon`.
         clip_ratio_c: Upper bound of the weight.
 
     Returns:
@@ -113,14 +113,14 @@ def dppo_kl_policy_loss(
     other_N = torch.log((1 - old_prob_N + _REST_FLOOR) / (1 - prob_N + _REST_FLOOR))
     kl_N = (1 - old_prob_N) * other_N - old_prob_N * log_ratio_N.detach()
     outside = ((kl_N > low) & (prob_N < old_prob_N), (kl_N > high) & (prob_N > old_prob_N))
-    return _inside_only(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
+    return _policy_gradient_within(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
 
 
 def _without_masked(policy_N: Tensor, old_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
     return policy_N.masked_fill(~mask_N, 0), old_N.masked_fill(~mask_N, 0)
 
 
-def _inside_only(
+def _policy_gradient_within(
     policy_logprobs_N: Tensor,
     log_ratio_N: Tensor,
     advantages_N: Tensor,
@@ -128,7 +128,7 @@ def _inside_only(
     mask_N: Tensor,
     clip_ratio_c: float,
 ) -> PolicyLoss:
-    """Return the weighted policy gradient without the tokens that are outside below or above and go further."""
+    """The weighted policy gradient, without tokens that are outside (below, above) and would move further out."""
     flags = flags_by_side(outside[0] & (advantages_N < 0), outside[1] & (advantages_N > 0))
     is_outside_N = flags["clip_ratio/region_mean"]
     ratio_N = token_ratio(log_ratio_N.detach())

@@ -1,6 +1,6 @@
 """Policy losses by name, with their options.
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pl_grouprl.utilities.annotations import describe_value
 
 @dataclass(frozen=True, repr=False)
 class PolicyLossFunction(RegisteredFunction):
-    """A registered policy loss with its options; all of them are called alike.
+    """A registered policy loss bound to its options; all losses are called the same way.
 
     Attributes:
         uses_rollouts: Whether the function takes `rollout_index_N` and `num_rollouts`.
-        compares_tokens: Whether the loss of a token depends on the other tokens of the call, so that cutting a
-            mini-batch changes it.
+        compares_tokens: Whether the loss of a token depends on the other tokens of the call, and so on how a mini-batch
+            is split into micro-batches.
     """
 
     uses_rollouts: bool = False
@@ -35,7 +35,7 @@ class PolicyLossFunction(RegisteredFunction):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The mask, and the rollouts where they are used."""
+        """The mask, and the rollouts if used."""
         return self.data if self.uses_rollouts else self.data[:1]
 
     def __call__(
@@ -55,7 +55,7 @@ class PolicyLossFunction(RegisteredFunction):
         return result
 
     def try_out(self) -> None:
-        """Call the function on two tokens of one rollout: trained, and not, as in a micro-batch that only fills a rank.
+        """Call the function on two tokens of one rollout, both trained, then both masked (as in a dummy micro-batch).
 
         Raises:
             TypeError: If it returns anything but a `PolicyLoss` with a loss per token and scalar metrics.
@@ -72,8 +72,8 @@ class PolicyLossFunction(RegisteredFunction):
             wrong = [name for name, value in numbers.items() if not isinstance(value, Tensor) or value.dim()]
             if loss.metrics is None or wrong:
                 raise TypeError(
-                    f"policy_loss={self.name!r} returned {', '.join(wrong) or 'metrics=None'}; metrics maps names to "
-                    "sums over tokens, and they and metric_count are tensors of shape []."
+                    f"policy_loss={self.name!r} returned {', '.join(wrong) or 'metrics=None'}; metrics must map names "
+                    "to sums over tokens, and these and metric_count must be tensors of shape []."
                 )
 
 
@@ -82,14 +82,14 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
 
 
 def register_policy_loss(name: str, *, uses_rollouts: bool = False, compares_tokens: bool = False) -> Callable[[F], F]:
-    """Make a function known as a policy loss: `@register_policy_loss("name")` above it.
+    """Register a function as a policy loss; a decorator, `@register_policy_loss("name")`.
 
     The function takes `(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N, ...)`, all of shape [N], and
-    returns a `PolicyLoss`. Its other keyword-only arguments are the loss's options; their annotations and defaults
-    hold, and it raises a ValueError for those out of range. It is called on two tokens whenever it is chosen.
+    returns a `PolicyLoss`. Its other keyword-only arguments are the loss's options, with their types and defaults; it
+    should raise a ValueError for values out of range. It is called on two tokens whenever it is chosen, as a check.
 
     Args:
-        name: What `policy_loss` calls it.
+        name: Its name as a value of the option `policy_loss`.
         uses_rollouts: The function also takes `rollout_index_N`, the rollout of each token, shape [N], and
             `num_rollouts`.
         compares_tokens: The loss of a token depends on the other tokens of the call.
@@ -104,9 +104,9 @@ def register_policy_loss(name: str, *, uses_rollouts: bool = False, compares_tok
 
 
 def make_policy_loss(name: str, /, **options: Any) -> PolicyLossFunction:
-    """Return the loss registered as `name` with options.
+    """Return the loss registered as `name`, bound to options.
 
     Raises:
-        ValueError: If there is none of that name, or an option is unknown, of the wrong type or out of range.
+        ValueError: If the name is not registered, or an option is unknown, of the wrong type or out of range.
     """
     return build(POLICY_LOSSES, "policy_loss", name, options)

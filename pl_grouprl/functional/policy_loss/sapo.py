@@ -1,6 +1,6 @@
-"""SAPO: a smooth gate in the place of the clip.
+"""SAPO: a smooth gate instead of a clip.
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def sapo_policy_loss(
 ) -> PolicyLoss:
     """Pass the ratio of each token through a sigmoid gate (Soft Adaptive Policy Optimization, arXiv:2511.20347).
 
-    L = -A sigmoid(T (r - 1)) 4 / T, with the temperature T of the advantage's sign. The gate has the slope 1 at r = 1,
-    so that the on-policy gradient is the plain one, and falls off smoothly on both sides; a larger T falls faster. verl
-    calls the temperatures `tau_pos` and `tau_neg`, and always aggregates by `seq-mean-token-mean`, as the paper does.
+    L = -A sigmoid(T (r - 1)) 4 / T, where the temperature T depends on the sign of A. The gate's slope is 1 at r = 1,
+    so the on-policy gradient is the plain policy gradient, and falls off smoothly on both sides, faster for a larger T.
+    verl calls the temperatures `tau_pos` and `tau_neg`, and always aggregates by `seq-mean-token-mean`, as does the
+    paper.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
@@ -39,7 +40,7 @@ def sapo_policy_loss(
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         sapo_temperature_pos: T where the advantage is positive.
-        sapo_temperature_neg: T where it is not.
+        sapo_temperature_neg: T elsewhere.
 
     Returns:
         The loss of each token; no metrics, since nothing is clipped.

@@ -1,6 +1,6 @@
-"""Losses that are a weight times the policy gradient -A log p: CISPO, and GPG with the weight 1.
+"""Weighted policy gradients, -w A log p: CISPO, and GPG with w = 1.
 
-Legend: N response tokens of all rollouts in one row (flat, no padding).
+Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def cispo_policy_loss(
     """Clip the weight of each token's policy gradient instead of its loss (CISPO, arXiv:2506.13585, eq. 4-5).
 
     L = -sg[w] A log p with w = clip(r, 1 - epsilon, 1 + epsilon_high), as in the paper and in verl; every token keeps a
-    gradient. With `epsilon_max`, w = min(r, epsilon_max) as in ScaleRL (arXiv:2510.13786, 5.0 there). TRL's
-    `epsilon_high` means that `epsilon_max` when its loss is `cispo`.
+    gradient. With `epsilon_max`, w = min(r, epsilon_max) as in ScaleRL (arXiv:2510.13786, 5.0 there). TRL calls it
+    `epsilon_high` in its loss `cispo`.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
@@ -42,11 +42,11 @@ def cispo_policy_loss(
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: How far the weight may fall below 1; 1 or more sets no lower bound.
-        epsilon_high: How far it may rise above 1; None takes `epsilon`.
-        epsilon_max: Upper bound of the weight itself, in place of both others.
+        epsilon_high: How far it may rise above 1; None means `epsilon`.
+        epsilon_max: Upper bound of the weight itself, instead of the other two.
 
     Returns:
-        The loss of each token; clip fractions count tokens whose weight was changed, whatever their advantage.
+        The loss of each token; clip fractions count tokens whose weight was clipped, whatever their advantage.
 
     Raises:
         ValueError: If shapes differ or an option is out of range.
@@ -68,12 +68,12 @@ def gpg_policy_loss(
 ) -> PolicyLoss:
     """Return the plain policy gradient, L = -A log p (GPG, arXiv:2504.02546; REINFORCE, Williams 1992).
 
-    There is no ratio and no clip: it is meant for one update per rollout. The paper's scaling of advantages by the
-    share of prompts that teach something belongs to the advantages, as in verl.
+    There is no ratio and no clip: it is meant for one update per rollout. The paper also rescales advantages to
+    compensate for prompts whose rewards are all equal; here, as in verl, that is left to the advantages.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
-        old_logprobs_N: Only its shape is looked at.
+        old_logprobs_N: Only its shape is checked.
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages.gae import td_errors
+from pl_grouprl.functional.advantages.gae import lambda_rows, td_errors
 from pl_grouprl.functional.masked import bool_mask
 from pl_grouprl.functional.rows import compact, reverse_scan
 from pl_grouprl.functional.token_groups.find import TokenGroups
@@ -47,7 +47,7 @@ def token_group_advantages(
         groups: Result of `find_token_groups` with the same mask.
         mask: True for response tokens, shape [B, T].
         gamma: Discount per token, in [0, 1].
-        lam: Weight of the errors of later groups, in [0, 1]; or one per rollout, shape [B].
+        lam: Decay of later groups' errors per group, in [0, 1]; or one per rollout, shape [B].
         critic_lam: The same for the returns; None for `lam`.
         bootstrap_value: Value after the last valid token, shape [B]; None for 0.
         mode: `broadcast` gives A_g to every token of the group. `endpoint` gives it to the endpoint and 0 to the
@@ -61,7 +61,7 @@ def token_group_advantages(
 
     Raises:
         ValueError: If shapes differ, the groups were found with another mask, gamma or a lambda is outside [0, 1], a
-            reward is infinite, or there is no such mode.
+            reward is infinite, or the mode is unknown.
     """
     if mode not in ADVANTAGE_MODES:
         raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(ADVANTAGE_MODES)}.")
@@ -74,13 +74,13 @@ def token_group_advantages(
         )
     if not torch.equal(groups.group_index >= 0, mask_BT):
         raise ValueError(
-            "groups were found with another mask: groups.group_index is -1 at other tokens than mask is False at. Pass "
-            "the mask that find_token_groups had."
+            "groups were found with another mask: groups.group_index is not -1 exactly where mask is False. Pass the "
+            "mask that was passed to find_token_groups."
         )
-    scanned_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, _one_per_row("lam", lam, errors_BT))
+    scanned_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, lambda_rows("lam", lam, errors_BT))
     target_BT = scanned_BT
     if critic_lam is not None:
-        target_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, _one_per_row("critic_lam", critic_lam, errors_BT))
+        target_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, lambda_rows("critic_lam", critic_lam, errors_BT))
     returns_BT = target_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
     if mode == "variable_lambda":
         return scanned_BT, returns_BT
@@ -88,8 +88,8 @@ def token_group_advantages(
     return advantages_BT.masked_fill_(~(mask_BT if mode == "broadcast" else groups.ends), 0), returns_BT
 
 
-def _scan(errors_BT: Tensor, ends_BT: Tensor, mask_BT: Tensor, gamma: float, lam_B1: Tensor) -> Tensor:
-    decay_BT = torch.where(ends_BT, lam_B1 * gamma, gamma)
+def _scan(errors_BT: Tensor, ends_BT: Tensor, mask_BT: Tensor, gamma: float, lam_BT: Tensor) -> Tensor:
+    decay_BT = torch.where(ends_BT, lam_BT * gamma, gamma)
     if not (mask_BT[:, 1:] & ~mask_BT[:, :-1]).any():
         return reverse_scan(errors_BT, decay_BT)
     rows = compact(mask_BT)
@@ -100,15 +100,3 @@ def _own_start(starts_BT: Tensor) -> Tensor:
     """Start position of each token's group (0 before the first group)."""
     positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
     return torch.where(starts_BT, positions_T, 0).cummax(dim=1).values
-
-
-def _one_per_row(name: str, lam: float | Tensor, like_BT: Tensor) -> Tensor:
-    lam_B = torch.as_tensor(lam, dtype=like_BT.dtype, device=like_BT.device)
-    if lam_B.shape not in ((), (len(like_BT),)):
-        raise ValueError(
-            f"{name} has shape {tuple(lam_B.shape)}; pass one number, or one per rollout of {len(like_BT)}, shape [B]."
-        )
-    outside_B = ~((lam_B >= 0) & (lam_B <= 1))
-    if outside_B.any():
-        raise ValueError(f"{name} has the entry {lam_B[outside_B][0].item()}; it must lie in [0, 1].")
-    return lam_B.expand(len(like_BT))[:, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.masked import bool_mask
 
-_NEGATIVE = 1e-2  # 1 - 2 p + sum p^2, added up in bfloat16, may come out as far below 0
+_NEGATIVE = 1e-2  # computed in bfloat16, 1 - 2 p + sum p^2 may be this far below 0
 
 
 def check_arguments(
@@ -37,7 +37,7 @@ def check_arguments(
         raise ValueError(f"forced_ends has dtype {forced_ends.dtype}; pass bool, such as forced_ends.bool().")
     if not (threshold > 0 and math.isfinite(threshold)):
         raise ValueError(
-            f"threshold is {threshold}; it must be a finite number above 0 (1 and less cut at each token)."
+            f"threshold is {threshold}; it must be a finite number above 0 (up to 1, every token ends a group)."
         )
     check_max_size("max_size", max_size)
     if not 0 <= epsilon < math.inf:

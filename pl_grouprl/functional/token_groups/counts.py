@@ -42,7 +42,7 @@ def token_group_counts(groups: TokenGroups, mask: Tensor | None = None) -> dict[
 
 
 def token_group_metrics(counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert summed counts to the logged figures.
+    """Convert summed counts to the logged metrics.
 
     Args:
         counts: As from `token_group_counts`.

@@ -3,16 +3,16 @@
 Legend: B rollouts, T length of the longest row, S size of a sketch.
 
 Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl (2025; no paper that states it has
-been found), ends a group at its t-th token if t >= r_grpo / r_ppo: the squared norm of the gradient estimate in which
-all its tokens share the advantage of the last one, over that of the estimate with an advantage per token. Here k
-counts the tokens since the group began, and
+been found), ends a group at its t-th token if t >= r_grpo / r_ppo. r_grpo is the squared norm of the gradient estimate
+in which all tokens of the group share the advantage of the last one, r_ppo that of the estimate with an advantage per
+token. With k the number of tokens since the group began,
 
     end_t = (r_ppo > eps * mean(delta^2 q)  and  k * r_ppo * (1 + 1e-5) >= threshold * r_grpo)
             or k = max_size  or  t is the last valid token  or  a boundary is forced at t.
 
-With a score norm q per token the cross terms are left out (the score is a martingale difference, so they vanish in
-expectation): r_ppo = sum delta^2 q and r_grpo = delta_t^2 * sum q. With a score vector phi per token the formula is
-taken literally: r_ppo = |sum delta phi|^2 and r_grpo = delta_t^2 * |sum phi|^2.
+With a score norm q per token, cross terms are dropped (the score is a martingale difference, so they vanish in
+expectation): r_ppo = sum delta^2 q and r_grpo = delta_t^2 * sum q. With a score vector phi per token, the formula is
+exact: r_ppo = |sum delta phi|^2 and r_grpo = delta_t^2 * |sum phi|^2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pl_grouprl.functional.token_groups.checks import check_arguments, check_sha
 ENDED_BY_VARIANCE = 1
 """Cause of an endpoint: the variance rule. Takes precedence over the other two."""
 ENDED_BY_SIZE = 2
-"""Cause of an endpoint: the group has `max_size` tokens. Takes precedence over `last`."""
+"""Cause of an endpoint: the group has `max_size` tokens. Takes precedence over `ENDED_BY_LAST`."""
 ENDED_BY_LAST = 3
 """Cause of an endpoint: the last valid token of a row, or of a turn (a forced end)."""
 
@@ -71,27 +71,27 @@ def find_token_groups(
 ) -> TokenGroups:
     """Split each row into token groups; see the top of this file for the rule and its source.
 
-    Only the valid tokens of a row matter: masked positions, their number and their values (even NaN) change nothing.
-    Computed in float32 at least. NaN or infinity at a valid token never ends its group, which continues up to
+    Only the valid tokens of a row matter: neither the number of masked positions nor their values (even NaN) do.
+    Computed in at least float32. NaN or infinity at a valid token never ends its group, which continues up to
     `max_size`, and does not affect other groups.
 
     Args:
-        td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio does not
-            change with their scale, but with a shift). Another signal may be passed, but one that looks ahead, such as
-            GAE, makes the boundary depend on later actions, and biases the gradient for thresholds above 1 (18-34 % in
-            an enumerated MDP).
+        td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio is invariant
+            to scale, but not to a shift). Other signals may be passed, but one that looks ahead, such as GAE, makes
+            boundaries depend on later actions, and biases the gradient for thresholds above 1 (18-34 % in an
+            enumerated MDP).
         score_norms: Squared norm q >= 0 of each token's score, shape [B, T] (`TokenScores.score_norm_N`); or the score
-            itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the literal formula. A
-            norm a little below 0 (1e-2 at most), as rounding leaves it, is taken as it is.
+            itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the exact formula. Norms
+            slightly below 0 (down to -1e-2), a result of rounding, are accepted.
         mask: True for response tokens, shape [B, T].
         threshold: tau > 0. 1 is Algorithm 2, and makes each token with nonzero delta and q an endpoint (a token with a
-            delta of 0 adds its q to the group that it begins, which may outlast the next token); with a constant
+            delta of 0 adds its q to the group that it begins, which may extend past the next token); with a constant
             delta a group has ceil(tau) tokens. Values below 1 act as 1.
-        max_size: Most tokens of a group, at least 1; may exceed T.
+        max_size: Maximum number of tokens per group, at least 1; may exceed T.
         epsilon: The variance rule only ends groups with r_ppo above this fraction of the mean of delta^2 q; finite.
         forced_ends: True where a group must end, such as the last token of a turn, bool, shape [B, T]. Only valid
             tokens count.
-        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None is that of this call.
+        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None: the mean of this call.
 
     Returns:
         The groups. A row without valid tokens has none.
@@ -149,11 +149,11 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Use log pi_new - log pi_old as the score, as in the reference code; for comparison with it only.
+    """Use log pi_new - log pi_old as the score, as the reference implementation does; only for comparison with it.
 
     Args:
         policy_logprobs: Log-probability of each token under the current policy, shape [B, T], in nats.
-        old_logprobs: Those under the policy before the update, shape [B, T].
+        old_logprobs: Under the policy before the update, shape [B, T].
         mask: True for response tokens, shape [B, T].
 
     Returns:
@@ -223,7 +223,7 @@ def _first_ends(
     """For each t, the size of a group that starts at t, and why it ends.
 
     Loops over the group size k, for all starts in parallel, until each has an end. Sums grow by one token per
-    iteration instead of differences of prefix sums, so nothing cancels, and the order is that of a loop over tokens.
+    iteration, in the order of a loop over tokens; differences of prefix sums would cancel.
     """
     length = errors_BT.shape[1]
     size_BT = torch.ones_like(mask_BT, dtype=torch.int64)
@@ -278,9 +278,9 @@ def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
         Starts (bool), and the cause at each group's endpoint (int8, 0 elsewhere), both [B, T].
     """
     num_rows, length = mask_BT.shape
-    own_BT = torch.arange(length, device=mask_BT.device)
-    # One extra position at the end absorbs what leaves the row; it points to itself.
-    jump_BT = torch.cat([(own_BT + size_BT).clamp_(max=length), size_BT.new_full((num_rows, 1), length)], dim=1)
+    columns_T = torch.arange(length, device=mask_BT.device)
+    # Jumps past the end of a row go to one extra position, which points to itself.
+    jump_BT = torch.cat([(columns_T + size_BT).clamp_(max=length), size_BT.new_full((num_rows, 1), length)], dim=1)
     reached_BT = torch.zeros_like(jump_BT, dtype=torch.bool)
     reached_BT[:, 0] = mask_BT[:, 0]
     for _ in range(math.ceil(math.log2(length)) if length > 1 else 0):
@@ -288,7 +288,7 @@ def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
         jump_BT = jump_BT.gather(1, jump_BT)
     starts_BT = reached_BT[:, :length] & mask_BT
     causes_BT = torch.zeros_like(reached_BT, dtype=torch.int8)
-    causes_BT.scatter_(1, torch.where(starts_BT, own_BT + size_BT - 1, length), cause_BT)
+    causes_BT.scatter_(1, torch.where(starts_BT, columns_T + size_BT - 1, length), cause_BT)
     return starts_BT, causes_BT[:, :length]
 
 

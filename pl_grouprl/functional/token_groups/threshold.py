@@ -23,12 +23,12 @@ class ThresholdController:
         group_variance_threshold: Initial tau; if adaptive, within the clips (below 1 it acts as 1). None is 1 if fixed;
             if adaptive, the clipped 1 / (1 - target_compression), which reaches the target if delta is constant.
         adaptive_threshold: Whether to adapt it; otherwise `update` does nothing.
-        threshold_lr: Step of log tau for a compression that is off by 1. In a toy problem with target 0.75, 0.1 takes
-            about 180 steps from tau = 1, and 0.01 more than 600, which is why tau does not start there.
+        threshold_lr: Change of log tau per step for a compression that is off by 1. In a toy problem with target 0.75,
+            0.1 takes about 180 steps from tau = 1, and 0.01 more than 600, which is why tau does not start there.
         min_threshold: Lower clip; below 1 it acts as 1, since a smaller tau changes nothing.
         max_threshold: Upper clip.
         target_compression: Target fraction of tokens that are not endpoints. Ignored if tau is fixed.
-        max_size: Most tokens of a group, the `group_max_size` of `GroupPPO`; it limits the compression.
+        max_size: Maximum number of tokens per group, the `group_max_size` of `GroupPPO`; it limits the compression.
 
     Raises:
         ValueError: If an option is out of range.

@@ -19,14 +19,14 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """Many independent attention problems in one call: the i-th run of queries attends to the i-th run of keys.
+    """Independent attention problems in one call: the i-th run of queries attends to the i-th run of keys.
 
     Attributes:
         query_lens: Number of queries of each problem, all positive; the call's queries are these runs, concatenated.
         key_lens: Number of keys of each problem, likewise.
         causal: Whether a query sees only keys up to its position. The last query of a run is aligned with the last
             key: query i of n is at key i + m - n of m, and m >= n. Otherwise each query sees all keys.
-        window: Most keys that a query of a causal call sees, including its own; None is no limit.
+        window: Maximum number of keys that a query of a causal call sees, including its own; None for no limit.
 
     Raises:
         ValueError: If the lengths do not match, or a window is below 1 or given without `causal`.
@@ -55,7 +55,7 @@ class VarlenCall:
 
     @property
     def effective_window(self) -> int | None:
-        """The window, or None where it hides no key of any run."""
+        """The window, or None if it hides no key."""
         return None if self.window is None or self.window >= max(self.key_lens, default=0) else self.window
 
     def cumulative(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class VarlenCall:
         return self.memo(("cumulative", device), lambda: (offsets(self.query_lens), offsets(self.key_lens)))
 
     def memo(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return the cached result of `make` for this key; for plans that a kernel derives."""
+        """Cache something that a kernel derives from this call."""
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]  # type: ignore[return-value]
@@ -115,5 +115,5 @@ def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def head_multiple(query: Tensor) -> int:
-    """What a head size must be a multiple of for the kernel of this device."""
+    """The number that the fused kernel needs head sizes to be a multiple of."""
     return CUDA_HEAD_MULTIPLE if query.is_cuda else 1

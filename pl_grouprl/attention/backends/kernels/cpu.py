@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.attention.backends.kernels.call import VarlenCall
-from pl_grouprl.attention.backends.kernels.runs import Block, Runs, dense_blocks, keys_are_apart, largest_piece
+from pl_grouprl.attention.backends.kernels.runs import Block, Runs, dense_blocks, keys_are_disjoint, largest_piece
 
 
 class CPUKernel:
@@ -60,7 +60,7 @@ class CPUKernel:
             return for_query, for_key, for_value
         grad_query, grad_key, grad_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
         write = Runs.put
-        if not keys_are_apart(call, plain_causal=True):  # add up a key's shares in float32
+        if not keys_are_disjoint(call, plain_causal=True):  # add up a key's shares in float32
             wide = torch.promote_types(key.dtype, torch.float32)
             grad_key, grad_value = (tensor.new_zeros(tensor.shape, dtype=wide) for tensor in (key, value))
             write = Runs.add
@@ -73,23 +73,23 @@ class CPUKernel:
 
 def _is_one_run(call: VarlenCall, blocks: list[Block]) -> bool:
     """Whether all tokens of a call form one block, without reordering."""
-    return len(call.query_lens) == len(blocks) == 1 and keys_are_apart(call, plain_causal=True)
+    return len(call.query_lens) == len(blocks) == 1 and keys_are_disjoint(call, plain_causal=True)
 
 
 def _mask(block: Block, call: VarlenCall, dtype: torch.dtype) -> Tensor | None:
-    """What to add to the scores of a block, shape [R, 1, N, M]: minus infinity where a key is hidden.
+    """Additive mask of a block's scores, shape [R, 1, N, M]: minus infinity where a key is hidden.
 
     All unpadded runs share one mask, because the last query of each is aligned with its last key.
     """
     if block.last_keys is None:
         return None
     if block.queries.tokens is not None:
-        return call.memo(("mask", id(block), dtype), lambda: _added(block.hidden(), dtype))
+        return call.memo(("mask", id(block), dtype), lambda: _additive_mask(block.hidden(), dtype))
     device = block.last_keys.device
-    corner = call.memo(("mask", dtype), lambda: _added(largest_piece(call, device).hidden(), dtype))
+    corner = call.memo(("mask", dtype), lambda: _additive_mask(largest_piece(call, device).hidden(), dtype))
     return corner[..., -block.queries.length :, -block.keys.length :]
 
 
-def _added(hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _additive_mask(hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
     assert hidden is not None
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

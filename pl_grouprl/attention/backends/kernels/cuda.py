@@ -11,10 +11,10 @@ from pl_grouprl.attention.backends.kernels.call import VarlenCall
 class CUDAKernel:
     """FlashAttention as shipped with PyTorch or replaced by `torch.nn.attention.activate_flash_attention_impl`.
 
-    FlashAttention-3 ("FA3", on Hopper GPUs, from the package `flash_attn_interface`) registers itself for both
-    operators with the same arguments and results, so nothing changes here; it raises on GPUs it does not support.
+    FlashAttention-3 ("FA3", on Hopper GPUs, from the package `flash_attn_interface`) registers itself for the same two
+    operators; it raises on GPUs it does not support.
 
-    Both take bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
+    Both versions take bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
     """
 
     def forward(

@@ -15,7 +15,7 @@ from torch import Tensor
 from pl_grouprl.attention.backends.kernels.call import VarlenCall
 from pl_grouprl.attention.backends.kernels.runs import Block, dense_blocks
 
-MOST_SCORES = 2**24
+MAX_SCORES = 2**24
 """Approximate limit on scores in memory at a time."""
 
 
@@ -36,7 +36,7 @@ class EagerKernel:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
-        with _wide_products(query):
+        with _without_autocast(query):
             for block in _blocks(query, call):
                 keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
                 queries = _fold(block.queries.take(query).to(wide), keys.shape[1])
@@ -63,7 +63,7 @@ class EagerKernel:
         heads, kv_heads = query.shape[1], key.shape[1]
         grad_query = torch.empty_like(query)
         grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-        with _wide_products(query):
+        with _without_autocast(query):
             for block in _blocks(query, call):
                 keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
                 queries = _fold(block.queries.take(query).to(wide), kv_heads)
@@ -97,14 +97,14 @@ class EagerKernel:
         return scores, slope
 
 
-def _wide_products(query: Tensor) -> torch.autocast:
+def _without_autocast(query: Tensor) -> torch.autocast:
     """Disable autocast, which would round the factors of matrix products."""
     return torch.autocast(query.device.type, enabled=False)
 
 
 def _blocks(query: Tensor, call: VarlenCall) -> Iterator[Block]:
     for block in dense_blocks(call, query.device, plain_causal=False):
-        yield from block.cut(max(1, MOST_SCORES // (query.shape[1] * block.keys.length)))
+        yield from block.cut(max(1, MAX_SCORES // (query.shape[1] * block.keys.length)))
 
 
 def _fold(batch: Tensor, kv_heads: int) -> Tensor:

@@ -22,12 +22,12 @@ SHORT = {"cpu": 64, "cuda": 128}
 """Runs of up to this many queries are padded into one batch per size.
 
 On CPU a batch saves calls, not work: measured on one thread, a run of 24 tokens takes 66 microseconds in a batch of 64,
-and 47 alone. On CUDA a block is some ten launches.
+and 47 alone. On CUDA a block takes about ten launches.
 """
 MANY_KEYS = 2048
 """Runs with more keys than this are large enough to run unpadded, one per batch."""
 BATCH = 2**18
-"""Most query-key pairs in one padded batch."""
+"""Maximum number of query-key pairs in one padded batch."""
 PIECE = 256
 """Queries per piece of a long run that needs a mask."""
 
@@ -98,7 +98,7 @@ class Block:
         keys: The runs of keys, one for each run of queries.
         plain_causal: Whether query i sees exactly the keys up to i, without a mask.
         last_keys: Index of the last key that each query sees, shape [R, N]; None if no mask is needed.
-        window: Most keys that a query sees, including its own, if a mask is needed; None is no limit.
+        window: Maximum number of keys that a query sees, including its own, if a mask is needed; None for no limit.
     """
 
     queries: Runs
@@ -143,7 +143,7 @@ def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> 
     return call.memo(("blocks", device, plain_causal), lambda: _plan(call, device, plain_causal))
 
 
-def keys_are_apart(call: VarlenCall, plain_causal: bool) -> bool:
+def keys_are_disjoint(call: VarlenCall, plain_causal: bool) -> bool:
     """Whether each key of a call is in exactly one of its blocks."""
     return not call.causal or (plain_causal and call.effective_window is None and call.query_lens == call.key_lens)
 
@@ -203,7 +203,7 @@ def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
 
 
 def largest_piece(call: VarlenCall, device: torch.device) -> Block:
-    """A piece as large as any of a causal call; its mask contains all others' in the lower right corner."""
+    """A piece as large as any of a causal call; the lower right corner of its mask contains all others' masks."""
     num_queries = min(PIECE, max(call.query_lens))
     num_keys = max(call.key_lens)
     if call.window is not None:
@@ -228,7 +228,7 @@ def _padded_runs(runs: Sequence[tuple[int, int]], size: int, device: torch.devic
     starts = torch.tensor([start for start, _ in runs])[:, None]
     lengths = torch.tensor([length for _, length in runs])[:, None]
     offsets = torch.arange(size)[None, :]
-    # Repetitions of the last key follow the real keys, where a causal run or the mask hides them.
+    # Repetitions of the last key come last, where causal attention or the mask hides them.
     index = starts + torch.minimum(offsets, lengths - 1)
     kept = offsets < lengths
     tokens = index[kept].to(device)
