@@ -26,8 +26,8 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.group_rewards import (
     gather_rewards,
     has_token_rewards,
-    less_penalties,
-    no_token_rewards,
+    subtract_kl_penalties,
+    unusable_token_rewards,
     token_advantages,
 )
 from pl_grouprl.training.override_results import checked_tensor
@@ -110,7 +110,7 @@ class GRPO(RLModule):
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Compare rollouts, or tokens, with their group and the batch."""
-        groups = less_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
+        groups = subtract_kl_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
         if self.advantage_estimator.per_token:
             buffer.put("advantages", token_advantages(self.advantage_estimator, buffer, groups, self.device))
             return
@@ -200,11 +200,11 @@ def _why_no_token_rewards(module: GRPO) -> str | None:
     if not module.advantage_estimator.takes_steps:
         name = module.advantage_estimator.name
         remedy = "use 'grpo' or 'reinforce_plus_plus'"
-        return no_token_rewards(f"advantage_estimator={name!r} compares whole rollouts", remedy)
+        return unusable_token_rewards(f"advantage_estimator={name!r} compares whole rollouts", remedy)
     if module.multi_objective_aggregation == "normalize_then_sum":
-        return no_token_rewards("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
+        return unusable_token_rewards("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
     if module.kl_penalty.in_reward:
-        return no_token_rewards("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
+        return unusable_token_rewards("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
     return None
 
 

@@ -25,7 +25,7 @@ class MicroBatch:
     Attributes:
         scoring: The decoder call.
         tokens: The buffer's per-token quantities, by name, on the module's device.
-        groups: The groups, with those of their rollouts that are in the micro-batch.
+        groups: The groups, reduced to their rollouts in this micro-batch.
         rollout_numbers: Index of each rollout in its rank's buffer, shape [B]; empty for a dummy.
         weight: This rank's share: 1 / s if s ranks compute the micro-batch together.
     """

@@ -56,7 +56,9 @@ def plan_micro_batches(
         return MicroBatchPlan((everything,))
     if sharing == "repeated":
         rows = plan_repeated_rows(sizes, max_tokens)
-        return MicroBatchPlan(tuple(tuple((indices[group], tuple(own)) for group, own in row) for row in rows))
+        return MicroBatchPlan(
+            tuple(tuple((indices[group], tuple(rollouts)) for group, rollouts in row) for row in rows)
+        )
     plan = plan_rows(sizes, max_tokens)
     splits = [SplitGroup(indices[split.group], split.slices) for split in plan.splits]
     return MicroBatchPlan(
@@ -66,7 +68,7 @@ def plan_micro_batches(
 
 
 def elementwise_max(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The smallest shape that fits all ranks. It always ends in a row, which reaches every parameter."""
+    """The smallest shape that fits all ranks. It has at least one row, which runs last and reaches every parameter."""
     width = max(len(shape) for shape in shapes)
     filled = [[*shape, *[0] * (width - len(shape))] for shape in shapes]
     rows, *slices = (max(column) for column in zip(*filled, strict=True))

@@ -21,7 +21,7 @@ from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.progress import tick
 
-Chosen = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
+Selection = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
 """What `RolloutBuffer.select` returns."""
 
 
@@ -48,25 +48,25 @@ class PackedRowCache:
     """Caches the last packed row, so scoring and updating the same rollouts share it and its attention plan."""
 
     def __init__(self) -> None:
-        self._of: Any = None
+        self._key: Any = None
         self._scoring: ScoringBatch | None = None
 
     def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
         """Return the row of these groups, packed again unless the last one had the same tokens and options."""
-        of = (options, [_contents(group) for group in groups])
-        if self._scoring is None or self._of != of:
-            self.clear()  # frees the old row first
-            self._of, self._scoring = of, lay_out()
+        key = (options, [_contents(group) for group in groups])
+        if self._scoring is None or self._key != key:
+            self.clear()  # free the old row first
+            self._key, self._scoring = key, lay_out()
         return self._scoring
 
     def clear(self) -> None:
-        """Forget it."""
-        self._of = self._scoring = None
+        """Drop the cached row."""
+        self._key = self._scoring = None
 
 
 def _contents(group: RolloutGroup) -> tuple[Any, ...]:
-    """The contents of a row of text; copied, because lists may be changed in place."""
-    rollouts = [(tuple(own.token_ids), own.loss_mask and tuple(own.loss_mask)) for own in group.rollouts]
+    """What a row of text depends on; copied, because lists may be changed in place."""
+    rollouts = [(tuple(r.token_ids), r.loss_mask and tuple(r.loss_mask)) for r in group.rollouts]
     return tuple(group.prompt_ids), group.group_id, rollouts
 
 
@@ -100,46 +100,46 @@ class MicroBatchSchedule:
         return self._options.sequence_ranks * (rows + sum(count + 1 for count in slices))
 
     def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
-        """Yield the slices of each large group, then its prefix, to run backward; then the rows.
+        """Yield the slices of each split group and then its prefix, whose backward is still to run; then the rows.
 
-        The first slice runs the prefix forward.
+        The first slice runs the prefix's forward.
         """
         rows, *slices = self._shape
         for number, count in enumerate(slices):
-            for chosen in self._of_peers(self._slices(number, count)):
-                group = chosen[-1][0][0]
+            for selections in self._of_peers(self._slices(number, count)):
+                group = selections[-1][0][0]
                 prefix = PrefixPass(group, self._options.device, self._options.sequence_group)
-                yield from (self._micro_batch(part, prefix) for part in chosen)
+                yield from (self._micro_batch(selection, prefix) for selection in selections)
                 yield prefix
         for parts in [()] * (rows - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
-            row = self._buffer.select(parts) if parts else self._filler()
+            row = self._buffer.select(parts) if parts else self._dummy()
             for (peers_row,) in self._of_peers([row]):
                 yield self._micro_batch(peers_row)
 
-    def _slices(self, number: int, count: int) -> list[Chosen]:
-        """The slices of a split group, after dummies."""
+    def _slices(self, number: int, count: int) -> list[Selection]:
+        """The slices of a split group, padded with dummies in front."""
         splits = self._plan.splits
-        parts = [(splits[number].group, own) for own in splits[number].slices] if number < len(splits) else []
-        return [self._filler()] * (count - len(parts)) + [self._buffer.select([part]) for part in parts]
+        parts = [(splits[number].group, rollouts) for rollouts in splits[number].slices] if number < len(splits) else []
+        return [self._dummy()] * (count - len(parts)) + [self._buffer.select([part]) for part in parts]
 
-    def _filler(self) -> Chosen:
+    def _dummy(self) -> Selection:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}
         return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
 
-    def _of_peers(self, own: list[Chosen]) -> Iterator[list[Chosen]]:
-        """What this rank runs: its own groups, or those of each rank of its sequence group in turn."""
+    def _of_peers(self, selections: list[Selection]) -> Iterator[list[Selection]]:
+        """What this rank runs: its own selections, or those of each rank of its sequence group in turn."""
         group = self._options.sequence_group
         if group is None:
-            yield own
+            yield selections
             return
-        states = [([to_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in own]
+        states = [([to_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in selections]
         for peer in gather_plain(states, self._options.device, group):
             yield [([from_state(one) for one in groups], tokens, numbers) for groups, tokens, numbers in peer]
 
-    def _micro_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MicroBatch:
+    def _micro_batch(self, selection: Selection, prefix: PrefixPass | None = None) -> MicroBatch:
         """Lay out a micro-batch. A row of text that no peer shares is cached."""
         tick()
-        groups, tokens, numbers = chosen
+        groups, tokens, numbers = selection
         options = self._options
         lay = partial(lay_out, groups, options.sharing, options.device, prefix, options.sequence_group)
         keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)

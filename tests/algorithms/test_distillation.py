@@ -139,7 +139,7 @@ def test_resume_is_exact_and_holds_no_teacher(make_student, make_data, make_trai
         assert largest(weights(fit(tmp_path / f"step={step}.ckpt")), weights(whole)) == 0
     saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
     assert not any("teacher" in name for name in saved["state_dict"])
-    with pytest.raises(ValueError, match=r"teacher=.* gives another model"):
+    with pytest.raises(ValueError, match=r"teacher=.* is a different model"):
         fit(tmp_path / "step=1.ckpt", teacher=tiny_policy(seed=8, hidden_size=48, initializer_range=0.2))
     with pytest.raises(ValueError, match="distillation_coef"):
         fit(tmp_path / "step=1.ckpt", distillation_coef=2.0)

@@ -244,7 +244,7 @@ def test_a_prompt_of_an_environment_must_leave_room(tmp_path):
 
 
 def test_a_budget_needs_to_know_the_longest_episode(tmp_path):
-    with pytest.raises(ValueError, match="results of tools may take any number of tokens; set max_episode_tokens"):
+    with pytest.raises(ValueError, match="tool results may have any number of tokens; set max_episode_tokens"):
         fit(make(max_tokens_per_micro_batch=300, max_episode_tokens=None), tmp_path)
 
 

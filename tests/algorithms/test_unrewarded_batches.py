@@ -36,8 +36,8 @@ def test_batches_without_a_reward_end_the_run(make_module, make_data, make_train
     rewards = [LateReward(), Weighted(broken, name="score")]
     message = (
         r"no rollout had a reward in 3 batches in a row \(max_unrewarded_batches=3\), so nothing is learned\. Of "
-        r"the rollouts of the last one LateReward gave None for 16 and no finite number for 0; score gave None for 0 "
-        r"and no finite number for 16\. Fix the reward functions"
+        r"the rollouts of the last one LateReward returned None for 16 and no finite number for 0; score returned "
+        r"None for 0 and no finite number for 16\. Fix the reward functions"
     )
     with pytest.raises(RuntimeError, match=message):
         fit(make_module, make_data, make_trainer, rewards, max_unrewarded_batches=3)

@@ -11,7 +11,7 @@ from pl_grouprl.functional.advantages.gae import generalized_advantages, td_erro
 from pl_grouprl.functional.advantages.reinforce import reinforce_plus_plus_advantages
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.training import group_rewards
-from pl_grouprl.training.group_rewards import gather_rewards, has_token_rewards, less_penalties
+from pl_grouprl.training.group_rewards import gather_rewards, has_token_rewards, subtract_kl_penalties
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import PlainRun
 from pl_grouprl.training.token_rewards import rewards_per_token
@@ -78,7 +78,7 @@ def test_greedy_rollouts_are_repeated_and_no_tokens_are_none():
 def test_penalties_are_taken_off_once():
     buffer = RolloutBuffer(second_rank())
     buffer.put("kl_penalty", torch.tensor([0.25, 0.5, 0.0, 0.125]))
-    (first,), (second, third) = (group.rollouts for group in less_penalties(buffer))
+    (first,), (second, third) = (group.rollouts for group in subtract_kl_penalties(buffer))
     assert [first.reward, first.outcome_reward, second.reward, third.reward] == [2.75, -0.25, 0.0, 0.875]
     assert buffer.groups[0].rollouts[0].reward == 3.5
 
