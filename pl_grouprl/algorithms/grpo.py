@@ -27,8 +27,8 @@ from pl_grouprl.training.group_rewards import (
     gather_rewards,
     has_token_rewards,
     subtract_kl_penalties,
-    unusable_token_rewards,
     token_advantages,
+    unusable_token_rewards,
 )
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer

@@ -333,7 +333,7 @@ class PPO(RLModule):
                 scores = self.score(self.policy, batch.scoring, states=states, **self.objective.score_options)
         if self.warming_up:
             # Each rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
-            untouched = self.support.touch(self.policy.parameters())
+            untouched = self.support.zero_loss_over(self.policy.parameters())
             sums = LossSums({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
         else:
             sums = self.objective.loss(batch, scores, self.policy, routers)

@@ -163,7 +163,9 @@ def token_advantages(
         rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
     else:  # sums over tokens would be 0 for rollouts without a trained token
         if any(gather_plain(has_token_rewards(groups), device)):
-            raise ValueError(unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus"))
+            raise ValueError(
+                unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
+            )
         rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
     advantages_BT = estimator(rewards, ids_B, mask=mask_BT, reduce=reduce)
     return from_rows(advantages_BT, lengths_B)

@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_parameters(parameters):
 
 def test_a_zero_touches_every_trained_parameter():
     trained, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1), requires_grad=False)
-    zero = StrategySupport(None).touch([trained, frozen])
+    zero = StrategySupport(None).zero_loss_over([trained, frozen])
     zero.backward()
     assert zero == 0
     assert trained.grad.tolist() == [[0, 0], [0, 0]]

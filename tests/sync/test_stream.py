@@ -343,12 +343,12 @@ def test_a_form_that_cannot_be_reversed():
 
     model = tiny_model()
     model._weight_conversions = [WeightConverter("mlp.up_proj", "mlp.up_proj", operations=[OneWay()])]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM stores weights differently than its checkpoints, .*Not"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM stores weights differently from its checkpoints, .*Not"):
         checkpoint_weights(model, raw(model))
     checked = [Transpose(0, 1, check_dims=True)]  # looks at the shape that the model has
     model._weight_conversions = [WeightConverter("mlp.wi.weight", "mlp.up_proj.weight", operations=checked)]
     reason = (
-        r"stores 'model.layers.0.mlp.up_proj.weight' differently .*reads 'model.layers.0.mlp.wi.weight' off the model"
+        r"stores 'model.layers.0.mlp.up_proj.weight' differently .*reads 'model.layers.0.mlp.wi.weight' from the model"
     )
     with pytest.raises(ValueError, match=reason):
         list(checkpoint_weights(model, raw(model)))

@@ -409,7 +409,7 @@ def test_an_adapter_that_is_not_in_the_layers_is_seen(running, monkeypatch):
     engine, model = running
     with monkeypatch.context() as patch:
         patch.setattr(engine._vllm._engine, "add_lora", lambda request: True)
-        with pytest.raises(WeightsMismatchError, match="was sent, but no parameter is made of it"):
+        with pytest.raises(WeightsMismatchError, match="was sent, but no parameter contains it"):
             sync(engine, model)
     assert_well_again(engine, model)
 
