@@ -239,7 +239,7 @@ class Verbose(Counter):
 
 
 def test_a_prompt_of_an_environment_must_leave_room(tmp_path):
-    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens with what its environment's reset returned.* 2048 "):
+    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens including what its environment's reset returned.* 2048 "):
         fit(make(rewards=None, environment_factory=Verbose), tmp_path)
 
 

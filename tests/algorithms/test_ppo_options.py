@@ -223,7 +223,7 @@ REFUSED = [
     ({"beta": -1}, "beta is -1; it must be 0"),
     ({"beta": float("inf")}, "beta is inf; it must be 0"),
     ({"beta": 0.1, "kl_horizon": 100}, "kl_horizon is 100 and kl_target is None"),
-    ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "bootstrap_truncated=True is about rollouts"),
+    ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "bootstrap_truncated=True applies to rollouts"),
     ({"kl_in": "reward"}, "kl_in is 'reward' and beta is 0"),
     ({"kl_in": "both"}, "kl_in is 'both'; it must be 'loss' or 'reward'"),
     ({"kl_type": "k9"}, "k9"),

@@ -135,7 +135,7 @@ def test_clipping_is_separate(
 
 def test_a_limit_of_the_trainer_that_is_left_nothing_to_clip(make_module, make_data, make_trainer):
     module = make_module(PPO, optimizer=OptimizerConfig(max_grad_norm=1.0))  # the critic's too
-    with pytest.raises(ValueError, match=r"gradient_clip_val is 0.5, but every part has a max_grad_norm"):
+    with pytest.raises(ValueError, match=r"gradient_clip_val is 0.5, but every part has its own max_grad_norm"):
         make_trainer(max_steps=1, gradient_clip_val=0.5).fit(module, make_data())
 
 

@@ -135,7 +135,10 @@ def test_truncated_rollouts_count_and_are_not_trained(step):
         ),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline compares whole"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum compares whole rollouts"),
-        ({"beta": 0.1, "kl_in": "reward"}, "kl_in='reward' takes the penalty off whole rollouts; use kl_in='loss'"),
+        (
+            {"beta": 0.1, "kl_in": "reward"},
+            "kl_in='reward' subtracts the penalty from whole rollouts; use kl_in='loss'",
+        ),
     ],
 )
 def test_what_compares_whole_rollouts_refuses_rewards_of_tokens(step, options, message):

@@ -127,7 +127,7 @@ def test_rewards_are_numbers(factory):
 def test_an_environment_that_was_lost_is_made_anew_by_reset():
     host = host_of(Counter)
     run(host.reset(0, None, {}))
-    host.lose(0)
+    host.drop(0)
     lost = run(host.call(0, None, "add", {"number": 1}))
     assert (lost.content, lost.failure) == ("{'error': 'The environment of this episode was lost.'}", "exited")
     with pytest.raises(RuntimeError, match="was not called, because the environment was lost"):

@@ -232,7 +232,7 @@ def test_a_reward_that_fails_costs_its_own_episode(make, factory, caplog):
     assert [sessions[0].reward, sessions[4].reward] == [0.5, 2.0]
     assert all(math.isnan(session.reward) for session in sessions[1:4])
     name = factory.__name__
-    assert f"{name}.get_reward raised KeyError: 'no such key'; the episode is left without" in caplog.text
+    assert f"{name}.get_reward raised KeyError: 'no such key'; the episode has no such reward" in caplog.text
     runner.finish(sessions)  # again: nothing happens
     assert sessions[0].reward == 0.5
 
