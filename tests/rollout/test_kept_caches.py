@@ -127,8 +127,8 @@ def test_a_shared_prompt_is_stored_once(make_model, max_sequences):
     with engine.keep_caches():
         groups = engine.generate(prompts, sampling, num_generations=9, seed=1)
         for turn in range(3):
-            prompts_of_rows, own_lengths = zip(*shared_rows(), strict=True)
-            assert own_lengths == (4 + 8 * turn,) * 18 * 2  # layers
+            prompts_of_rows, suffix_lengths = zip(*shared_rows(), strict=True)
+            assert suffix_lengths == (4 + 8 * turn,) * 18 * 2  # layers
             assert len(set(prompts_of_rows)) <= 2 * 2 * (1 if max_sequences is None else 2)
             sampled = [(own, one) for own, group in zip(prompts, groups, strict=True) for one in group]
             prompts = [[*own, *one.token_ids, 1, 2, 3] for own, one in sampled]

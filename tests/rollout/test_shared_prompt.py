@@ -133,7 +133,7 @@ def test_keys_that_are_read_without_the_prompt_are_noticed():
     (layer,) = gather_cache([(parts[0][0].cache, torch.tensor([0, 0]))], 3, 9, prompts).layers
     new = torch.zeros(2, 2, 1, 8, dtype=torch.float64)
     layer.update(new, new)
-    with pytest.raises(RuntimeError, match="differently than when it encoded the prompts"):
+    with pytest.raises(RuntimeError, match="differently from when it encoded the prompts"):
         layer.update(new, new)
 
 

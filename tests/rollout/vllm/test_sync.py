@@ -169,7 +169,7 @@ def test_a_head_with_old_weights_is_seen(start, monkeypatch):
     model, _ = new_policy("qwen2_tied")
     engine = start(model)
     renew(model, 1)
-    monkeypatch.setattr(WeightReceiver, "settle_weights", lambda self: None)
+    monkeypatch.setattr(WeightReceiver, "refresh_stale_weights", lambda self: None)
     with pytest.raises(WeightsMismatchError, match=r"lm_head\.weight differs"):
         sync(engine, model)
 
