@@ -226,7 +226,7 @@ def test_what_trains_the_adapter_may_be_another(make_module, make_data, make_tra
     make_trainer(max_steps=2).fit(other, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 
 
-def test_ppo_with_a_critic_beside_an_adapted_policy(make_module, make_data, make_trainer, adapted, history):
+def test_ppo_with_a_critic_and_an_adapted_policy(make_module, make_data, make_trainer, adapted, history):
     """One base, two adapters: the critic's values move, its base does not, and the policy's adapter is not in it."""
     metrics = history()
     module = make_module(

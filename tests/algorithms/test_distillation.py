@@ -70,7 +70,7 @@ def test_the_gradient_is_the_policy_gradient_of_the_reverse_kl(
     assert all(parameter.grad is None for parameter in module.teacher.parameters())
 
 
-def test_shared_and_repeated_prefixes_and_slices_train_alike(
+def test_shared_repeated_and_sliced_prefixes_train_the_same(
     make_student, make_data, make_trainer, ragged_engine, history
 ):
     losses, kls, ends = {}, {}, {}

@@ -73,7 +73,7 @@ def test_lambdas(fit):
             assert own["returns"] == pytest.approx(targets)
 
 
-def test_the_reward_stands_at_the_last_trained_token(fit):
+def test_the_reward_is_at_the_last_trained_token(fit):
     module, _ = fit()
     outcomes = [r.reward for group in module.last_rollouts.groups for r in group.rollouts]
     assert any(r.loss_mask and not r.loss_mask[-1] for g in module.last_rollouts.groups for r in g.rollouts)
@@ -240,7 +240,7 @@ def test_out_of_range(make_module, options, message):
         make_module(PPO, **options)
 
 
-def test_a_critic_that_is_not_there(make_module, tmp_path):
+def test_a_missing_critic(make_module, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere' is not a folder"):
         make_module(PPO, critic=str(tmp_path / "nowhere"))
 

@@ -169,7 +169,7 @@ def test_reinforce_plus_plus_discounts_them(step):
 # Rewards on the token axis.
 
 
-def test_rewards_stand_at_trained_tokens_and_add_up():
+def test_rewards_are_at_trained_tokens_and_add_up():
     rollouts = [
         Rollout([1] * 4, reward=7.0, token_rewards=[1.0, None, 2.0, None]),  # an outcome of 4
         Rollout([1] * 6, reward=15.0, token_rewards=[1.0, 2.0, None, 4.0, 8.0, None], loss_mask=[0, 1, 1, 0, 0, 1]),

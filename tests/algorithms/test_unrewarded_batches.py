@@ -50,7 +50,7 @@ def test_a_reward_in_between_starts_the_count_again(make_module, make_data, make
     assert module.rewarder.unrewarded_batches == 2
 
 
-def test_the_count_goes_on_from_a_checkpoint(make_module, make_data, make_trainer, tmp_path):
+def test_the_count_continues_from_a_checkpoint(make_module, make_data, make_trainer, tmp_path):
     options = {"max_unrewarded_batches": 4}
     trainer, _ = fit(make_module, make_data, make_trainer, LateReward(), steps=3, **options)
     trainer.save_checkpoint(tmp_path / "state.ckpt")

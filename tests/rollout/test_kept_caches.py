@@ -166,7 +166,7 @@ def sequence(tokens):
     return KeptSequence(tokens, Cache(layers=[layer(tokens)]))
 
 
-def test_the_longest_beginning_is_found():
+def test_the_longest_prefix_is_found():
     kept = KeptCaches()
     for tokens in ([1], [1, 2], [1, 2, 3, 4], [1, 2, 300], [7, 8], [1, 2, 3, 4]):
         kept.add(tokens, sequence(len(tokens)))
@@ -261,7 +261,7 @@ def test_contexts_do_not_nest(qwen3):
         engine.keep_caches().__enter__()
 
 
-def test_a_model_that_continues_caches_otherwise_is_encoded_from_the_start(make_model, caplog):
+def test_a_model_that_continues_caches_inexactly_is_encoded_from_the_start(make_model, caplog):
     model = make_model("llama")
     attention = model.model.layers[0].self_attn
     forward = attention.forward
