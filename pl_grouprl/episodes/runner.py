@@ -92,7 +92,7 @@ class ToolRunner:
         workers: int = 0,
     ) -> None:
         if timeout is not None and not timeout > 0:
-            raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for any time.")
+            raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for no limit.")
         if workers < 0:
             raise ValueError(f"tool_workers is {workers}; it must be at least 1, or 0 to run tools in threads.")
         if workers:

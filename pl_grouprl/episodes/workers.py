@@ -168,7 +168,7 @@ def _read(answer: bytes, operation: Operation) -> dict[str, Any]:
     """The answer to an operation, with a `value` of its type, or an `error`.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: If it is none.
+        ValueError, TypeError, KeyError, RecursionError: If it is malformed.
     """
     found = json.loads(answer)
     if "error" in found:

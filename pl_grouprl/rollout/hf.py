@@ -41,8 +41,8 @@ class HFRolloutEngine:
 
     Reproducible: each sequence draws from a random stream identified by (seed, index of the prompt in the call or in
     `prompt_indices`, index of the rollout). Results do not depend on `max_sequences` or on other prompts, except that
-    rounding may differ between batch shapes and move a probability across a drawn number. The same call gives the same
-    bits on the same machine. Neither reads nor changes global random state.
+    rounding may differ between batch shapes and so, rarely, change a token. The same call gives the same bits on the
+    same machine. Neither reads nor changes global random state.
 
     Args:
         model: The policy; may be set later by `bind`.

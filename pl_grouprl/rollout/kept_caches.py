@@ -99,17 +99,17 @@ def _key(token_ids: Sequence[int]) -> bytes:
 def _longest_prefixes(keys: Iterable[bytes], kept: Iterable[bytes]) -> dict[bytes, bytes]:
     """The longest kept key that is a proper prefix of each key.
 
-    In sorted order, a key's prefixes precede it, each a prefix of the next; `beginnings` is that stack.
+    In sorted order, a key's prefixes precede it, each a prefix of the next; `prefixes` is that stack.
     """
     found: dict[bytes, bytes] = {}
-    beginnings: list[bytes] = []
+    prefixes: list[bytes] = []
     for key, is_kept in sorted([*((key, False) for key in keys), *((key, True) for key in kept)]):
-        while beginnings and not key.startswith(beginnings[-1]):
-            beginnings.pop()
+        while prefixes and not key.startswith(prefixes[-1]):
+            prefixes.pop()
         if is_kept:
-            beginnings.append(key)
-        elif beginnings:
-            found[key] = beginnings[-1]
+            prefixes.append(key)
+        elif prefixes:
+            found[key] = prefixes[-1]
     return found
 
 

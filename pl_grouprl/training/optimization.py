@@ -159,7 +159,7 @@ def clip_gradients(
 
 
 def refuse_clipping_nothing(clip_val: float | None, limits: Iterable[float | None]) -> None:
-    """Refuse a `gradient_clip_val` if every part is clipped by itself.
+    """Refuse a `gradient_clip_val` if every part is clipped separately.
 
     Raises:
         ValueError: With both options.

@@ -198,8 +198,8 @@ def compare_reference(
         then: Fingerprint in the checkpoint.
         now: Fingerprint in this run.
         source: Where the model comes from, for the error.
-        option: The option that says so.
-        role: What the model is in the run.
+        option: The option that sets it.
+        role: Role of the model in the run, for the error.
 
     Raises:
         ValueError: If they differ.

@@ -64,7 +64,7 @@ class Rewarder:
                 "reward_workers": (workers, workers >= 0, "0 (none) or larger"),
                 "reward_retries": (retries, retries >= 0, "0 or larger"),
                 "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
-                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for any time"),
+                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
                 "reward_memory_limit_mb": (
                     memory_limit_mb,
                     memory_limit_mb is None or (memory_limit_mb >= 1 and workers > 0),

@@ -42,7 +42,7 @@ def check_trainer(trainer: Any, stage: str) -> None:
                 "a whole number, at least 1, or None",
             ),
             "trainer.gradient_clip_val": (clip, clip is None or clip >= 0, "0 (off) or larger, or None"),
-            "trainer.limit_train_batches": (limit, limit > 0, "larger than 0: the run would end at once"),
+            "trainer.limit_train_batches": (limit, limit > 0, "larger than 0: otherwise the run would end immediately"),
             "trainer.overfit_batches": (
                 trainer.overfit_batches,
                 not _is_no_batch(trainer),
