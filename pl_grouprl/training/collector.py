@@ -123,7 +123,7 @@ class Collector:
         self._cost: ModelCost | None = None
 
     def attach_ahead(self) -> None:
-        """Copy the policy to sample ahead from, under `rollout_ahead`."""
+        """Under `rollout_ahead`, copy the policy that samples ahead."""
         if self._rollout_ahead:
             engine: Any = self._sampler.engine
             self._episodes_ahead = self._make_episodes()
@@ -217,7 +217,7 @@ class Collector:
                 groups = self._generate(prompts, ("rollout", rollout_number, attempt))
             else:
                 groups = self._next_groups(prompts, rollout_number)
-        for group in groups:  # the index in the batch of all ranks; replacements come last
+        for group in groups:  # their index in the batch of all ranks; replacements come last
             group.group_id = (attempt << 32) + int(group.group_id)  # type: ignore[call-overload]
         return groups
 
@@ -225,7 +225,7 @@ class Collector:
         return self._run.generate(prompts, self._sampling, self._num_generations, seed=seed)
 
     def _next_groups(self, prompts: Sequence[Prompt], rollout_number: int) -> list[RolloutGroup]:
-        """Take the rollouts sampled ahead, or sample now; then start the next ones, under `rollout_ahead`."""
+        """Take the rollouts sampled ahead, or sample now; under `rollout_ahead`, then start the next ones."""
         if not self._rollout_ahead:
             return self._generate(prompts, ("rollout", rollout_number))
         lag = self._run.global_step - self.ahead.policy_step

@@ -79,7 +79,7 @@ RewardCall = tuple[int, dict[str, float]]
 
 
 def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
-    """Merge the metrics of reward calls: sums of counts; of the rest, means weighted by each call's rollouts."""
+    """Merge the metrics of reward calls: counts are summed, other values averaged over rollouts."""
     merged: dict[str, float] = {}
     for name in sorted({name for _, metrics in calls for name in metrics}):
         known = [(count, metrics[name]) for count, metrics in calls if name in metrics]

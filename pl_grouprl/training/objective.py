@@ -155,7 +155,7 @@ class PolicyObjective:
         return importance_weights(old_logprobs_N, rollout_logprobs_N, mask_N=batch.mask_N, **options, **batch.rollouts)
 
     def _router_loss(self, batch: MicroBatch, policy: Any, routers: RouterLogits | None) -> Tensor:
-        """Mean over this call's tokens; multiplied by the denominator, it has the weight of the other losses."""
+        """Mean over this call's tokens; the caller multiplies by the denominator, to weight it like other losses."""
         if batch.scoring.prefix is not None:
             raise ValueError(
                 f"router_aux_loss_coef is {self.router_aux_loss_coef}, and a group is larger than "

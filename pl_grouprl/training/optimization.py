@@ -136,7 +136,7 @@ def clip_gradients(
     clip_val: float | None,
     algorithm: str | None,
 ) -> None:
-    """Clip each part that has a limit by its norm, and the others together by the Trainer's options.
+    """Clip each part that has a limit by its norm; clip the others together, by the Trainer's options.
 
     Norms are of whole gradients, over all ranks' shards.
 
