@@ -32,32 +32,32 @@ from pl_grouprl.utilities.options import check_options
 
 @checked_arguments
 class Distillation(GRPO):
-    """On-policy distillation: a student learns from a teacher's log-probabilities of the tokens that it has sampled.
+    """On-policy distillation: a student learns from a teacher's log-probabilities of the tokens it sampled.
 
     The advantage of token t of a rollout is
 
         A_t = A_task + distillation_coef * sum over s >= t of gamma^(s-t) (log pi_teacher(y_s) - log pi_old(y_s))
 
-    over the trained tokens, where A_task is GRPO's advantage, or 0 without a task reward. The sum gives a policy
-    gradient of the reverse KL from student to teacher; `distillation_advantages` says which one, with sources. The loss
-    is GRPO's, whose ratios correct for updates since the rollout. The log-probabilities of both are those at
-    `sampling.temperature`. The teacher scores without gradient, on shared prefixes, in micro-batches.
+    over the trained tokens, where A_task is GRPO's advantage, or 0 without a task reward. The sum yields a policy
+    gradient of the reverse KL from student to teacher; `distillation_advantages` has details and sources. The loss is
+    GRPO's, whose ratios correct for updates since the rollout. All log-probabilities are at `sampling.temperature`. The
+    teacher scores without gradient, on shared prefixes, in micro-batches.
 
     Args:
         policy: The student: path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: Task rewards, as in `GRPO`. With None, or only functions of weight 0, which are merely measured, the
-            student learns from the teacher alone. A rollout for which a task reward is None is not trained on.
+        rewards: Task rewards, as in `GRPO`. With None, or only functions of weight 0 (logged, not trained on), the
+            student learns from the teacher alone. A rollout whose task reward is None is not trained on.
         teacher: Path or hub name of the teacher, or another source. It may have any size, but must have the student's
-            tokens. It is frozen, loaded again at every start, and never part of a checkpoint.
+            tokens. It is frozen, loaded at every start, and never saved in a checkpoint.
         distillation_coef: Weight of the teacher's advantages, which are in nats and, unlike GRPO's, never normalized.
-        gamma: Discount per token. With 0 a token gets its own difference alone, with 1 also those of all later tokens.
+        gamma: Discount per token. With 0 a token gets only its own difference, with 1 also those of all later tokens.
         **kwargs: Options of `GRPO` and `RLModule`. `beta` is a penalty against the initial student, not the teacher.
 
     Attributes:
         teacher: The teacher, once `configure_model` has run.
 
     Raises:
-        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+        ValueError: If an option is out of range, unknown, or incompatible with another.
     """
 
     free_options = FREE_OPTIONS | {"teacher"}  # another path is allowed: weights are compared instead
@@ -78,11 +78,11 @@ class Distillation(GRPO):
                 "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
             }
         )
-        super().__init__(policy, _ensure_one_counts(rewards), **kwargs)
+        super().__init__(policy, _ensure_weighted(rewards), **kwargs)
         if self.dynamic_sampling:
             raise ValueError(
-                "dynamic_sampling=True drops groups whose rewards are all equal, but a teacher teaches on them too; "
-                "leave it out."
+                "dynamic_sampling=True drops groups whose rewards are all equal, but the student can learn from the "
+                "teacher on them too; leave it out."
             )
         self.teacher_source: PolicySource = as_policy_source(teacher, "teacher")
         self.distillation_coef = distillation_coef
@@ -94,14 +94,14 @@ class Distillation(GRPO):
     # Models.
 
     def setup(self, stage: str) -> None:
-        """Refuse a teacher that reads other tokens than the student."""
+        """Refuse a teacher with other tokens than the student."""
         check_tokenizers(self.tokenizer, self.teacher_source.load_tokenizer())
         super().setup(stage)
 
     def load_models(self) -> None:
         """Load student and teacher."""
         super().load_models()
-        # In training mode like the policy: scoring switches to evaluation mode where it has to.
+        # In training mode like the policy: scoring switches to evaluation mode when it has to.
         self.teacher = self.teacher_source.load().requires_grad_(False).train()
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
 
@@ -174,11 +174,11 @@ class Distillation(GRPO):
 
 
 def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """0 for every rollout: all are trained on, and none is better than another."""
+    """0 for every rollout: all are trained on, and none is preferred."""
     return [0.0] * len(completions)
 
 
-def _ensure_one_counts(rewards: Any) -> list[Weighted | RewardFunction]:
+def _ensure_weighted(rewards: Any) -> list[Weighted | RewardFunction]:
     """Add `no_task_reward` if no function has a weight: rollouts without a reward are not trained on."""
     functions = [] if rewards is None else as_weighted(rewards)
     constant = [] if any(function.weight for function in functions) else [Weighted(no_task_reward)]

@@ -1,6 +1,6 @@
-"""GROUP PPO: PPO whose responses are cut into token groups, each with one advantage.
+"""GROUP PPO: PPO with responses split into token groups, each with one advantage.
 
-Legend: B rollouts, T length of the longest one, N response tokens of all rollouts one after another, S sketch size.
+Legend: B rollouts, T length of the longest one, N response tokens of all rollouts, concatenated, S sketch size.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ _ROUNDING = 1e-4
 class GroupPPO(PPO):
     """PPO with one advantage per *token group*, a run of tokens inside a response.
 
-    Where a response is cut follows Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl
-    (2025): see `pl_grouprl.functional.token_groups` for the rule and the advantages. Groups are found once per rollout,
-    before the updates. The metrics `token_group/...` are logged by the callback `TokenGroupMonitor`.
+    Responses are split by Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl (2025): see
+    `pl_grouprl.functional.token_groups` for the rule and the advantages. Groups are found once per rollout, before the
+    updates. The metrics `token_group/...` are logged by the callback `TokenGroupMonitor`.
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
-        group_variance_threshold: tau, the ratio of the variances at which a group ends; where it is adaptive, its
-            first value, within its bounds. None is 1 / (1 - target_compression), at most max_threshold, where adaptive,
-            and 1 where fixed. Below 1 it acts as 1.
+        group_variance_threshold: tau, the ratio of variances at which a group ends; if adaptive, its initial value,
+            which must be within its bounds. None is 1 / (1 - target_compression), at most max_threshold, if adaptive,
+            and 1 if fixed. Values below 1 act as 1.
         group_max_size: Most tokens of a group.
-        group_epsilon: A group needs this share of the batch's mean signal to be ended by the variance rule.
+        group_epsilon: The variance rule ends a group only if it has this share of the batch's mean signal.
         adaptive_threshold: Move tau after each rollout towards `target_compression`.
         threshold_lr: Step of log tau.
         min_threshold: Lower bound of an adaptive tau.
         max_threshold: Its upper bound.
-        target_compression: Share of the tokens that are to be no endpoints: 0, or from 1/2 to 1 - 1 / group_max_size.
-        score_norm: What stands for the gradient of a token's log-probability: its squared norm with respect to the
-            `logit`s; a random `sketch` of its gradient with respect to the language-model head; or the `log_ratio`
-            between trainer and sampler, as in the reference code, which is an error where the two do not differ.
-        sketch_dim: Numbers per token of the sketch; None is 64.
-        boundary_signal: The advantage that the cut is decided by. `td` looks at the past and the present only. `gae`
-            looks ahead, so that the boundary depends on later actions: it biases the gradient where tau > 1 (by 18-34 %
-            in an enumerated MDP). For comparison.
+        target_compression: Target share of tokens that do not end a group: 0, or from 1/2 to 1 - 1 / group_max_size.
+        score_norm: Stand-in for the gradient of a token's log-probability: its squared norm with respect to the logits
+            (`logit`), a random sketch of it with respect to the language model head (`sketch`), or the log-ratio of
+            trainer and sampler (`log_ratio`), as in the reference code; the last is an error if the two never differ.
+        sketch_dim: Size of a token's sketch; None is 64.
+        boundary_signal: The advantage that decides boundaries. `td` uses only the past and the present. `gae`, for
+            comparison, looks ahead: boundaries depend on later actions, which biases the gradient if tau > 1 (by
+            18-34 % in an enumerated MDP).
         advantage_mode: Which tokens get the advantage of their group: all (`broadcast`), the last one (`endpoint`:
-            biased, for comparison), or each its own (`variable_lambda`).
-        critic_positions: Where the critic is trained: at the first tokens of groups (`starts`), or at `all`.
-        boundary_at_turn_ends: End a group where a gap of the loss mask follows (the result of a tool); otherwise a
-            group may hold tokens from both sides of a gap. None is True in runs with tools.
+            biased, for comparison), or each token its own (`variable_lambda`).
+        critic_positions: Where the critic is trained: at the first token of each group (`starts`), or at `all`.
+        boundary_at_turn_ends: End a group before each gap in the loss mask, such as a tool result; otherwise groups may
+            have tokens on both sides of a gap. None is True in runs with tools.
         **kwargs: Options of `PPO` and `RLModule`.
 
     Raises:
-        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+        ValueError: If an option is out of range, unknown, or incompatible with another.
     """
 
     starts_over: ClassVar[dict[str, str]] = PPO.starts_over | {"threshold_controller": "group_variance_threshold"}
@@ -141,17 +141,17 @@ class GroupPPO(PPO):
 
     @property
     def needs_old_scores(self) -> bool:
-        """The score norm comes out of the pass for old log-probabilities."""
+        """True: the pass for old log-probabilities also computes the score norm."""
         return True
 
     def old_score_options(self) -> dict[str, Any]:
-        """Ask for the score norm in that pass."""
+        """Request the score norm."""
         if self.sketch is not None:
             return {"sketch": self.sketch}
         return {"score_norm": self.score_norm == "logit"}
 
     def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
-        """Cut each response into token groups, and estimate one advantage for each."""
+        """Split each response into token groups, and estimate one advantage for each."""
         assert scores is not None
         signal_BT, norms = self._signal(rows), self._score_norms(buffer, scores)
         total, count = reduce_over_ranks(signal_sums(signal_BT, norms, rows.mask), self.device).tolist()
@@ -208,13 +208,12 @@ class GroupPPO(PPO):
             )
         policy, sampler = (to_rows(buffer.joined(name), lengths_B) for name in ("old_logprobs", "rollout_logprobs"))
         mask = to_rows(buffer.joined("loss_mask"), lengths_B)
-        # What two ways of adding up the same numbers differ by is no change of the policy.
+        # A rounding difference is no change of the policy.
         policy = torch.where((policy - sampler).abs() < _ROUNDING, sampler, policy)
         differs = (policy != sampler) & mask
         (anywhere,) = sum_over_ranks([differs.sum()], self.device)
-        if (
-            anywhere and not differs.any()
-        ):  # this rank alone has no evidence; an error here would leave the others waiting
+        # If only this rank sees no difference, raising here would leave the others waiting.
+        if anywhere and not differs.any():
             return torch.zeros_like(policy)[:, :, None]
         return log_ratio_scores(policy, sampler, mask)
 
@@ -249,7 +248,7 @@ class GroupPPO(PPO):
 
     @property
     def token_group_threshold(self) -> float:
-        """The threshold that they were cut with."""
+        """The threshold that these groups were found with."""
         buffer = self.last_rollouts
         return self.threshold_controller.threshold if buffer is None else buffer.metrics["token_group/threshold"]
 

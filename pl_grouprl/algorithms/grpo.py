@@ -1,6 +1,6 @@
 """GRPO and its relatives: critic-free policy gradients whose baseline is the group of rollouts of a prompt.
 
-Legend: B rollouts, N response tokens of all rollouts one after another.
+Legend: B rollouts, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.group_rewards import (
     gather_rewards,
     has_token_rewards,
-    less_penalties,
-    no_token_rewards,
+    subtract_kl_penalties,
     token_advantages,
+    unusable_token_rewards,
 )
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -43,31 +43,31 @@ LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
 
 @checked_arguments
 class GRPO(RLModule):
-    """Group relative policy optimization (arXiv:2402.03300), with the variants that differ in advantage and loss only.
+    """Group relative policy optimization (arXiv:2402.03300), and variants that differ only in advantage and loss.
 
-    Research code overrides `compute_advantages` or `compute_loss`.
+    To change the algorithm, override `compute_advantages` or `compute_loss`.
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
-        loss_type: TRL's name for a choice of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each of them can be
-            set on its own.
-        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; None is that of
+        loss_type: TRL's name for a combination of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each can be
+            overridden separately.
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; None takes that of
             `loss_type`.
-        loss_agg_mode: How tokens become one loss, such as `token-mean`; None is that of `loss_type`.
-        scale_rewards: What centred rewards are divided by: the standard deviation of the `group`, of the `batch` (all
+        loss_agg_mode: How token losses are aggregated, such as `token-mean`; None takes that of `loss_type`.
+        scale_rewards: What centered rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
-        advantage_estimator: A name in `pl_grouprl.functional.advantages`. `grpo` compares with the group's mean,
-            `rloo` with the mean of the others, `opo` with a mean weighted by length, `remax` with a greedy rollout,
-            `grpo_passk` credits the best of the group alone, and `reinforce_plus_plus` whitens over the batch, with the
-            group's mean taken off before where it ends in `_baseline`.
+        advantage_estimator: A name in `pl_grouprl.functional.advantages`. The baseline is the group's mean for
+            `grpo`, the mean of the other rollouts for `rloo`, a length-weighted mean for `opo` and a greedy rollout for
+            `remax`. `grpo_passk` credits only the group's best rollout. `reinforce_plus_plus` whitens over the batch;
+            `reinforce_plus_plus_baseline` does so after subtracting the group's mean.
         advantage_options: Further options of the estimator, by the names of its arguments, such as `gamma`.
-        multi_objective_aggregation: Whether several rewards are added up before they are compared with the group
+        multi_objective_aggregation: Whether several rewards are summed before they are normalized in the group
             (`sum_then_normalize`) or after (`normalize_then_sum`).
         **kwargs: Options of `RLModule`.
 
     Raises:
-        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+        ValueError: If an option is out of range, unknown, or incompatible with another.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class GRPO(RLModule):
         _check_estimator(self)
 
     def setup(self, stage: str) -> None:
-        """Say which groups may move to another rank, and which `dynamic_sampling` keeps."""
+        """Decide which groups may move to another rank, and which `dynamic_sampling` keeps."""
         super().setup(stage)
-        per_token, overridden = self.advantage_estimator.per_token, _has_own_advantages(self)
+        per_token, overridden = self.advantage_estimator.per_token, _overrides_advantages(self)
         self.collector.can_move = not self.advantage_estimator.needs_greedy
         self.collector.is_informative = rewards_differ if per_token or overridden else outcomes_or_steps_differ
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Compare rollouts, or tokens, with their group and the batch."""
-        groups = less_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
+        groups = subtract_kl_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
         if self.advantage_estimator.per_token:
             buffer.put("advantages", token_advantages(self.advantage_estimator, buffer, groups, self.device))
             return
@@ -128,15 +128,16 @@ class GRPO(RLModule):
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantages of this rank's rollouts, with statistics over all ranks.
 
-        Rewards of whole rollouts are compared with the group. If there are rewards of tokens, those of all steps of the
-        group are normalized, and each token gets the sum of those that end from it on (process supervision).
+        Rewards of whole rollouts are compared within the group. If there are rewards per token (process supervision),
+        the rewards of all steps of the group are normalized, and each token gets the sum over steps that end at or
+        after it.
 
         Args:
             groups: Copies; changing them does not affect training.
 
         Returns:
-            One advantage per rollout, shape [B], or one per response token of all rollouts, one after another, shape
-            [N]. Where B equals N, they are per token if a rollout has `token_rewards`, else per rollout.
+            One advantage per rollout, shape [B], or one per response token of all rollouts, shape [N]. If B equals N,
+            they are per token if a rollout has `token_rewards`, else per rollout.
         """
         estimator, by_function = self.advantage_estimator, self.multi_objective_aggregation == "normalize_then_sum"
         greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
@@ -167,7 +168,7 @@ class GRPO(RLModule):
 
 
 def _check_estimator(module: GRPO) -> None:
-    if module.advantage_estimator.per_token and _has_own_advantages(module):
+    if module.advantage_estimator.per_token and _overrides_advantages(module):
         raise ValueError(
             f"{type(module).__name__}.compute_advantages would never be called: the advantages of tokens come from "
             f"advantage_estimator={module.advantage_estimator.name!r}. Use another estimator, or override "
@@ -191,20 +192,20 @@ def _check_estimator(module: GRPO) -> None:
             raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
 
 
-def _has_own_advantages(module: GRPO) -> bool:
+def _overrides_advantages(module: GRPO) -> bool:
     return type(module).compute_advantages is not GRPO.compute_advantages
 
 
 def _why_no_token_rewards(module: GRPO) -> str | None:
-    """What an error says if a reward function rewards tokens; None if the options allow it."""
+    """Error text if the options rule out rewards per token; None if they allow them."""
     if not module.advantage_estimator.takes_steps:
         name = module.advantage_estimator.name
         remedy = "use 'grpo' or 'reinforce_plus_plus'"
-        return no_token_rewards(f"advantage_estimator={name!r} compares whole rollouts", remedy)
+        return unusable_token_rewards(f"advantage_estimator={name!r} compares whole rollouts", remedy)
     if module.multi_objective_aggregation == "normalize_then_sum":
-        return no_token_rewards("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
+        return unusable_token_rewards("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
     if module.kl_penalty.in_reward:
-        return no_token_rewards("kl_in='reward' takes the penalty off whole rollouts", "use kl_in='loss'")
+        return unusable_token_rewards("kl_in='reward' subtracts the penalty from whole rollouts", "use kl_in='loss'")
     return None
 
 

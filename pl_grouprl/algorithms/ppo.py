@@ -1,6 +1,6 @@
 """PPO with a critic that reads the same packed shared-prefix rows as the policy.
 
-Legend: B rollouts, T length of the longest one, N response tokens of all rollouts one after another, K those of them
+Legend: B rollouts, T length of the longest one, N response tokens of all rollouts, concatenated, K those of them
 where the critic is trained.
 """
 
@@ -40,13 +40,13 @@ from pl_grouprl.utilities.options import check_options
 
 
 class CriticRows(NamedTuple):
-    """What advantages are estimated from, a row per rollout.
+    """Inputs of advantage estimation, one row per rollout.
 
     Attributes:
-        rewards: Reward of each token, KL penalty included where it is part of it, shape [B, T].
+        rewards: Reward of each token, with the KL penalty if it is part of the reward, shape [B, T].
         values: V_t, the critic's value before token t is sampled, shape [B, T].
         mask: Trained tokens, bool, shape [B, T].
-        bootstrap_value: Value after the last token, shape [B]; 0 where the response ended by itself.
+        bootstrap_value: Value after the last token, shape [B]; 0 if the response ended by itself.
         lam: lambda of the advantages, one number, or one per rollout, shape [B].
     """
 
@@ -78,14 +78,14 @@ class Estimate(NamedTuple):
 class PPO(RLModule):
     """Proximal policy optimization (arXiv:1707.06347) with generalized advantage estimation (arXiv:1506.02438).
 
-    Research code overrides `estimate`. Groups may have any size, one rollout included.
+    To change advantages or targets, override `estimate`. Groups may have any size, even one rollout.
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         critic: Path or hub name of a Hugging Face model (a reward model's head becomes the value head), or another
             source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. None is a copy of the policy.
-        critic_optimizer: AdamW of the critic; None is the policy's. With `SharedTrunkCritic` it holds the head alone.
+        critic_optimizer: AdamW of the critic; None is the policy's. With `SharedTrunkCritic` it trains only the head.
         gamma: Discount per token.
         lam: lambda of the advantages.
         critic_lam: lambda of the critic's targets; None is `lam`.
@@ -93,19 +93,19 @@ class PPO(RLModule):
             arXiv:2504.05118); None keeps `lam`.
         whiten_advantages: Give the advantages of all trained tokens, over all ranks, mean 0 and variance 1.
         cliprange_value: How far a value may move from that before the update; None does not clip.
-        vf_coef: Weight of the value loss. With AdamW it matters only where policy and critic share weights, or where
+        vf_coef: Weight of the value loss. With AdamW it matters only if policy and critic share weights, or if
             gradients are clipped.
-        critic_warmup_steps: Optimizer steps at the beginning of the run that train the critic alone. The schedule of
-            the policy's learning rate runs on meanwhile.
-        bootstrap_truncated: Take the critic's value after the last token as the rest of a rollout that was cut at
-            `max_new_tokens`, instead of 0.
+        critic_warmup_steps: Initial optimizer steps that train only the critic. The policy's learning rate schedule
+            continues during them.
+        bootstrap_truncated: Bootstrap rollouts that were truncated at `max_new_tokens` with the critic's value after
+            the last token, instead of 0.
         **kwargs: Options of `RLModule`.
 
     Attributes:
         critic: The critic, once `configure_model` has run.
 
     Raises:
-        ValueError: If an option is out of range, unknown, or has no meaning together with another.
+        ValueError: If an option is out of range, unknown, or incompatible with another.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class PPO(RLModule):
         )
         if bootstrap_truncated and self.mask_truncated_completions:
             raise ValueError(
-                "bootstrap_truncated=True is about rollouts that mask_truncated_completions=True leaves out; set one."
+                "bootstrap_truncated=True applies to rollouts that mask_truncated_completions=True leaves out; set "
+                "only one."
             )
         if isinstance(critic, str):
             critic = PretrainedCritic(critic)
@@ -189,7 +190,7 @@ class PPO(RLModule):
             return [*reports, check_critic_parity(critic, backend=backend)]
 
     def on_fit_start(self) -> None:
-        """Tie a critic that shares the policy's weights to where they are now.
+        """Tie a critic that shares the policy's weights to their current storage.
 
         Raises:
             ValueError: If gradient accumulation cannot be exact with this critic.
@@ -200,8 +201,8 @@ class PPO(RLModule):
         if critic.shares_trunk and not critic.detach_trunk and self.trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 f"accumulate_grad_batches is {self.trainer.accumulate_grad_batches} with a critic that sends gradients "
-                "into the policy's trunk: the two losses have denominators of their own, known after the last "
-                "micro-batch only. Use SharedTrunkCritic(detach=True), a critic with weights of its own, or "
+                "into the policy's trunk: the two losses have separate denominators, known only after the last "
+                "micro-batch. Use SharedTrunkCritic(detach=True), a critic with separate weights, or "
                 "accumulate_grad_batches=1."
             )
         if 0 <= self.trainer.max_steps <= self.critic_warmup_steps:
@@ -215,7 +216,7 @@ class PPO(RLModule):
         """Policy and critic, each with its own options."""
         return super().optimized_parts() | {"critic": (self._critic, self.critic_optimizer)}
 
-    # What is prepared after a rollout.
+    # After a rollout.
 
     def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
         """Estimate advantages and the critic's targets.
@@ -297,8 +298,8 @@ class PPO(RLModule):
         """Value of each state of the rollouts, without gradient, on the CPU.
 
         Returns:
-            V before each token, shape [N], and V after the last token of rollouts that were truncated, shape [B], 0
-            for the others and where that is not asked for.
+            V before each token, shape [N], and V after the last token of truncated rollouts, shape [B]; 0 for the
+            others, and without `bootstrap_truncated`.
         """
         critic = self._critic
 
@@ -308,8 +309,8 @@ class PPO(RLModule):
 
         model = self.policy if critic.shares_trunk else critic
         values_N, last_B = self.scorer.map(model, buffer, values, per_rollout=(1,))
-        cut = [rollout.finish_reason == "length" for group in buffer.groups for rollout in group.rollouts]
-        bootstrapped_B = torch.tensor(cut) if self.bootstrap_truncated else torch.zeros(len(cut), dtype=torch.bool)
+        truncated = [rollout.finish_reason == "length" for group in buffer.groups for rollout in group.rollouts]
+        bootstrapped_B = torch.tensor(truncated) & self.bootstrap_truncated
         return values_N, last_B.masked_fill(~bootstrapped_B, 0)
 
     def rollout_options(self) -> dict[str, Any]:
@@ -321,7 +322,7 @@ class PPO(RLModule):
 
     @property
     def warming_up(self) -> bool:
-        """Whether the critic alone is trained at this step."""
+        """Whether only the critic is trained at this step."""
         return self.global_step < self.critic_warmup_steps
 
     def compute_loss(self, batch: MicroBatch) -> LossSums:
@@ -333,7 +334,7 @@ class PPO(RLModule):
                 scores = self.score(self.policy, batch.scoring, states=states, **self.objective.score_options)
         if self.warming_up:
             # Each rank's reducer expects a gradient of every parameter; a denominator of 0 keeps the policy in place.
-            untouched = self.support.touch(self.policy.parameters())
+            untouched = self.support.zero_loss_over(self.policy.parameters())
             sums = LossSums({"policy": (untouched, batch.mask_N.new_zeros((), dtype=torch.float32))}, {})
         else:
             sums = self.objective.loss(batch, scores, self.policy, routers)
@@ -342,7 +343,7 @@ class PPO(RLModule):
         return sums
 
     def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
-        """Those of the policy, nothing while the critic warms up, and the tokens at which the critic is trained."""
+        """Those of the policy (0 while the critic warms up), and the number of tokens that train the critic."""
         policy = super().loss_denominators(tokens, rollouts)
         if self.warming_up:
             policy = {name: torch.zeros_like(count) for name, count in policy.items()}
@@ -352,7 +353,7 @@ class PPO(RLModule):
         self, batch: MicroBatch, states: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Clipped value loss at the K tokens of `value_mask`; the head runs on those alone."""
-        # A rank without groups of its own in this update holds a filler, whose loss mask is empty.
+        # A rank without groups in this update runs a dummy, whose loss mask is empty.
         chosen_N = batch.tokens["value_mask"] & batch.mask_N
         values_K = self._values_at(batch, chosen_N, states)
         loss = clipped_value_loss(

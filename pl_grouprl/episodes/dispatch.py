@@ -28,7 +28,7 @@ from pl_grouprl.utilities.background_loop import BackgroundLoop
 T = TypeVar("T")
 
 MAX_THREADS = 256
-"""How many sync calls run in threads at the same time."""
+"""Most sync calls that run in threads at the same time."""
 
 GRACE_SECONDS = 1.0
 """How long an async tool may take to end once it is cancelled."""
@@ -84,7 +84,7 @@ class Dispatcher:
         workers: The worker processes; None to use threads.
 
     Attributes:
-        process: Id of the process that made it.
+        process: Id of the process that created it.
     """
 
     def __init__(self, host: EnvironmentHost, workers: ToolWorkers | None = None) -> None:
@@ -96,7 +96,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         executors = [_InProcess(host)] * MAX_THREADS if workers is None else workers
         self._lanes = Lanes(executors, "tools" if workers is None else "tool-workers")
-        # Its priority puts it before multiprocessing's wait for child processes at exit.
+        # This priority runs it before multiprocessing joins child processes at exit.
         self._shut_down = Finalize(self, _shut_down, (self._lanes, workers, self._loops), exitpriority=100)
         if workers is not None:
             self._start_workers()
@@ -111,7 +111,7 @@ class Dispatcher:
             operation.name,
             lambda executor: executor.run(operation),
             operation.limit if self._workers is None else None,
-            on_abandon=lambda: self._lose(operation),
+            on_abandon=lambda: self._drop_environment(operation),
         )
         lane = None if operation.number is None else operation.number % len(self._lanes)
         self._lanes.submit(task, lane)
@@ -135,14 +135,14 @@ class Dispatcher:
         finally:
             for one in started:
                 if one.may_run():
-                    self._lose(one.operation)
+                    self._drop_environment(one.operation)
 
     def environment(self, number: int | None) -> Any:
         """The environment of that number, if it is in this process."""
         return None if number is None else self._host.instances.get(number)
 
     def close(self) -> None:
-        """End the workers and the threads that do not hang, and drop the environments."""
+        """Stop the workers and the threads that do not hang, and drop the environments."""
         self._shut_down()
         self._host.instances.clear()
 
@@ -164,7 +164,7 @@ class Dispatcher:
             return self._loops[0]
 
     def _pending(self, started: Sequence[Started]) -> list[Started]:
-        """Wait no longer than the longest limit; returns the operations that are not done."""
+        """Wait at most as long as the longest limit; returns the operations that are not done."""
         running = [one for one in started if not one.future.done()]
         limit = max((one.operation.limit or math.inf for one in running), default=0.0)
         wait_for_futures([one.future for one in running], None if limit == math.inf else limit)
@@ -185,9 +185,9 @@ class Dispatcher:
                     other.future.cancel()
             self._hanging.add(one.loop.thread, label)
 
-    def _lose(self, operation: Operation) -> None:
+    def _drop_environment(self, operation: Operation) -> None:
         if operation.uses_environment and operation.number is not None:
-            self._host.lose(operation.number)
+            self._host.drop(operation.number)
 
 
 def _shut_down(lanes: Lanes, workers: ToolWorkers | None, loops: list[BackgroundLoop]) -> None:
@@ -210,9 +210,8 @@ async def _run_with_limit(coroutine: Coroutine[Any, Any, T], limit: float | None
     except asyncio.CancelledError:
         task.cancel()
         raise
-    if limit is not None and (
-        clock() - began > limit or not task.done()
-    ):  # it may have blocked the loop, and then returned
+    # A task that blocked the loop may be done and still have taken too long.
+    if limit is not None and (clock() - began > limit or not task.done()):
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_SECONDS)
         raise OperationTimeoutError(f"took longer than {limit} seconds", is_stuck=not task.done())

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Environment(ABC):  # noqa: B024 (recognised by its methods)
+class Environment(ABC):  # noqa: B024 (recognized by its methods)
     """Any class with a method `reset`, which begins an episode; its other public methods are tools.
 
     `reset(**row)` returns None, or text that is appended to the last message of the prompt. `get_reward()`, if defined,
-    is one more reward. Like tools, environments are the user's code and run with the user's rights.
+    adds a reward. Like tools, environments are the user's code and run with the user's rights.
 
-    A class need not inherit from this one: those written for TRL's `GRPOTrainer` are environments as they are.
+    Inheriting from this class is optional: environments written for TRL's `GRPOTrainer` work unchanged.
     """
 
     @classmethod

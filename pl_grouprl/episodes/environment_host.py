@@ -1,4 +1,4 @@
-"""The environments that live in one process, and the calls of their methods."""
+"""The environments of one process, and calls of their methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pl_grouprl.utilities.text import describe_error, shorten
 
 
 class EnvironmentHost:
-    """The environments of this process, by number. Its coroutines suspend only in async methods of the user.
+    """The environments of this process, by number. Its coroutines suspend only in the user's async methods.
 
     Args:
         tools: Tools that need no environment.
@@ -75,7 +75,7 @@ class EnvironmentHost:
 
     def _make(self, described: EnvironmentKind) -> Any:
         made = described.factory()
-        if any(made is other for other in list(self.instances.values())):  # episodes would play on one board
+        if any(made is other for other in list(self.instances.values())):  # episodes would share its state
             raise ValueError("environment_factory returned an instance that another episode uses; make one per call")
         return made
 
@@ -100,7 +100,7 @@ class EnvironmentHost:
         except (Exception, SystemExit) as error:
             raise RuntimeError(f"raised {type(error).__name__}: {describe_error(error)}") from error
 
-    def lose(self, number: int) -> None:
+    def drop(self, number: int) -> None:
         """Drop an environment that a call may still be using."""
         self.instances.pop(number, None)
 

@@ -1,4 +1,4 @@
-"""What is known of an environment before an episode begins: its factory, its tools, and which rows use it."""
+"""What is known about environments before an episode begins: factories, tools, and which rows use them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EnvironmentKind:
 
     @classmethod
     def of(cls, factory: Callable[[], Any], instance: Any) -> EnvironmentKind:
-        """Describe the environments of a factory by one of them.
+        """Describe a factory's environments from one of them.
 
         Raises:
             ValueError: If it has no `reset`, or a public method lacks type hints or a Google docstring.

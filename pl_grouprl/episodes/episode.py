@@ -22,9 +22,9 @@ class Episode:
         number: Which rollout of the prompt it is.
         session: Its tools and environment.
         prompt_ids: The prompt as this rollout reads it, with the environment's observation.
-        prompt: The prompt as messages; None if it is the data's prompt, without an observation.
+        prompt: The prompt as messages; None if it is the dataset's, without an observation.
         media: Images and videos of the prompt.
-        token_ids: Tokens after the prompt: the model's, and those of results.
+        token_ids: Tokens after the prompt: the model's and the tools'.
         loss_mask: 1 where the model wrote the token.
         logprobs: Log-probability of each token, 0 if the model did not write it; None if the sampler reports none.
         messages: `token_ids` as chat messages.
@@ -105,7 +105,7 @@ class Episode:
         self.iterations += 1
 
     def count(self, results: Sequence[ToolResult]) -> None:
-        """Count calls and failures, whether or not their results fit."""
+        """Count calls and failures, including those whose results do not fit."""
         self.counts["calls"] += len(results)
         self.counts.update(result.failure for result in results if result.failure is not None)
         self.seconds += sum(result.seconds for result in results)
@@ -114,7 +114,7 @@ class Episode:
         """The finished rollout.
 
         Args:
-            shared_prompt: How many tokens of the prompt all rollouts of the group share; the others begin the rollout.
+            shared_prompt: Number of prompt tokens that all rollouts of the group share; the rest begin the rollout.
             text: The completion as a string.
         """
         observation_ids = self.prompt_ids[shared_prompt:]

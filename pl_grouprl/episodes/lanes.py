@@ -28,9 +28,9 @@ class Task:
     """An operation on a lane.
 
     Attributes:
-        name: Of the tool or environment, for errors.
+        name: Name of the tool or environment, for errors.
         run: Called with the lane's executor.
-        limit: Seconds that it may run; None for any time.
+        limit: Time limit in seconds; None is no limit.
         on_abandon: Called when it is abandoned, before the lane runs its next task.
         future: Its result.
         began: When it started, by `time.monotonic`.
@@ -69,8 +69,8 @@ class HangingThreads:
             count = len(self._threads)
         if count >= MAX_BLOCKED_THREADS:
             raise RuntimeError(
-                f"{count} threads hang in tools or environments, the last one in {what!r}; give what it "
-                "waits for a time limit, or set tool_workers: a worker process that takes too long is killed."
+                f"{count} threads hang in tools or environments, the last one in {what!r}; set a time limit on "
+                "what it waits for, or set tool_workers: a worker process that takes too long is killed."
             )
 
 
@@ -103,7 +103,7 @@ class Lanes:
         return len(self._lanes)
 
     def submit(self, task: Task, number: int | None = None) -> None:
-        """Run a task on the lane of that number, after those submitted to it earlier; None means any that is free."""
+        """Run a task on a lane, after those submitted to it earlier; None picks any free lane."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("these lanes are closed; open the ToolRunner again.")
@@ -137,7 +137,7 @@ class Lanes:
             raise
 
     def close(self, *, wait_for_busy: bool) -> None:
-        """End the threads.
+        """Stop the threads.
 
         Args:
             wait_for_busy: Join busy threads too; otherwise each ends after its task.
@@ -153,7 +153,7 @@ class Lanes:
         for task in waiting:
             task.future.cancel()
             task.future.set_running_or_notify_cancel()  # wakes threads that wait for it
-        if threading.current_thread() not in threads:  # garbage may be collected on any thread
+        if threading.current_thread() not in threads:  # the garbage collector may call this on any thread
             for thread in threads:
                 thread.join()
 

@@ -13,10 +13,10 @@ class EpisodeLimits:
 
     Attributes:
         max_tool_calling_iterations: How many times the model may call tools and read their results; it then answers
-            once more, and calls in that answer are not made. None is no limit.
+            once more, and calls in that answer are not executed. None is no limit.
         max_turn_tokens: Most tokens that the model writes in one turn; None is no limit.
-        max_episode_tokens: Most tokens after the prompt, the model's and those of results together; None leaves
-            only the model's longest sequence.
+        max_episode_tokens: Most tokens after the prompt, tool results included; None leaves only the limit of the
+            model's context.
 
     Raises:
         ValueError: If a limit is out of range.

@@ -1,7 +1,7 @@
 """Samples episodes in rounds: all open episodes write a turn, then their tools run, then they read the results.
 
-Sampled tokens are never tokenized again: the next turn's prompt is this turn's prompt, its tokens, and those of the
-results.
+Sampled tokens are never re-tokenized: the next turn's prompt is this turn's prompt, its tokens, and the tokens of the
+tool results.
 
 Legend: P prompts, G rollouts of each.
 """
@@ -46,7 +46,7 @@ class EpisodeLoop:
     Args:
         chat: Renders and parses the conversations.
         runner: Runs the tools and environments.
-        limits: How long an episode may become.
+        limits: Limits on an episode's length.
 
     Attributes:
         runner: As passed.
@@ -73,7 +73,7 @@ class EpisodeLoop:
             num_generations: G.
 
         Returns:
-            For each prompt the part of it that its rollouts share, and its rollouts.
+            Each prompt, cut to the part that its rollouts share, and its rollouts.
         """
         episodes: list[Episode] = []
 
@@ -145,7 +145,7 @@ class EpisodeLoop:
         return self._chat.parse(token_ids, episode.history, self.runner.schemas(episode.session.kind))
 
     def _call_tools(self, episodes: Sequence[Episode], max_length: int | None) -> None:
-        """Make the calls of a turn; results that do not fit are all left out, and their episode ends."""
+        """Execute the calls of a turn; if an episode's results do not fit, it drops them all and ends."""
         results = self.runner.call([(episode.session, episode.calls) for episode in episodes])
         for episode, answers in zip(episodes, results, strict=True):
             episode.count(answers)
@@ -169,12 +169,12 @@ class EpisodeLoop:
 
 
 def _check_lengths(episodes: Sequence[Episode], max_length: int | None) -> None:
-    """Refuse prompts that leave no room for an answer; those of the data were checked when the run began."""
+    """Refuse prompts that observations made too long for an answer; dataset prompts were checked at setup."""
     longest = max((len(episode.prompt_ids) for episode in episodes), default=0)
     if max_length is not None and longest >= max_length:
         raise ValueError(
-            f"a prompt has {longest} tokens with what its environment's reset returned, and the model and its sampler "
-            f"take at most {max_length} with the answer; let reset return less."
+            f"a prompt has {longest} tokens including what its environment's reset returned, but the model and its "
+            f"sampler take at most {max_length} including the answer; return less text from reset."
         )
 
 

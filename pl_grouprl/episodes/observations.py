@@ -1,4 +1,4 @@
-"""What an environment's `reset` gets, and how what it returns joins the prompt."""
+"""The arguments of an environment's `reset`, and how its observation joins the prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pl_grouprl.types import Messages, Prompt
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The keyword arguments of `reset`: the data's columns, and the prompt unless the environment writes it."""
+    """The keyword arguments of `reset`: the dataset's columns, and the prompt unless the environment writes it."""
     written = {} if prompt.prompt == EMPTY_PROMPT else {"prompt": prompt.prompt}
     return written | prompt.columns
 

@@ -34,12 +34,12 @@ class Operation:
     """A call of a method of `EnvironmentHost`.
 
     Attributes:
-        name: Of the tool or environment, for errors.
+        name: Name of the tool or environment, for errors.
         method: Name of the method.
         arguments: Its arguments.
-        limit: Seconds that it may take; None for any time.
+        limit: Time limit in seconds; None is no limit.
         is_async: Whether it calls an async function, so that it needs an event loop.
-        number: Of the episode's environment, if there is one: sync operations with the same number run in order.
+        number: Number of the episode's environment, if any; sync operations with the same number run in order.
         uses_environment: Whether it uses that environment, which is dropped if the operation does not end.
     """
 

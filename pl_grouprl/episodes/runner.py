@@ -30,7 +30,7 @@ from pl_grouprl.utilities.worker_process import check_process_groups
 log = logging.getLogger(__name__)
 
 RESET_SECONDS = 600.0
-"""How long an environment may take to be made and reset."""
+"""Time limit for making and resetting an environment."""
 
 
 @dataclass(eq=False)
@@ -58,8 +58,8 @@ class ToolRunner:
 
     Async tools run on one event loop, kept between rounds because clients are bound to it. Sync tools and environments
     run in threads or worker processes. An environment stays in its thread or worker, where its sync methods run in
-    order; its async methods run on the event loop or, one at a time, in its worker. Without workers, environments are
-    reset one after another, in the order of the rows; with workers, each worker does so.
+    order; its async methods run on the event loop or, one at a time, in its worker. Environments are reset one at
+    a time in the order of the rows; with workers, that holds within each worker.
 
     After a timeout, a call on the event loop is cancelled. One in a thread cannot be stopped: its thread is abandoned,
     and too many of those end the run. A worker is killed with every process that it started, and replaced; its
@@ -71,7 +71,7 @@ class ToolRunner:
         tools: Functions, sync or async, with type hints and Google docstrings.
         environment_factory: Makes an environment. Or a dictionary of factories, from which the row's column
             `environment` chooses; `reset` does not get that column. Each is called once on construction.
-        timeout: Seconds that a call of a tool, or of `get_reward`, may take; None for any time.
+        timeout: Time limit in seconds of a call of a tool or of `get_reward`; None is no limit.
         workers: Number of worker processes; 0 uses threads. Tools and factories are pickled to them once, and a
             script needs the usual `if __name__ == "__main__":`.
 
@@ -92,7 +92,7 @@ class ToolRunner:
         workers: int = 0,
     ) -> None:
         if timeout is not None and not timeout > 0:
-            raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for any time.")
+            raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for no limit.")
         if workers < 0:
             raise ValueError(f"tool_workers is {workers}; it must be at least 1, or 0 to run tools in threads.")
         if workers:
@@ -154,11 +154,11 @@ class ToolRunner:
         return kind_of_row(row, self._kinds)
 
     def open(self) -> None:
-        """Start the workers; other methods do so too if it is closed."""
+        """Start the workers; otherwise the first call does."""
         self._get_dispatcher()
 
     def close(self) -> None:
-        """End the workers and the threads, except those that hang, and drop the environments."""
+        """Stop the workers and the threads, except those that hang, and drop the environments."""
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.close()
@@ -167,7 +167,7 @@ class ToolRunner:
         """Begin an episode per row.
 
         Args:
-            rows: What `reset` gets: the data's columns, and `prompt`.
+            rows: Arguments of each `reset`: the dataset's columns, and `prompt`.
 
         Raises:
             ValueError: If a row names an unknown environment.
@@ -185,10 +185,10 @@ class ToolRunner:
         return sessions
 
     def call(self, requests: Sequence[tuple[Session, Sequence[ToolCall]]]) -> list[list[ToolResult]]:
-        """Call tools. Failures are results, which the model reads.
+        """Call tools. Failures are returned as results, which the model reads.
 
-        An episode with an environment makes its sync calls in order, then its async ones concurrently. Without an
-        environment, all its calls run concurrently. So do the calls of different episodes.
+        Calls of different episodes run concurrently. Within an episode with an environment, sync calls run in order,
+        then async ones concurrently; without an environment, all run concurrently.
 
         Returns:
             Per request: the results of sync tools and of refused calls in order, then those of async tools in order,
@@ -258,7 +258,7 @@ class ToolRunner:
             return Session(reward_name=reward_name, kind=kind, _number=self._numbers.take(kind))
 
     def _reset(self, sessions: Sequence[Session], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Reset environments; in this process one after another, since they may share a counter or a generator."""
+        """Reset environments; in this process one at a time, since they may share state such as a random generator."""
         if None not in self._kinds:
             rows = [{name: value for name, value in row.items() if name != COLUMN} for row in rows]
         resets = []
@@ -347,7 +347,7 @@ def _reward_result(started: Started) -> float:
     try:
         reward: float = started.result()
     except Exception as error:
-        log.warning("%s %s; the episode is left without this reward.", started.operation.name, error)
+        log.warning("%s %s; the episode has no such reward.", started.operation.name, error)
         return math.nan
     return reward
 

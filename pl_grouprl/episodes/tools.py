@@ -1,7 +1,7 @@
 """Tools: functions that the model may call, and the text that it reads as their result.
 
-A tool is the user's code and runs with the user's rights, with arguments that the model chose. Nothing that the model
-writes is evaluated. Texts are those of TRL's `GRPOTrainer`.
+A tool is the user's code and runs with the user's rights, with arguments that the model chose. What the model writes is
+never evaluated as code. Results and errors have the same text as with TRL's `GRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        name: What the model calls it.
+        name: Name by which the model calls it.
         function: The function.
         is_async: Whether it is a coroutine function.
         schema: Its JSON schema, for the chat template.
@@ -152,7 +152,7 @@ class _UnreadableResultError(Exception):
 
 
 def _result_text(name: str, value: Any) -> str:
-    """What the model reads for a value: its `str`, or the joined texts of a list of text blocks."""
+    """A returned value as text: its `str`, or the joined texts of a list of text blocks."""
     if inspect.iscoroutine(value):
         value.close()
         raise _UnreadableResultError(f"Tool {name} returned a coroutine; define it with async def.", "unsupported")

@@ -68,7 +68,7 @@ class ToolWorker:
             raise OperationExitError(str(error)) from None
         try:
             found = _read(answer, operation)
-        except (ValueError, TypeError, KeyError, RecursionError):  # of a tool that wrote into the pipe
+        except (ValueError, TypeError, KeyError, RecursionError):  # a tool may have written into the pipe
             self.process.end()
             raise OperationExitError("broke its worker, whose answer cannot be read") from None
         return _value_of(found)
@@ -96,7 +96,7 @@ class ToolWorkers(list[ToolWorker]):
         )
 
     def kill(self) -> None:
-        """Kill all, from any thread; threads that wait for them see that they are dead."""
+        """Kill all workers, from any thread; threads that wait for a worker get an error."""
         for worker in self:
             worker.process.kill()
 
@@ -115,7 +115,7 @@ def run_worker(pipe: Connection, tools: Mapping[str, bytes], kinds: Mapping[str 
     """Serve operations on the main thread until the pipe is closed.
 
     Args:
-        pipe: Where operations arrive and results go.
+        pipe: Receives operations, sends results.
         tools: Pickled tools by name.
         kinds: Pickled kinds of environments by name.
     """
@@ -168,7 +168,7 @@ def _read(answer: bytes, operation: Operation) -> dict[str, Any]:
     """The answer to an operation, with a `value` of its type, or an `error`.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: If it is none.
+        ValueError, TypeError, KeyError, RecursionError: If it is malformed.
     """
     found = json.loads(answer)
     if "error" in found:

@@ -68,7 +68,7 @@ class BatchedSampler:
         longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
         padding = not counts_padding(self._model, longest)
         encoder = PromptEncoder(logits, distinct, self._max_prefill_tokens, kept=continued, padding=padding)
-        del continued  # the encoder frees them
+        del continued  # so that the encoder can free them
         store = PrefixStore(encoder)
         groups: list[list[Rollout]] = [[] for _ in prompts]
         for chunk, needed_later in self._chunks(distinct, sequences, padding):
@@ -110,7 +110,7 @@ class BatchedSampler:
 def _arrange(
     prompts: Sequence[Prompt], num_generations: int, kept: KeptCaches | None = None
 ) -> tuple[list[Prompt], list[KeptSequence | None], list[_Sequence]]:
-    """List the distinct prompts, the kept sequences that they continue, and the sequences to decode, in one order.
+    """List the distinct prompts, the kept sequences that they continue, and the sequences to decode, in matching order.
 
     Prompts that continue nothing come first. They are sorted by the number of tokens to run, then by length.
     """

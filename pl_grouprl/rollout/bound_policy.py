@@ -74,10 +74,10 @@ class HoldsPolicy:
 
     @property
     def policy(self) -> BoundPolicy:
-        """What is bound.
+        """The bound policy.
 
         Raises:
-            ValueError: If nothing is.
+            ValueError: If none is bound.
         """
         if self._policy is None:
             raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")

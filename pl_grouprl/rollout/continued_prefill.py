@@ -1,8 +1,8 @@
 """Encodes prompts that extend kept sequences: only tokens that are not cached run through the model.
 
-A batch of them is right-aligned, without padding between cached and new tokens, which sliding windows and linear
-attention cannot skip. So each runs as many tokens as the one with the most new tokens, and the others rerun some cached
-ones. If a layer cannot drop cached tokens, all sequences of a batch have the same number of new tokens.
+A batch is right-aligned, with no padding between cached and new tokens, because sliding windows and linear attention
+could not skip it. So each sequence runs as many tokens as the one with the most new ones; the others rerun some cached
+tokens. If a layer cannot drop cached tokens, all sequences of a batch have the same number of new tokens.
 """
 
 from __future__ import annotations

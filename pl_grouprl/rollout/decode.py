@@ -24,14 +24,14 @@ from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.progress import tick
 
-STEPS_AT_HAND = 64
+RANDOM_STEPS = 64
 """Steps per draw of random numbers; does not affect their values."""
 
 STEPS_PER_CHECK = {"cpu": 1}
-"""Steps between checks for ended sequences, by device; see `_WAITING`."""
+"""Steps between checks for ended sequences, by device; see `_ASYNC_STEPS_PER_CHECK`."""
 
-_WAITING = 8
-"""The same for asynchronous devices, where each check synchronizes."""
+_ASYNC_STEPS_PER_CHECK = 8
+"""Steps between checks on asynchronous devices, where each check synchronizes."""
 
 
 class DecodeBatch:
@@ -89,8 +89,8 @@ class DecodeBatch:
         self.uniforms_BT: Tensor | None = None
         self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
         self.finished_B = torch.zeros(len(sequences), dtype=torch.bool, device=device)
-        # A kept sequence leaves at once, because layers may forget positions that later tokens push out.
-        self._steps_per_check = 1 if stop or keep else STEPS_PER_CHECK.get(device.type, _WAITING)
+        # A kept sequence must leave at once: later tokens could push positions out of some layers.
+        self._steps_per_check = 1 if stop or keep else STEPS_PER_CHECK.get(device.type, _ASYNC_STEPS_PER_CHECK)
         # Results so far, one entry per step; the last column marks tokens after an end.
         self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._stopped: list[Tensor] = []
@@ -99,7 +99,7 @@ class DecodeBatch:
         self.kept: dict[int, KeptSequence] = {}
 
     def run(self, logits: NextTokenLogits) -> list[Rollout]:
-        """Decode to the end.
+        """Decode until all sequences have ended.
 
         Returns:
             A rollout per sequence, in order, without text.
@@ -138,7 +138,7 @@ class DecodeBatch:
         return tokens_B
 
     def _leaving(self, step: int) -> Tensor | None:
-        """Sequences that leave after this step; None if it does not look for any, as that synchronizes."""
+        """Sequences that leave after this step; None if this step does not check, because checking synchronizes."""
         if step + 1 in self._limits:  # at once: the model may have no further positions for them
             return self.finished_B | (self.limit_B <= step + 1)
         can_end = len(self.end_ids) > 0 or self.tail_BW is not None
@@ -147,11 +147,11 @@ class DecodeBatch:
     def _uniforms(self, step: int) -> Tensor | None:
         if self.sampling.temperature == 0:
             return None
-        if self.uniforms_BT is None or step % STEPS_AT_HAND == 0:
+        if self.uniforms_BT is None or step % RANDOM_STEPS == 0:
             live = [self.sequences[row] for row in self.row_B.tolist()]
-            count = min(STEPS_AT_HAND, self._steps - step)
+            count = min(RANDOM_STEPS, self._steps - step)
             self.uniforms_BT = uniforms(self.seed, live, step, count).to(self.row_B.device)
-        return self.uniforms_BT[:, step % STEPS_AT_HAND]
+        return self.uniforms_BT[:, step % RANDOM_STEPS]
 
     def _mask(self, new_tokens: int) -> Tensor | None:
         if self.prompt_mask_BS is None:
@@ -167,7 +167,7 @@ class DecodeBatch:
                 self.kept[number] = take_row(self.cache, row, num_tokens, self._shared[number])
 
     def _drop(self, leaving_B: Tensor) -> Tensor:
-        """Remove sequences, among them all that ended; returns the old index of each remaining row."""
+        """Remove sequences, including all that ended; returns the old index of each remaining row."""
         order = drop_rows(self.cache, leaving_B)
         self._stopped.append(self.row_B[self.finished_B])
         self.finished_B = torch.zeros_like(order, dtype=torch.bool)

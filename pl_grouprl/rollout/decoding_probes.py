@@ -11,7 +11,7 @@ from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout.batches import BatchedSampler
 from pl_grouprl.rollout.kept_caches import KeptCaches
 from pl_grouprl.rollout.limits import length_limits
-from pl_grouprl.rollout.packed_linear import own_weights
+from pl_grouprl.rollout.packed_linear import original_weights
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 
@@ -36,7 +36,7 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
     limit = min(length_limits(model).values(), default=LONGEST_CONTINUED)
     options: dict[str, Any] = {
         "placeholders": placeholder_ids(model).values(),
-        "scoring": partial(own_weights, model),
+        "scoring": partial(original_weights, model),
     }
     if limit >= LONGEST:
         check_decoding(model, partial(_sample, sampler), **options)

@@ -71,12 +71,12 @@ class RolloutEngine(Protocol):
                 that declare `takes_prompt_indices`, so that any number of ranks samples the same rollouts, and for the
                 later turns of episodes.
             max_new_tokens: Longest completion of each prompt, at least 1, in place of `sampling.max_new_tokens`; None
-                for the same of all. Passed only to engines that declare `takes_limits`.
+                uses that for all. Passed only to engines that declare `takes_limits`.
 
         Returns:
             For each prompt, in the caller's order, its rollouts. `token_ids` (with the end token, if there was one) and
-            `finish_reason` are required. Without `logprobs` nothing is compared with the sampler, and importance
-            sampling is refused; without `text` the run decodes the tokens.
+            `finish_reason` are required. Without `logprobs`, sampler and trainer are not compared, and
+            importance sampling is refused; without `text`, the run decodes the tokens.
         """
         ...
 

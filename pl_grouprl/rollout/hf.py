@@ -41,8 +41,8 @@ class HFRolloutEngine:
 
     Reproducible: each sequence draws from a random stream identified by (seed, index of the prompt in the call or in
     `prompt_indices`, index of the rollout). Results do not depend on `max_sequences` or on other prompts, except that
-    rounding may differ between batch shapes and move a probability across a drawn number. The same call gives the same
-    bits on the same machine. Neither reads nor changes global random state.
+    rounding may differ between batch shapes and so, rarely, change a token. The same call gives the same bits on the
+    same machine. Neither reads nor changes global random state.
 
     Args:
         model: The policy; may be set later by `bind`.
@@ -94,7 +94,9 @@ class HFRolloutEngine:
                 f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
                 "models, pass one (AutoModelForCausalLM)."
             )
-        biased = model.config.model_type in ("bloom", "mpt") or getattr(model.config, "alibi", False)  # by distance
+        biased = model.config.model_type in ("bloom", "mpt") or getattr(
+            model.config, "alibi", False
+        )  # needs no positions
         if not biased and (reason := counts_tokens_itself(find_decoder(model))) is not None:
             raise ValueError(
                 f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
@@ -140,7 +142,7 @@ class HFRolloutEngine:
         longest = prompt_limits(prompts, sampling, max_new_tokens)
         media = [{} for _ in prompts] if media is None else media
         check_prompt_media(self.model, prompts, media)
-        requests = [Prompt(list(prompt), media=own) for prompt, own in zip(prompts, media, strict=True)]
+        requests = [Prompt(list(prompt), media=images) for prompt, images in zip(prompts, media, strict=True)]
         stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
         from pl_grouprl.rollout.batches import BatchedSampler  # these import transformers
         from pl_grouprl.rollout.decoding_probes import probe_decoding
@@ -173,7 +175,7 @@ class HFRolloutEngine:
         """Keep the cache of each sampled sequence for the next call of `generate`.
 
         A prompt of that call that begins with the tokens of such a sequence is encoded from where it ended. The caches
-        take the memory of the sequences' tokens; a prompt that a group shares counts once. Those that the next call
+        take memory for the sequences' tokens, with a shared prompt stored once. Those that the next call
         does not continue are freed when it starts, and all of them when the context ends. The weights must not change
         inside it.
 

@@ -1,8 +1,8 @@
 """Keeps the caches of sampled sequences, so that encoding a prompt that extends one starts where it ended.
 
-Encoding each turn's prompt from the start would make an episode of k turns cost O(k^2). Here a sequence that leaves its
-decode batch leaves its rows of the cache. The next call finds them by their tokens, and runs the model only on tokens
-that are not cached: the last sampled one and those after it, such as a tool's result.
+Encoding each turn's prompt from the start would make an episode of k turns cost O(k^2). Here the
+cache row of a sequence that leaves its decode batch is kept. The next call finds it by its tokens, and runs the model
+only on tokens that are not cached: the last sampled one and those after it, such as a tool's result.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class KeptCaches:
         self._sequences[_key(token_ids)] = sequence
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all."""
         self._sequences = {}
 
     def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
-        """Take the longest kept sequence that each prompt extends, and forget all others.
+        """Take the longest kept sequence that each prompt extends, and drop all others.
 
         Args:
             prompts: The prompts; those with media continue nothing.
@@ -99,17 +99,17 @@ def _key(token_ids: Sequence[int]) -> bytes:
 def _longest_prefixes(keys: Iterable[bytes], kept: Iterable[bytes]) -> dict[bytes, bytes]:
     """The longest kept key that is a proper prefix of each key.
 
-    In sorted order, a key's prefixes precede it, each a prefix of the next; `beginnings` is that stack.
+    In sorted order, a key's prefixes precede it, each a prefix of the next; `prefixes` is that stack.
     """
     found: dict[bytes, bytes] = {}
-    beginnings: list[bytes] = []
+    prefixes: list[bytes] = []
     for key, is_kept in sorted([*((key, False) for key in keys), *((key, True) for key in kept)]):
-        while beginnings and not key.startswith(beginnings[-1]):
-            beginnings.pop()
+        while prefixes and not key.startswith(prefixes[-1]):
+            prefixes.pop()
         if is_kept:
-            beginnings.append(key)
-        elif beginnings:
-            found[key] = beginnings[-1]
+            prefixes.append(key)
+        elif prefixes:
+            found[key] = prefixes[-1]
     return found
 
 

@@ -1,4 +1,4 @@
-"""The cache of a decode batch: prefilled prompts, shared or copied, spare capacity, and rows that can leave.
+"""The cache of a decode batch: prefilled prompts, shared or copied, with spare capacity and removable rows.
 
 Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head size.
 
@@ -100,22 +100,22 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
         _gather_keys(layer, parts, width)
     if name in _STATES:
         _gather_states(layer, parts)
-    if not _holds_something(layer):
+    if not _has_contents(layer):
         raise ValueError(
-            f"layer {index} of the model {_why_not(first)}; HFRolloutEngine can only copy keys, values and states of "
-            "fixed size in the cache. Choose another rollout engine for this model."
+            f"layer {index} of the model {_unsupported_reason(first)}; HFRolloutEngine can only copy keys, values and "
+            "states of fixed size in the cache. Choose another rollout engine for this model."
         )
     return layer
 
 
-def _holds_something(layer: Any) -> bool:
+def _has_contents(layer: Any) -> bool:
     name = type(layer).__name__
     states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
     has_keys = name in _KEYS and layer.keys is not None
     return has_keys or (name in _STATES and any(state is not None for state in states))
 
 
-def _why_not(layer: Any) -> str:
+def _unsupported_reason(layer: Any) -> str:
     name = "DynamicLayer" if isinstance(layer, PromptLayer) else type(layer).__name__
     if name in {"DynamicLayer"} | _KEYS | _STATES:
         return f"leaves its {name} empty, so it keeps its state elsewhere"

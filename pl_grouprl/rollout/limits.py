@@ -9,7 +9,7 @@ from pl_grouprl.media.inputs import placeholder_ids
 
 
 def length_limits(model: Any) -> dict[str, int]:
-    """Maximum lengths of prompt plus completion, by what sets each limit.
+    """Maximum lengths of prompt plus completion, by the name of what sets each limit.
 
     Besides the model's positions, this includes the length beyond which rotary frequencies depend on the longest
     sequence of a call (dynamic scaling, LongRoPE). Beyond it, cached keys were rotated at the frequencies of their
@@ -24,7 +24,7 @@ def length_limits(model: Any) -> dict[str, int]:
     """
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = {} if positions is None else {"max_position_embeddings": int(positions)}
-    for name, length in _standing_frequencies(model):
+    for name, length in _rotary_limits(model):
         limits[name] = min(length, limits.get(name, length))
     return limits
 
@@ -32,7 +32,7 @@ def length_limits(model: Any) -> dict[str, int]:
 def counts_padding(model: Any, longest: int) -> bool:
     """Whether a layer counts columns, padding included, so only prompts of equal length can be batched.
 
-    Llama 4's layers without rotary embedding scale queries by the column, from a certain one on.
+    Llama 4's layers without rotary embedding scale queries by their column, beyond some column.
 
     Args:
         model: A transformers decoder.
@@ -49,7 +49,7 @@ def vocabulary(model: Any) -> int | None:
     return None if size is None else max(size, *(token + 1 for token in (0, *placeholder_ids(model).values())))
 
 
-def _standing_frequencies(model: Any) -> Iterator[tuple[str, int]]:
+def _rotary_limits(model: Any) -> Iterator[tuple[str, int]]:
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:

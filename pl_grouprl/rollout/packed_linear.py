@@ -1,10 +1,10 @@
 """Packs the weights of linear layers for the duration of a rollout: float32 on x86 CPUs.
 
-A decoding step multiplies every weight by a few rows, one per sequence, so it should be limited by reading the weights.
-PyTorch's product (MKL) is slower than that on some processors, because of the layout of the weights: oneDNN's, with
-weights in the order of its kernel, is up to 3 times faster there, and at least as fast for the many rows of a prompt.
-Weights do not change during a rollout, so they are packed once, which costs about as much as a few steps, and a copy of
-these weights during the rollout.
+A decoding step multiplies every weight by a few rows, one per sequence, so reading the weights should bound its time.
+PyTorch's matrix product (MKL) is slower than that on some processors because of its weight layout. oneDNN's, with
+weights in its kernel's order, is up to 3 times faster there, and at least as fast for the many rows of a prompt. Since
+weights do not change during a rollout, they are packed once. That takes about as long as a few steps, and the memory of
+a copy during the rollout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def packed_linears(model: nn.Module, steps: int) -> Iterator[None]:
     """
     packed: list[nn.Linear] = []
     if steps >= MIN_STEPS and _can_pack():
-        packed = [module for module in _unchanging(model) if isinstance(module, nn.Linear) and _is_plain(module)]
+        packed = [
+            module for module in _with_fixed_weights(model) if isinstance(module, nn.Linear) and _is_plain(module)
+        ]
     try:
         for module in packed:
             module.__dict__["forward"] = _PackedForward(module)
@@ -50,17 +52,19 @@ def packed_linears(model: nn.Module, steps: int) -> Iterator[None]:
 
 
 @contextmanager
-def own_weights(model: nn.Module) -> Iterator[None]:
+def original_weights(model: nn.Module) -> Iterator[None]:
     """Inside `packed_linears`: run the layers on their original weights."""
-    packed = {
-        module: own for module in model.modules() if isinstance(own := vars(module).get("forward"), _PackedForward)
+    forwards = {
+        module: packed
+        for module in model.modules()
+        if isinstance(packed := vars(module).get("forward"), _PackedForward)
     }
-    for module in packed:
+    for module in forwards:
         del module.__dict__["forward"]
     try:
         yield
     finally:
-        for module, forward in packed.items():
+        for module, forward in forwards.items():
             module.__dict__["forward"] = forward
 
 
@@ -73,7 +77,7 @@ def _can_pack() -> bool:
     return offered and enabled and platform.machine() in ("x86_64", "AMD64")
 
 
-def _unchanging(module: nn.Module) -> Iterator[nn.Module]:
+def _with_fixed_weights(module: nn.Module) -> Iterator[nn.Module]:
     """A module and its submodules, except those whose weights a forward pass may change.
 
     PEFT unmerges an adapter if adapters are off; forward pre-hooks fetch weights or simulate low precision.
@@ -81,7 +85,7 @@ def _unchanging(module: nn.Module) -> Iterator[nn.Module]:
     if not getattr(module, "merged", False) and not module._forward_pre_hooks:
         yield module
         for child in module.children():
-            yield from _unchanging(child)
+            yield from _with_fixed_weights(child)
 
 
 def _is_plain(module: nn.Linear) -> bool:

@@ -1,10 +1,10 @@
-"""Attention of rollouts to their shared prompt and to their own tokens.
+"""Attention of rollouts to their shared prompt and to their suffixes.
 
 Legend: B rows of a decode batch, H query heads, K key/value heads, R = H / K, D head size, T tokens of all prompts,
-S positions of a row after its prompt.
+S positions of a row's suffix (its tokens after the prompt).
 
-The rows of a prompt query it together, as one run, which reads its keys and values once; the two parts of the softmax
-are merged by their log-sum-exp, as in Cascade Inference (FlashInfer, 2024) and Hydragen (arXiv:2402.05099).
+All rows of a prompt query it in one run, which reads its keys and values once; the two parts of the softmax are merged
+by their log-sum-exp, as in Cascade Inference (FlashInfer, 2024) and Hydragen (arXiv:2402.05099).
 
 Which layers can do that is detected, not listed. While prompts are encoded, our attention function wraps the model's
 and observes whether a layer uses the exact tensors from its cache, with a plain causal mask. Only such layers share
@@ -101,7 +101,7 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: Tensor | None = None) -> Tensor:
-    """Attend to prompts and the rows' own tokens.
+    """Attend to prompts and suffixes.
 
     Args:
         query: Queries of the last tokens of each row, shape [B, H, L, D].
@@ -114,10 +114,10 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
     """
     layer.was_read()
     new = query.shape[2]
-    query_BKRD = query.reshape(len(query), layer.keys.shape[1], -1, query.shape[-1])  # of several tokens: R * L
-    own_BKRD, own_lse_BKR = _attend_own(query_BKRD, layer, scale, new)
+    query_BKRD = query.reshape(len(query), layer.keys.shape[1], -1, query.shape[-1])  # R * L for several tokens
+    suffix_BKRD, suffix_lse_BKR = _attend_suffixes(query_BKRD, layer, scale, new)
     prompt_BKRD, prompt_lse_BKR = _attend_prompts(query_BKRD, layer, scale)
-    attended_BKRD, lse_BKR = own_BKRD.to(own_lse_BKR.dtype), own_lse_BKR
+    attended_BKRD, lse_BKR = suffix_BKRD.to(suffix_lse_BKR.dtype), suffix_lse_BKR
     merge_in_place(attended_BKRD, lse_BKR, prompt_BKRD, prompt_lse_BKR)
     if sinks_H is not None:
         sinks_KR = sinks_H.repeat_interleave(new).view(lse_BKR.shape[1:])
@@ -125,8 +125,8 @@ def attend(query: Tensor, layer: ContinuedPromptsLayer, scale: float, sinks_H: T
     return attended_BKRD.to(query.dtype).view(query.shape)
 
 
-def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float, new: int) -> tuple[Tensor, Tensor]:
-    """Attention to the rows' own tokens, with its log-sum-exp [B, K, R]."""
+def _attend_suffixes(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float, new: int) -> tuple[Tensor, Tensor]:
+    """Attention to the suffixes, with its log-sum-exp [B, K, R]."""
     mask = layer.prompts.rows.mask(new, layer.keys.shape[2], query_BKRD.dtype)
     if mask is not None and new == 1:
         return _attend_masked(query_BKRD, layer, scale, mask)
@@ -145,7 +145,7 @@ def _attend_own(query_BKRD: Tensor, layer: ContinuedPromptsLayer, scale: float, 
 def _attend_masked(
     query_BKLD: Tensor, layer: ContinuedPromptsLayer, scale: float, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention of L queries per key head to what a mask leaves of the own tokens, with its log-sum-exp [B, K, L]."""
+    """Masked attention of L queries per key head to the suffixes, with its log-sum-exp [B, K, L]."""
     if not query_BKLD.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query_BKLD, layer.keys, layer.values, attn_mask=mask, scale=scale
@@ -156,7 +156,7 @@ def _attend_masked(
 def _masked_softmax(
     query_BKLD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same for CUDA, whose FlashAttention takes no mask."""
+    """`_attend_masked` for CUDA, whose FlashAttention takes no mask."""
     dtype = torch.promote_types(query_BKLD.dtype, torch.float32)
     scores_BKLS = (query_BKLD @ keys_BKSD.mT).to(dtype) * scale + mask.to(dtype)
     lse_BKL = scores_BKLS.logsumexp(dim=-1)

@@ -34,7 +34,7 @@ class PromptRows:
     Args:
         prompts: Index of each row's prompt.
         device: Device of the cache.
-        own_lengths: Cached tokens of each row after its prompt; None if there are none.
+        suffix_lengths: Cached tokens of each row after its prompt; None if no row has any.
 
     Attributes:
         counts: Number of rows of each prompt.
@@ -44,13 +44,15 @@ class PromptRows:
         offsets: Column at which the tokens after each row's prompt start; all rows end in the same column.
     """
 
-    def __init__(self, prompts: Sequence[int], device: torch.device, own_lengths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, prompts: Sequence[int], device: torch.device, suffix_lengths: Sequence[int] | None = None
+    ) -> None:
         self._prompts, self._device = list(prompts), device
         self._mask: Tensor | None = None
         self.counts = [0] * (max(prompts) + 1)
-        own_lengths = [0] * len(self._prompts) if own_lengths is None else own_lengths
-        self.own_width = max(own_lengths)
-        self.offsets = [self.own_width - length for length in own_lengths]
+        suffix_lengths = [0] * len(self._prompts) if suffix_lengths is None else suffix_lengths
+        self.suffix_width = max(suffix_lengths)
+        self.offsets = [self.suffix_width - length for length in suffix_lengths]
         self._arrange()
 
     def keep(self, order: Sequence[int]) -> None:
@@ -148,8 +150,8 @@ def find_shared_prompts(
     if saved < min_saved_tokens * len(distinct):
         return None
     number = {prompt: index for index, prompt in enumerate(distinct)}
-    own_lengths = [length - prompt.length for prompt, length, *_ in sequences]
-    rows = PromptRows([number[prompt] for prompt, *_ in sequences], device, own_lengths)
+    suffix_lengths = [length - prompt.length for prompt, length, *_ in sequences]
+    rows = PromptRows([number[prompt] for prompt, *_ in sequences], device, suffix_lengths)
     return SharedPrompts(list(distinct.values()), rows)
 
 

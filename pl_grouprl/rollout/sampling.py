@@ -24,7 +24,7 @@ from torch import Tensor
 from pl_grouprl.types import SamplingConfig
 
 _FIXED_POINT = 2.0**52
-_SEARCHED_AT_ONCE = 512
+_BLOCK_SIZE = 512
 _DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words per counter value
 
 
@@ -104,14 +104,14 @@ def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     A large vocabulary is searched in two steps, first for a block of tokens: block sums cost less than cumulative sums
     of all tokens, and give the same token, because integer sums are exact.
     """
-    weights_BV, size = _fixed_point(probs_BV), _SEARCHED_AT_ONCE
+    weights_BV, size = _fixed_point(probs_BV), _BLOCK_SIZE
     if weights_BV.shape[-1] <= size:
         cumulative_BV = weights_BV.cumsum(dim=-1)
-        return _first_above(cumulative_BV, _share_of(cumulative_BV, uniforms_B))
+        return _first_above(cumulative_BV, _scaled(cumulative_BV, uniforms_B))
     whole_BV, rest_BV = weights_BV.tensor_split([weights_BV.shape[-1] // size * size], dim=-1)
     blocks_BN = torch.cat([whole_BV.unflatten(-1, (-1, size)).sum(dim=-1), rest_BV.sum(dim=-1, keepdim=True)], dim=-1)
     cumulative_BN = blocks_BN.cumsum(dim=-1)
-    target_B1 = _share_of(cumulative_BN, uniforms_B)
+    target_B1 = _scaled(cumulative_BN, uniforms_B)
     block_B1 = _first_above(cumulative_BN, target_B1)
     tokens_BC = block_B1 * size + torch.arange(size, device=block_B1.device)
     tokens_BC = tokens_BC.clamp(max=weights_BV.shape[-1] - 1)  # past the last token, which is found first
@@ -120,7 +120,7 @@ def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return tokens_BC.gather(-1, found_B1)
 
 
-def _share_of(cumulative_BN: Tensor, uniforms_B: Tensor) -> Tensor:
+def _scaled(cumulative_BN: Tensor, uniforms_B: Tensor) -> Tensor:
     """The uniform number times the total, rounded down, shape [B, 1]."""
     return (uniforms_B.unsqueeze(-1) * cumulative_BN[:, -1:].double()).long()
 

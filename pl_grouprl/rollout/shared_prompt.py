@@ -2,10 +2,10 @@
 
 Shapes: B rows of a decode batch, P prompts of it, T tokens of all its prompts, K key/value heads, H head size.
 
-With a copy of the prompt's keys and values per rollout, reading them would dominate a step. Here prompts are stored
-once, and each row has a buffer for the tokens that follow. Encoding the prompts shows which layers allow this
-(`prompt_attention`): those that attend to all keys, through transformers' attention interface. The others get copies
-(`kv_cache`).
+If each rollout had a copy of the prompt's keys and values, reading them would dominate a step. Here prompts are stored
+once, and each row has a buffer for its suffix, the tokens after the prompt. Encoding the prompts shows which layers
+allow this (`prompt_attention`): those that attend to all keys, through transformers' attention interface. The others
+get copies (`kv_cache`).
 """
 
 from __future__ import annotations
@@ -60,38 +60,38 @@ def layer_of_keys(keys: Tensor) -> Any:
 
 
 class ContinuedRow(DynamicLayer):
-    """One row of a `ContinuedPromptsLayer`: `keys` and `values` are those after the prompt, shape [1, K, S, H].
+    """One row of a `ContinuedPromptsLayer`: `keys` and `values` are its suffix's, shape [1, K, S, H].
 
     Args:
         prompt: Keys and values of the prompt, shape [T, K, H].
-        own: Those after it.
+        suffix: Keys and values after it.
     """
 
-    def __init__(self, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, prompt: tuple[Tensor, Tensor], suffix: tuple[Tensor, Tensor]) -> None:
         super().__init__()
-        self.prompt, (self.keys, self.values) = prompt, own
-        self.dtype, self.device, self.is_initialized = own[0].dtype, own[0].device, True
+        self.prompt, (self.keys, self.values) = prompt, suffix
+        self.dtype, self.device, self.is_initialized = suffix[0].dtype, suffix[0].device, True
 
     def first(self, count: int) -> ContinuedRow:
         """The row without its last tokens: the prompt, and `count` tokens after it."""
         return ContinuedRow(self.prompt, (self.keys[:, :, :count], self.values[:, :, :count]))  # type: ignore[index]
 
     def clone(self) -> ContinuedRow:
-        """A row with its own tokens copied, and the same prompt."""
+        """A row with a copied suffix and the same prompt."""
         return ContinuedRow(self.prompt, (self.keys.clone(), self.values.clone()))  # type: ignore[union-attr]
 
     def whole(self) -> DynamicLayer:
-        """A copy of prompt and tokens in one."""
-        own: tuple[Any, Any] = self.keys, self.values
+        """Prompt and suffix concatenated."""
+        suffix: tuple[Any, Any] = self.keys, self.values
         states = (
-            torch.cat([prompt.transpose(0, 1)[None], own_states], dim=2)
-            for prompt, own_states in zip(self.prompt, own, strict=True)
+            torch.cat([prompt.transpose(0, 1)[None], suffix_states], dim=2)
+            for prompt, suffix_states in zip(self.prompt, suffix, strict=True)
         )
         return dynamic_layer(*states)
 
 
 class ContinuedPromptsLayer(GrowingLayer):
-    """A cache layer of rows that continue prompts: `keys` and `values` are those of the continuations.
+    """A cache layer of rows that continue prompts: `keys` and `values` are the suffixes'.
 
     Args:
         held: The layer of each part, rows right-aligned, and the row of each sequence.
@@ -107,20 +107,22 @@ class ContinuedPromptsLayer(GrowingLayer):
     """
 
     def __init__(self, held: Sequence[tuple[Any, Tensor]], prompts: SharedPrompts, width: int, limit: int) -> None:
-        own_width = prompts.rows.own_width
-        self.prompts, self._width, self._unread = prompts, width - own_width, False
+        suffix_width = prompts.rows.suffix_width
+        self.prompts, self._width, self._unread = prompts, width - suffix_width, False
         states = [_prompt_states(held[part][0], row, length) for part, row, length in prompts.places]
         self.prompt_keys, self.prompt_values = [keys for keys, _ in states], [values for _, values in states]
         self.packed: tuple[Tensor, Tensor] | None = None
         if self.prompt_keys[0].is_cuda:
             self.packed = torch.cat(self.prompt_keys), torch.cat(self.prompt_values)
             self.prompt_keys, self.prompt_values = (list(all_.split(prompts.lengths)) for all_ in self.packed)
-        capacity = self.capacity(own_width, limit - self._width)
+        capacity = self.capacity(suffix_width, limit - self._width)
         keys, values = (
-            gather_rows([(_own(layer, name, own_width), rows) for layer, rows in held], own_width, capacity)
+            gather_rows(
+                [(_suffix_states(layer, name, suffix_width), rows) for layer, rows in held], suffix_width, capacity
+            )
             for name in ("keys", "values")
         )
-        super().__init__(keys, values, length=own_width, limit=limit - self._width)
+        super().__init__(keys, values, length=suffix_width, limit=limit - self._width)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new entries and return everything after the prompts.
@@ -130,7 +132,7 @@ class ContinuedPromptsLayer(GrowingLayer):
         """
         if self._unread:
             raise RuntimeError(
-                "a layer of the model read cached keys differently than when it encoded the prompts, and missed the "
+                "a layer of the model read cached keys differently from when it encoded the prompts, and missed the "
                 "prompts; sample from this model with another rollout engine."
             )
         keys, values = super().update(key_states, value_states)
@@ -145,8 +147,8 @@ class ContinuedPromptsLayer(GrowingLayer):
     def row(self, row: int) -> ContinuedRow:
         """One row, without padding; a view."""
         prompt, offset = self.prompts.rows.prompt_of(row), self.prompts.rows.offsets[row]
-        own = (self.keys[row : row + 1, :, offset:], self.values[row : row + 1, :, offset:])
-        return ContinuedRow((self.prompt_keys[prompt], self.prompt_values[prompt]), own)
+        suffix = (self.keys[row : row + 1, :, offset:], self.values[row : row + 1, :, offset:])
+        return ContinuedRow((self.prompt_keys[prompt], self.prompt_values[prompt]), suffix)
 
     def get_seq_length(self) -> int:
         """Positions so far, including the prompts'."""
@@ -186,7 +188,7 @@ def dynamic_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
 
 
 def _prompt_states(layer: Any, row: int, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a row's prompt, [T, K, H]: of one that is shared already, those, otherwise a copy."""
+    """Keys and values of a row's prompt, [T, K, H]; a copy unless it is shared already."""
     if isinstance(layer, ContinuedPromptsLayer):
         layer = layer.row(row)
     if isinstance(layer, ContinuedRow):
@@ -197,8 +199,8 @@ def _prompt_states(layer: Any, row: int, length: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _own(layer: Any, name: str, width: int) -> Tensor:
-    """The last `width` keys or values after the prompts; none of a layer in which the prompts are everything."""
+def _suffix_states(layer: Any, name: str, width: int) -> Tensor:
+    """The last `width` keys or values of the suffixes; none if a layer holds only prompts."""
     states: Tensor = getattr(layer, name)
     shared = isinstance(layer, ContinuedRow | ContinuedPromptsLayer)
     return states[:, :, max(states.shape[2] - width, 0) :] if shared else states[:, :, :0]

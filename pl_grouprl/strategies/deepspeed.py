@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO: shards gradients and optimizer state (stages 1 and 2), and weights too (stage 3).
 
-When the optimizer steps, gradients are not in `parameter.grad`: each rank has its shards, flattened by parameter group.
+Before the optimizer's step, gradients are not in `parameter.grad`: each rank has its shards, flattened by parameter
+group.
 DeepSpeed has no public way to read or scale them, so this file uses private attributes of DeepSpeed 0.19.
 """
 
@@ -33,7 +34,7 @@ _DECIDED_BY_MODULE = {
 class DeepSpeedSupport(StrategySupport):
     """DeepSpeed with ZeRO stage 1, 2 or 3, with or without CPU offloading.
 
-    From stage 2 on, every micro-batch reduces its gradients, because a rank has no room to accumulate all of them.
+    From stage 2 on, every micro-batch reduces its gradients, because a rank only keeps its shards of them.
     """
 
     keeps_plain_weights = False
@@ -49,12 +50,12 @@ class DeepSpeedSupport(StrategySupport):
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage."""
+        """The ZeRO stage."""
         config: Any = self.trainer.strategy.config  # type: ignore[attr-defined]
         return int(config.get("zero_optimization", {}).get("stage", 0))
 
     def check(self, module: LightningModule) -> None:
-        """Refuse unsupported options, and disable what DeepSpeed or Lightning would do in the module's place.
+        """Refuse unsupported options, and disable what DeepSpeed or Lightning would do instead of the module.
 
         Raises:
             ValueError: If the Trainer accumulates gradients, ZeRO is off, the precision is float16, or DeepSpeed's
@@ -83,9 +84,9 @@ class DeepSpeedSupport(StrategySupport):
         # The module clips by part, and logs the norm.
         strategy.config["gradient_clipping"] = 0.0
         warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
-        # Use PyTorch's optimizer even if offloaded, so all ranks and strategies take the same steps.
+        # Use PyTorch's optimizer even if offloaded, so steps are the same under all strategies.
         strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
-        # DeepSpeed uses it only to print speed; to infer it, Lightning would build a train loader, even in validation.
+        # DeepSpeed only prints speed from it; to infer it, Lightning would build the train loader, even for validation.
         strategy.config.setdefault("train_micro_batch_size_per_gpu", 1)
         # Lightning would create models with sharded weights, which sources that load or initialize weights do not
         # support. DeepSpeed shards them when training begins.
@@ -100,7 +101,7 @@ class DeepSpeedSupport(StrategySupport):
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Under ZeRO-3, gather all weights of the models, and keep its hooks from sharding them inside the context."""
+        """Under ZeRO-3, gather all weights of the models, and remove the hooks that would shard them again."""
         if self.stage < 3:
             yield
             return
@@ -119,15 +120,15 @@ class DeepSpeedSupport(StrategySupport):
         results: list[Any] = []
 
         def forward() -> None:  # returns nothing: ZeRO-3 would search the result for tensors
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = original  # type: ignore[method-assign]
             results.append(getattr(module, method)(*args, **kwargs))
 
-        own = module.forward
+        original = module.forward
         module.forward = forward  # type: ignore[method-assign]
         try:
             self.engine()
         finally:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = original  # type: ignore[method-assign]
         return results[0]
 
     @contextlib.contextmanager
@@ -149,14 +150,15 @@ class DeepSpeedSupport(StrategySupport):
         super().backward(loss)
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """This rank's shards of the gradients for the next step; may be changed in place."""
-        dropped = self._steps.dropped
-        return [own for index in self._groups(parameters) if index not in dropped for own in self._gradients(index)]
+        """This rank's shards of the gradients that the next step uses; may be changed in place."""
+        groups = [index for index in self._groups(parameters) if index not in self._steps.dropped]
+        return [shard for index in groups for shard in self._gradients(index)]
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients over all ranks' shards, a scalar. Collective."""
         device = self.trainer.strategy.root_device
-        norms = [torch.linalg.vector_norm(own, dtype=torch.float32).to(device) for own in self.gradients(parameters)]
+        shards = self.gradients(parameters)
+        norms = [torch.linalg.vector_norm(shard, dtype=torch.float32).to(device) for shard in shards]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
         total = self.trainer.strategy.reduce(square, reduce_op="sum")
         assert isinstance(total, Tensor)
@@ -181,7 +183,7 @@ class DeepSpeedSupport(StrategySupport):
 
     @torch.inference_mode(False)
     def _offload(self) -> Any:
-        """ZeRO-3's object that gathers and shards weights, after dropping prefetched weights."""
+        """Drop prefetched weights; returns ZeRO-3's object that gathers and shards weights."""
         offload = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
         offload.empty_partition_cache()
         return offload
@@ -222,7 +224,7 @@ class DeepSpeedSupport(StrategySupport):
         return list(optimizer.averaged_gradients[index])
 
     def _forget_gradients(self) -> None:
-        """Clear accumulated gradients, for parameters whose first gradient comes after the first micro-batch."""
+        """Zero accumulated gradients; those of a parameter without a gradient in the first micro-batch would remain."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             optimizer.grad_partitions_flat_buffer.zero_()
@@ -232,7 +234,7 @@ class DeepSpeedSupport(StrategySupport):
 
 
 class _GroupSteps:
-    """Replaces the method of ZeRO's optimizer that steps one group, to skip some of them.
+    """Replaces the method of ZeRO's optimizer that steps one group, to skip some groups.
 
     Zero gradients are not enough: momentum would still move the weights.
     """
@@ -261,7 +263,7 @@ class _GroupSteps:
 def _hooks_aside(models: Sequence[nn.Module], offload: Any) -> Iterator[None]:
     """Remove ZeRO-3's gathering and sharding hooks from some models. Other hooks stay."""
     modules = [module for model in models for module in model.modules()]
-    registries = {id(own): own for m in modules for own in (m._forward_pre_hooks, m._forward_hooks)}
+    registries = {id(hooks): hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)}
     taken: dict[int, set[int]] = {}
     for handle in (*offload.forward_hooks, *offload.backward_hooks):
         registry = id(handle.hooks_dict_ref())
@@ -269,13 +271,13 @@ def _hooks_aside(models: Sequence[nn.Module], offload: Any) -> Iterator[None]:
             taken.setdefault(registry, set()).add(handle.id)
     before = {registry: OrderedDict(registries[registry]) for registry in taken}
     for registry, ids in taken.items():
-        for own in ids:
-            del registries[registry][own]
+        for hook_id in ids:
+            del registries[registry][hook_id]
     try:
         yield
     finally:
         for registry, ids in taken.items():
             now = OrderedDict(registries[registry])
-            kept = [(own, hook) for own, hook in before[registry].items() if own in ids or own in now]
+            kept = [(key, hook) for key, hook in before[registry].items() if key in ids or key in now]
             registries[registry].clear()
             registries[registry].update([*kept, *now.items()])

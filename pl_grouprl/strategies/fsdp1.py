@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class FSDP1Support(ShardedSupport):
-    """Wraps decoder layers; everything around them is gathered with the module during its calls.
+    """Wraps decoder layers; everything else is gathered while the module is called.
 
-    Only the layers of a frozen model (reference, teacher) are sharded: the rest is not in checkpoints, where FSDP1
-    would report it missing. A step is one call of the wrapper, so it can have only one micro-batch, and FSDP1 cannot
-    leave frozen weights out of checkpoints. ModelParallelStrategy (FSDP2) has neither limit.
+    Of a frozen model (reference, teacher), only the layers are sharded: the rest is not in checkpoints, and FSDP1 would
+    report it missing. A step is one call of the wrapper, so it can have only one micro-batch, and FSDP1 cannot leave
+    frozen weights out of checkpoints. ModelParallelStrategy (FSDP2) has neither limit.
     """
 
     def check(self, module: LightningModule) -> None:
@@ -64,16 +64,17 @@ class FSDP1Support(ShardedSupport):
         if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
             return
         for parameter in module.parameters():
-            parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]  # for weight decay and costs
+            parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]  # flat shards lose it; for weight decay and costs
         layers = [layer for root in roots(module) for layer in decoder_layers_of(root)]
         self._refuse_other_units(module, layers)
         self._options["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)
-        within = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        around = [p for root in roots(module) if _is_frozen(root) for p in root.parameters() if id(p) not in within]
-        if around:
-            for parameter in around:
+        in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        frozen = [root for root in roots(module) if _is_frozen(root)]
+        unsharded = [p for root in frozen for p in root.parameters() if id(p) not in in_layers]
+        if unsharded:
+            for parameter in unsharded:
                 parameter.data = parameter.data.to(self.trainer.strategy.root_device)
-            self._options["ignored_states"] = around
+            self._options["ignored_states"] = unsharded
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
@@ -97,9 +98,9 @@ class FSDP1Support(ShardedSupport):
         return strategy._forward_redirection(strategy.model, module, method, *args, **kwargs)
 
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Each weight of a model, copied from its unit, which stays gathered while consecutive weights are in it.
+        """Each weight of a model, copied from its FSDP unit, which stays gathered for consecutive weights.
 
-        The order is the same as in other strategies, so weights around the layers are gathered before and after them.
+        The order is the same as under other strategies, so the root unit is gathered before and after the layers.
         """
         wrapped = self.trainer.strategy.model
         assert isinstance(wrapped, FullyShardedDataParallel)

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class FSDP2Support(ShardedSupport):
     """Shards each model over all ranks, trained or frozen.
 
-    A decoder layer is gathered for its forward and its backward. Everything else (embeddings, norms, head) is gathered
-    when the model is called and stays so until the backward pass is done, because logits are computed chunk by chunk.
+    A decoder layer is gathered for its forward and its backward. Everything else (embeddings, norms, head) stays
+    gathered from the model's call to the end of its backward, because logits are computed chunk by chunk.
     Weights are gathered in their storage dtype: under `bf16-mixed` that is float32, and autocast makes the bfloat16
     copies.
 
-    While micro-batches accumulate, each rank has its whole gradients: the price of one reduction per step.
+    While micro-batches accumulate, each rank holds whole gradients: the price of one reduction per step.
     """
 
     def check(self, module: LightningModule) -> None:
@@ -44,7 +44,7 @@ class FSDP2Support(ShardedSupport):
             ranks = self.trainer.world_size
             raise ValueError(
                 f"ModelParallelStrategy has tensor_parallel_size={mesh['tensor_parallel'].size()} (its default 'auto' "
-                "is the number of devices of a node), so nothing would be sharded here; set "
+                "is the number of devices of a node), but only data parallelism shards here; set "
                 f"data_parallel_size={ranks} and tensor_parallel_size=1."
             )
         refuse_whole_weights(module, "ModelParallelStrategy")
@@ -80,7 +80,7 @@ class FSDP2Support(ShardedSupport):
                 root.set_reshard_after_forward(False, recurse=False)
 
     def call(self, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method, and leave no weights gathered."""
+        """Run a method, then reshard all weights."""
         try:
             return getattr(module, method)(*args, **kwargs)
         finally:
@@ -97,7 +97,7 @@ class FSDP2Support(ShardedSupport):
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """This rank's shards of the gradients."""
         gradients = super().gradients(parameters)
-        return [own.to_local() if isinstance(own, DTensor) else own for own in gradients]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
 
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Each weight of a model, gathered separately, even while its units are gathered."""
@@ -108,9 +108,9 @@ class FSDP2Support(ShardedSupport):
 @torch.inference_mode(False)
 @torch.no_grad()
 def _whole(weight: Weight) -> Tensor:
-    own = weight.get()
+    tensor = weight.get()
     # A gathered unit will free its storage, so copy.
-    return own.full_tensor() if isinstance(own, DTensor) else own.clone()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _each_unit(sharded: Sequence[nn.Module], function: Callable[[Any], Any]) -> None:
@@ -121,15 +121,17 @@ def _each_unit(sharded: Sequence[nn.Module], function: Callable[[Any], Any]) -> 
 
 
 def _call_through(root: Any, backbone: nn.Module) -> None:
-    """Make a call of only the backbone gather the weights around the layers, as a call of the model does."""
-    inside = [0]
+    """Make calls of the backbone alone gather the weights outside the layers, as calls of the model do."""
+    depth = 0  # of calls of the whole model
     backbone_forward = backbone.forward
 
     def enter(*_: Any) -> None:
-        inside[0] += 1
+        nonlocal depth
+        depth += 1
 
     def leave(*_: Any) -> None:
-        inside[0] -= 1
+        nonlocal depth
+        depth -= 1
 
     root.register_forward_pre_hook(enter)
     root.register_forward_hook(leave, always_call=True)
@@ -138,6 +140,6 @@ def _call_through(root: Any, backbone: nn.Module) -> None:
 
     @functools.wraps(backbone_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (backbone_forward if inside[0] else root.backbone_forward)(*args, **kwargs)
+        return (backbone_forward if depth else root.backbone_forward)(*args, **kwargs)
 
     backbone.forward = forward  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Common parts of strategies that shard: norms over all ranks' shards, and the modules to shard."""
+"""What sharding strategies share: norms over all ranks' shards, and the modules to shard."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class ShardedSupport(StrategySupport):
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients over all ranks' shards, a scalar. Collective."""
         device = self.trainer.strategy.root_device
-        own = [gradient for gradient in self.gradients(parameters) if gradient.numel()]
-        norms = torch._foreach_norm(own) if own else []
+        gradients = [gradient for gradient in self.gradients(parameters) if gradient.numel()]
+        norms = torch._foreach_norm(gradients) if gradients else []
         total = torch.stack([torch.zeros((), device=device), *(n.to(device, torch.float32) for n in norms)])
         return self.trainer.strategy.reduce(total.square().sum(), reduce_op="sum").sqrt()
 
-    def touch(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+    def zero_loss_over(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Zero: no reducer waits for gradients of unused parameters."""
         return torch.zeros((), device=self.trainer.strategy.root_device)
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that are called as a whole: transformers models, and modules with other weights.
+    """The outermost modules that are called as a whole: transformers models, and others with direct parameters.
 
     Args:
         module: A LightningModule, a critic, or a transformers model.

@@ -1,4 +1,4 @@
-"""What modules need from a strategy; the base class is for a single device and DDP, where ranks have all weights."""
+"""What modules need from a strategy. The base class is for a single device and DDP: every rank has all weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StrategySupport:
-    """Access to weights and gradients under one strategy. Subclasses serve those that shard.
+    """Access to weights and gradients under a strategy; subclasses are for those that shard.
 
     Args:
         trainer: The run's Trainer; None for a module that is used without one.
@@ -57,7 +57,7 @@ class StrategySupport:
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Context with whole weights on each rank, for sampling; ranks may run different calls inside it.
+        """Context with whole weights on each rank, for sampling; inside it, ranks may make different calls.
 
         Collective on enter and exit.
         """
@@ -75,7 +75,7 @@ class StrategySupport:
         return contextlib.nullcontext() if self._trainer is None else self._trainer.precision_plugin.forward_context()
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward for one of several micro-batches inside `training_step`, adding to gradients, not reducing."""
+        """Run backward for one of several micro-batches inside `training_step`; adds to gradients without reducing."""
         if self._trainer is None:
             loss.backward()
         else:
@@ -89,8 +89,8 @@ class StrategySupport:
         """
         yield
 
-    def touch(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Zero, as a function of every trained parameter, so a reducer that waits for all gradients gets them."""
+    def zero_loss_over(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Zero that depends on every trained parameter, so a reducer that waits for all gradients gets them."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return torch.stack([parameter.flatten()[:1].sum() * 0 for parameter in trained]).sum()
 
@@ -134,8 +134,7 @@ class StrategySupport:
         Yields:
             Name and value. Parameters have the order and names of the unwrapped model's `named_parameters()`, so tied
             ones occur once, by their first name; buffers follow the parameters of their module. Values are detached and
-            on the rank's device. They stay readable if kept, but may be live storage that the next optimizer step
-            changes.
+            on the rank's device. They stay readable if kept, but the next optimizer step may change them.
         """
         for weight in weights_of(model):
             yield weight.name, weight.get()

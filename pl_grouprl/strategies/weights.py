@@ -1,4 +1,4 @@
-"""Finds the weights of a model under wrappers and sharding."""
+"""Finds a model's weights, whatever wraps or shards it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Weight(NamedTuple):
 
     def get(self) -> Tensor:
         """The current tensor, detached."""
-        own: Tensor = getattr(self.owner, self.attribute)
-        return own.detach()
+        tensor: Tensor = getattr(self.owner, self.attribute)
+        return tensor.detach()
 
 
 def plain_name(name: str) -> str:
@@ -34,7 +34,7 @@ def plain_name(name: str) -> str:
 
 
 def named_places(model: nn.Module) -> dict[str, Weight]:
-    """Parameters and persistent buffers by every name, module by module; all names of a tied one map to its first."""
+    """Parameters and persistent buffers by name, module by module; every name of a tied one maps to its first."""
     found: dict[int, Weight] = {}
     places: dict[str, Weight] = {}
     for prefix, owner in model.named_modules(remove_duplicate=False):
@@ -52,17 +52,18 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def local_weights(model: nn.Module) -> Iterator[Tensor]:
-    """This rank's part of each weight: all of it, or a shard. Trained ones require a gradient."""
+    """This rank's part of each weight, whole or a shard; `requires_grad` is kept."""
     for weight in weights_of(model):
-        own = getattr(weight.owner, weight.attribute)
-        yield local_shard(own).requires_grad_(own.requires_grad)
+        tensor = getattr(weight.owner, weight.attribute)
+        yield local_shard(tensor).requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
 def gathered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter and exit contexts that gather weights outside inference mode, in which Lightning validates.
+    """Gather weights outside inference mode, in which Lightning validates; the body runs in the caller's mode.
 
-    The body runs in the caller's mode.
+    Args:
+        *contexts: Contexts that gather on enter and shard on exit.
     """
     with contextlib.ExitStack() as entered:
         with torch.inference_mode(False), torch.no_grad():

@@ -1,8 +1,8 @@
-"""Converts a model's weights to the form in which transformers saves them: names, fused or separate.
+"""Converts a model's weights to the names and layout in which transformers saves them.
 
 Transformers 5 stores the weights of some models differently in memory than in checkpoints, such as all experts of a
-layer in one tensor. `CheckpointForm` reverses that like `save_pretrained`, but on a stream: it never keeps more than
-the weights of one conversion.
+layer in one tensor. `CheckpointForm` reverses that as `save_pretrained` does, but on a stream: it holds at most the
+weights of one conversion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Gatherer(Generic[Key]):
-    """Collects weights until all of a group have arrived.
+    """Collects weights until a group is complete.
 
     Args:
         sizes: Number of weights in each group.
@@ -110,13 +110,13 @@ class CheckpointForm:
         from transformers.core_model_loading import WeightConverter
 
         try:
-            backwards = [own.reverse_transform() for own in reversed(self._conversions)]
+            backwards = [conversion.reverse_transform() for conversion in reversed(self._conversions)]
         except _IRREVERSIBLE as error:
             self._refuse("weights", error)
-        return [own for own in backwards if isinstance(own, WeightConverter)]
+        return [conversion for conversion in backwards if isinstance(conversion, WeightConverter)]
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """A key for all weights of one conversion: the first name that it writes."""
+        """Key shared by all weights of one conversion: the first name that it writes."""
         from transformers.core_model_loading import apply_converters
 
         target, pattern = apply_converters(name, self._converters)
@@ -124,7 +124,7 @@ class CheckpointForm:
 
     def _refuse(self, what: str, error: Exception) -> NoReturn:
         raise ValueError(
-            f"{self._owner} stores {what} differently than its checkpoints, and transformers cannot reverse that "
+            f"{self._owner} stores {what} differently from its checkpoints, and transformers cannot reverse that "
             f"from the weights alone ({type(error).__name__}: {error}); sample with HFRolloutEngine."
         ) from error
 
@@ -146,11 +146,11 @@ class _Structure:
 
     def get_parameter(self, name: str) -> Tensor:
         if name not in self._weights:
-            raise TypeError(f"the conversion reads {name!r} off the model, which may be sharded")
+            raise TypeError(f"the conversion reads {name!r} from the model, which may be sharded")
         return self._weights[name]
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise TypeError(f"the conversion reads {name!r} off the model, which may be sharded")
+        raise TypeError(f"the conversion reads {name!r} from the model, which may be sharded")
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -163,4 +163,4 @@ def _conversions(model: Any) -> list[Any]:
 
     # As in `revert_weight_conversion`: a model that was not loaded from a checkpoint is saved without prefixes.
     found = get_model_conversion_mapping(model, add_legacy=False)
-    return [own for own in found if not isinstance(own, PrefixChange)]
+    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]

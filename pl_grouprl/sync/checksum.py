@@ -5,7 +5,7 @@ splits rows or columns over ranks. The checksum of a weight w with bit patterns 
 
     sum over rows r and columns c of b(w[r, c]) * m(c)   modulo 2^64,  m(c) = (2 c + 1) * 0x9E3779B97F4A7C15,
 
-so the checksums of parts add up to that of the whole, in any order of rows, and a single bit anywhere changes it (m is
+so the checksums of parts add up to that of the whole, whatever the order of rows, and any flipped bit changes it (m is
 odd). All arithmetic is on integers, so it is the same on every device.
 """
 
@@ -25,7 +25,7 @@ def checksum(weight: Tensor, first_column: int = 0) -> int:
 
     Args:
         weight: Any dtype and device. The last axis is the columns; with four or more axes (convolutions), all axes but
-            the first are. The entries of a vector are rows of one column.
+            the first are. A vector is one column.
         first_column: Index of a shard's first column in the whole weight.
 
     Returns:

@@ -36,8 +36,7 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
         workers: The `LoadedWeight`s of each worker of the sampler, or sequences of their fields.
 
     Raises:
-        WeightsMismatchError: If a parameter was not sent, differs from what was sent, or is missing. Names some of
-            them.
+        WeightsMismatchError: If a parameter was not sent, differs from what was sent, or is missing. Names a few.
     """
     faults: list[str] = []
     arrived: set[str] = set()
@@ -46,7 +45,7 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
         if fault is not None:
             faults.append(f"{name} {fault}")
         arrived.update(part for weight in loaded for part in weight.parts)
-    faults += [f"{name} was sent, but no parameter is made of it" for name in expected if name not in arrived]
+    faults += [f"{name} was sent, but no parameter contains it" for name in expected if name not in arrived]
     if faults:
         shown = "; ".join(faults[:_NAMED]) + ("; ..." if len(faults) > _NAMED else "")
         raise WeightsMismatchError(
@@ -65,13 +64,13 @@ def _by_name(workers: Iterable[Iterable[Sequence]]) -> dict[str, list[LoadedWeig
 
 
 def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
-    """What is wrong with one parameter, which several workers may have; None if it is correct."""
+    """What is wrong with one parameter, given all workers' parts of it; None if it is correct."""
     parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
     unknown = [part for part in parts if part not in expected]
     if not all(weight.parts for weight in loaded):
         return "was not sent"
     if unknown:
-        return f"is made of {unknown[0]}, which was not sent"
+        return f"contains {unknown[0]}, which was not sent"
     kinds = {weight.how for weight in loaded}
     if kinds == {"sum"}:
         equal = add(*(weight.checksum for weight in loaded)) == add(*(expected[part] for part in parts))

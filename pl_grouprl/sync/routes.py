@@ -1,4 +1,4 @@
-"""Routes each weight of a model to one or several names in a checkpoint, or into a merged layer."""
+"""Routes each weight of a model to its names in a checkpoint, or into a merged layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Route:
 
     Attributes:
         names: Names under which it is yielded unchanged.
-        parts: Layers that it is merged into, with its name in each.
+        parts: PEFT layers whose merge needs it, with its name in each.
     """
 
     names: list[str] = field(default_factory=list)
@@ -46,13 +46,13 @@ class Routes:
         self._owner = owner
         self._by_weight: dict[str, Route] = {}
 
-    def at(self, name: str, weight: Weight) -> Route:
-        """The route of a weight in the model; all names of a tied one share it."""
+    def add(self, name: str, weight: Weight) -> Route:
+        """Add a name of a weight; returns its route, which all names of a tied weight share."""
         self.by_name[name] = route = self._by_weight.setdefault(weight.name, Route())
         return route
 
     def follow(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Read a stream; yield weights under the names of their routes, and merged layers once they are complete.
+        """Read a stream; yield weights under their routes' names, and merged layers once they are complete.
 
         Raises:
             ValueError: If the stream lacks a weight, has one twice, or one that the model does not have.
@@ -68,8 +68,8 @@ class Routes:
                 )
             del awaited[route]
             weight = weight.detach()
-            for own in route.names:
-                yield own, weight
+            for target in route.names:
+                yield target, weight
             for layer, inner in route.parts:
                 if (whole := gatherer.add(layer, inner, weight)) is not None:
                     yield from merged(self.layers[layer], layer, whole)
@@ -95,7 +95,7 @@ def plan_routes(base: nn.Module, *, merge: bool) -> tuple[Routes, dict[str, Hash
     routes = Routes(type(base).__name__, _outermost(base))
     outcome: dict[str, Hashable] = {}
     for name, weight in named_places(base).items():
-        route = routes.at(name, weight)
+        route = routes.add(name, weight)
         parts = name.split(".")
         above = (".".join(parts[:count]) for count in range(1, len(parts)))
         layer = next((prefix for prefix in above if prefix in routes.layers), None)
@@ -115,13 +115,13 @@ def plan_routes(base: nn.Module, *, merge: bool) -> tuple[Routes, dict[str, Hash
 
 
 def _inside(layer: Any, inner: str, merge: bool) -> tuple[str | None, bool]:
-    """A PEFT layer's weight: its name without PEFT (None if PEFT's own), and whether it is merged."""
+    """A PEFT layer's weight: its name in the plain model (None if it is PEFT's), and whether it is merged."""
     active = layer.active_adapters
     if not hasattr(layer, "merge"):  # a module that PEFT trains whole
         chosen = f"modules_to_save.{active[0]}." if merge and active else "original_module."
         return (inner.removeprefix(chosen) if inner.startswith(chosen) else None), False
     base = ""
-    while hasattr(layer, "base_layer"):  # nested layers: one per weight of the experts
+    while hasattr(layer, "base_layer"):  # PEFT nests one layer per expert weight
         layer, base = layer.base_layer, f"{base}base_layer."
     if inner.startswith(base):
         return inner.removeprefix(base), merge
@@ -153,7 +153,7 @@ def merged(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[tuple[
     Args:
         layer: A PEFT layer; only its structure is read.
         name: Its name in the model.
-        weights: All its weights by their names in the layer, whole. Emptied, so that they can be freed.
+        weights: All its weights by their names in the layer, whole. Emptied to free them.
 
     Yields:
         Name in the model without adapters, and value, detached.
@@ -161,12 +161,12 @@ def merged(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[tuple[
     holder: Any = nn.Module()
     holder.layer = _bare(layer, weights)
     weights.clear()
-    for own in adapter_layers(holder):
-        base = own.get_base_layer()
+    for adapter_layer in adapter_layers(holder):
+        base = adapter_layer.get_base_layer()
         for inner, parameter in list(base.named_parameters(recurse=False)):
             setattr(base, inner, nn.Parameter(parameter.clone(), requires_grad=False))
         with torch.no_grad():
-            own.merge()
+            adapter_layer.merge()
     remove_adapters(holder)
     for inner, weight in named_places(holder.layer).items():
         yield f"{name}.{inner}", weight.get()
@@ -180,13 +180,13 @@ def _bare(module: nn.Module, weights: dict[str, Tensor]) -> Any:
         if name not in vars(bare) and name != "forward" and not isinstance(value, Tensor):
             vars(bare)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
     bare.training = module.training
-    bare._parameters.update({name: None for name, own in module._parameters.items() if own is None})
+    bare._parameters.update({name: None for name, parameter in module._parameters.items() if parameter is None})
     for name, weight in weights.items():
         if "." not in name and name in module._buffers:
             bare._buffers[name] = weight
         elif "." not in name:
             bare._parameters[name] = nn.Parameter(weight, requires_grad=False)
     for name, child in module._modules.items():
-        within = {own.removeprefix(f"{name}."): w for own, w in weights.items() if own.startswith(f"{name}.")}
+        within = {key.removeprefix(f"{name}."): w for key, w in weights.items() if key.startswith(f"{name}.")}
         bare._modules[name] = None if child is None else _bare(child, within)
     return bare

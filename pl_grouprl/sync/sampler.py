@@ -1,4 +1,4 @@
-"""The interface of samplers with their own copy of the weights, and their errors."""
+"""The interface and errors of samplers that have a copy of the weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class AdapterWeights:
 
     Attributes:
         config: Contents of its `adapter_config.json`.
-        weights: Name, as in its `adapter_model.safetensors`, and whole value of each; read like the other weights,
-            after them.
+        weights: Names, as in its `adapter_model.safetensors`, and whole values; read after the other weights.
     """
 
     config: Mapping[str, Any]
@@ -25,16 +24,15 @@ class AdapterWeights:
 
 @runtime_checkable
 class SyncedSampler(Protocol):
-    """Has a copy of the policy's weights, synced after updates.
+    """A sampler with a copy of the policy's weights, synced after updates.
 
     `bind` and `update_weights` are collective. Ranks exchange errors afterwards, so an engine whose ranks wait for each
     other inside a method must release all of them before raising. `bind` reads the policy's config; its weights may be
     shards.
 
     Attributes:
-        adapter: How it takes a policy's adapter: `merged` into the weights, or `separate`: the base once, then only the
-            adapter.
-        version: Version of the sampler's weights, as far as this process knows; None if it has none of ours.
+        adapter: `merged`: it takes adapters merged into the weights; `separate`: the base once, then only the adapter.
+        version: Version of the weights that it has, as far as this process knows; None if none were sent.
     """
 
     adapter: Literal["merged", "separate"]
@@ -50,14 +48,14 @@ class SyncedSampler(Protocol):
         """Load new weights into the sampler, and verify that it has them.
 
         Args:
-            weights: Name, as in a Hugging Face checkpoint, and whole value of each. Read once, in order; the caller
-                exhausts what is left unread. A tensor may change once the next one is requested.
+            weights: Names, as in a Hugging Face checkpoint, and whole values. Read once, in order; the caller exhausts
+                what is left unread. A tensor may change once the next one is requested.
             version: Larger than any before.
             adapter: The adapter for those weights if `self.adapter` is `separate`. The first time, `weights` are the
                 base; later they are empty, and the sampler keeps its base.
 
         Returns:
-            Metrics, including `bytes`. (The caller measures `seconds`, including gathering.)
+            Metrics, including `bytes`; the caller measures `seconds`.
 
         Raises:
             SamplerLostError: If the sampler was restarted in the meantime.
@@ -78,4 +76,4 @@ class SamplerLostError(RuntimeError):
 
 
 class WeightsMismatchError(RuntimeError):
-    """The sampler has other weights than the policy; its rollouts must not be trained on."""
+    """The sampler's weights differ from the policy's; its rollouts must not be trained on."""

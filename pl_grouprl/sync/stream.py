@@ -1,9 +1,9 @@
 """A policy's weights as a stream in checkpoint form, with adapters merged or separate.
 
-Each function is pure: it depends only on a stream of a model's raw weights and the model's structure and config, and
-never reads the model's tensors, which may be shards, or empty. Given the same stream, every rank yields the same
-without communication; only the raw stream itself is collective. The stream is read to its end, one weight at a time,
-keeping at most the weights of one module with an adapter, or of one transformers conversion (the experts of one layer).
+The functions read a stream of raw weights and the model's structure and config, never the model's tensors, which may
+be shards or empty. Only the raw stream is collective: from the same stream, every rank yields the same weights without
+communication. It is read to its end, one weight at a time, holding at most the weights of one module with an adapter,
+or of one transformers conversion (the experts of a layer).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def checkpoint_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
 
     Args:
         model: A transformers model, with or without PEFT layers, or a `PeftModel`.
-        weights: All parameters, by the names of `model.named_parameters()`, and persistent buffers, whole, on any
-            device. Tied ones come once; those of a module are consecutive. Values must not change until the last weight
-            of their module was read. They are not modified.
+        weights: Names, as in `model.named_parameters()`, and whole values of all parameters and persistent buffers, on
+            any device. Tied ones come once; those of a module are consecutive, and must not change until the last of
+            them was read. They are not modified.
 
     Yields:
         Name and detached value. Each may be released when the next is requested.
@@ -80,8 +80,8 @@ def adapter_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
 
     Yields:
         Name, such as `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`, and detached value, in its training
-        dtype. Modules that PEFT trains whole are included, as in its file; resized embeddings are not, as they belong
-        to the base here.
+        dtype. Modules that PEFT trains whole are included, as in its file; resized embeddings are not, because they
+        count as part of the base.
 
     Raises:
         ValueError: If the model has no adapter, or several are active; or for the stream, as in `checkpoint_weights`.
@@ -89,7 +89,7 @@ def adapter_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
     base = base_of(model)
     routes, stand_ins = Routes(type(base).__name__), {}
     for name, weight in named_places(base).items():
-        routes.at(name, weight)
+        routes.add(name, weight)
         stand_ins[name] = torch.empty(0)
     names = _names_in_file(base, stand_ins)
     route_of = {id(stand_in): routes.by_name[name] for name, stand_in in stand_ins.items()}

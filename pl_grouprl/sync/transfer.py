@@ -27,9 +27,9 @@ def cast(
         Name and copy; the original may change afterwards.
     """
     for name, weight in weights:
-        own = weight.detach().to(dtype if weight.is_floating_point() else weight.dtype, copy=True)
-        checksums[name] = checksum(own)
-        yield name, own.contiguous()
+        copied = weight.detach().to(dtype if weight.is_floating_point() else weight.dtype, copy=True)
+        checksums[name] = checksum(copied)
+        yield name, copied.contiguous()
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:

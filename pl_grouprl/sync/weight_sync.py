@@ -1,4 +1,4 @@
-"""Decides when a sampler receives the policy's weights, and recovers if it lost them."""
+"""Decides when to send the policy's weights to a sampler, and resends them if it lost them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_RESTARTS = 3
 
 
 class PolicyOwner(Protocol):
-    """Owner of the policy: a module, or a part of one."""
+    """Has the policy: a module, or a part of one."""
 
     @property
     def policy(self) -> Any:
@@ -57,10 +57,10 @@ class PolicyOwner(Protocol):
 
 
 class WeightSync:
-    """Sends the policy's weights to a sampler before it samples, if they changed since the last time.
+    """Sends the policy's weights to a sampler before it samples, if any bit on any rank changed since the last time.
 
-    Any changed bit on any rank counts. At the start of a run, nothing is assumed about the sampler. All methods that
-    send weights are collective, and an error on one rank ends the run on all.
+    At the start of a run, the sampler is assumed to have no weights. All methods that send weights are collective, and
+    an error on one rank ends the run on all.
 
     Args:
         timed: Context that charges time to the part `weight_sync` of the step.
@@ -73,7 +73,7 @@ class WeightSync:
         self.forget()
 
     def forget(self) -> None:
-        """Assume nothing about the sampler: it receives all weights before it samples again."""
+        """Send all weights before the sampler is used again."""
         self._sent: int | None = None
         self._sent_base: int | None = None
 
@@ -142,7 +142,7 @@ class WeightSync:
             if not separate:
                 return engine.update_weights(checkpoint_weights(policy, streams[0]), version=self._version)
             base = base_weights(policy, streams[0]) if with_base else iter(())
-            adapter = AdapterWeights(adapter_config(policy), adapter_weights(policy, _last_of(streams)))
+            adapter = AdapterWeights(adapter_config(policy), adapter_weights(policy, _skip_to_last(streams)))
             return engine.update_weights(base, version=self._version, adapter=adapter)
 
     def _add(self, figures: dict[str, float]) -> None:
@@ -165,7 +165,7 @@ def read_to_the_end(*streams: Iterable[Named]) -> Iterator[list[Iterator[Named]]
             deque(part, maxlen=0)
 
 
-def _last_of(streams: list[Iterator[Named]]) -> Iterator[Named]:
+def _skip_to_last(streams: list[Iterator[Named]]) -> Iterator[Named]:
     """The last stream, after exhausting the others, because ranks gather them in order."""
     *before, last = streams
     for stream in before:
@@ -174,14 +174,14 @@ def _last_of(streams: list[Iterator[Named]]) -> Iterator[Named]:
 
 
 def check_adapter(engine: object, policy: nn.Module) -> None:
-    """Refuse an engine that takes an adapter separately if the policy has none, and one for weights of 4 bits.
+    """Refuse a synced engine for a quantized policy, and one that takes adapters separately for a policy without one.
 
     Raises:
         ValueError: Says what to change.
     """
     if isinstance(engine, SyncedSampler) and is_quantized(policy):
         raise ValueError(
-            f"engine is {type(engine).__name__}, which receives weights as in a checkpoint, and those of the "
+            f"engine is {type(engine).__name__}, which receives weights as in a checkpoint, but those of the "
             f"{type(policy).__name__} are quantized; sample with HFRolloutEngine, or leave out quantization."
         )
     if isinstance(engine, SyncedSampler) and engine.adapter == "separate" and not has_adapters(policy):

@@ -1,4 +1,4 @@
-"""AdamW of bitsandbytes, with the number of bits of the moments chosen per parameter group."""
+"""bitsandbytes' AdamW, with 8- or 32-bit moments per parameter group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bitsandbytes.optim import AdamW
 class AdamW8bit(AdamW):
     """AdamW with moments quantized in blocks (arXiv:2110.02861) in the groups whose `state_bits` is 8.
 
-    bitsandbytes itself has one number of bits for the whole optimizer. Its table of exceptions for single weights is
-    process-wide, so it would outlive the run.
+    bitsandbytes takes one number of bits for the whole optimizer; its overrides for single weights are process-wide, so
+    they would outlive the run.
 
     Args:
         groups: Parameter groups, each with `state_bits` (8 or 32) and all options of AdamW.

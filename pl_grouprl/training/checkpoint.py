@@ -1,4 +1,4 @@
-"""The run's share of a Lightning checkpoint: what is saved, and what a resumed run must agree with."""
+"""The run's part of a Lightning checkpoint: what it saves, and what a resumed run must match."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CHECKPOINT_KEY = "pl_grouprl"
 
 
 class RunCheckpoint:
-    """Saves and loads what Lightning does not: random numbers, rollouts whose updates are not finished, and so on.
+    """Saves and loads what Lightning does not, such as random number generators and rollouts with updates left.
 
     Args:
         module: The `RLModule`.
         num_mini_batches: Updates in each pass over the rollouts.
 
     Attributes:
-        reference_fingerprint: Of the reference policy, or of the frozen base of an adapter; None if there is neither.
+        reference_fingerprint: Fingerprint of the reference policy, or of an adapter's frozen base; None without either.
     """
 
     def __init__(self, module: Any, num_mini_batches: int) -> None:
@@ -45,12 +45,12 @@ class RunCheckpoint:
 
     @property
     def _is_resumed(self) -> bool:
-        """Whether training continues from what is loaded; otherwise it is only evaluated."""
+        """Whether a fit continues from the checkpoint, rather than an evaluation of its weights."""
         trainer = self._module._trainer
         return trainer is not None and trainer.state.fn == "fit"
 
     def standard_parts(self) -> dict[str, Stateful]:
-        """The parts that every algorithm saves, by name, in the order in which they are loaded."""
+        """The parts that every algorithm saves, by name, in loading order."""
         module = self._module
         optimized = {} if module.policy is None else module.optimized_parts()
         adapters = {name: adapter_options(part) for name, (part, _) in optimized.items()}
@@ -81,21 +81,21 @@ class RunCheckpoint:
         """Load all parts.
 
         Raises:
-            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that may not.
+            ValueError: If another algorithm wrote it, a part rejects its state, or an option changed that must not.
         """
         module = self._module
         datamodule = getattr(module._trainer, "datamodule", None) if self._is_resumed else None
         self._begins_epoch = fix_loop_counters(checkpoint, getattr(datamodule, "num_train_batches", None))
         state, changes = checkpoint.get(CHECKPOINT_KEY, {}), {}
-        if self._is_resumed:  # each rank reads its files itself
+        if self._is_resumed:  # per rank, since each reads its own data files
             per_rank: list[Changes] = gather_plain(changes_since(state, module), module.trainer.strategy.root_device)
-            changes = {name: change for own in per_rank for name, change in own.items()}
+            changes = {name: change for of_rank in per_rank for name, change in of_rank.items()}
         parts = module.saved_state()
         load_parts(parts, state, {name for name in parts if module.starts_over.get(name) in changes})
         check_changed_options(changes, module.allow_changed)
 
     def continue_training(self) -> None:
-        """Continue a resumed run: with the next epoch if one was complete, its data, and its random numbers."""
+        """Continue a resumed run at its position in the data, with its random numbers."""
         restore_loaders(self._module.trainer, begins_epoch=self._begins_epoch)
         self._begins_epoch = False
         self._module.random_numbers.restore()
@@ -111,7 +111,7 @@ class RunCheckpoint:
         self._lineage = then
 
     def describe_misfit(self, reason: str) -> str:
-        """For weights that do not fit the module: which module wrote them, then torch's reason."""
+        """Error text for weights that do not fit the module: which module wrote them, then torch's reason."""
         return describe_misfit(self._module, self._lineage, reason)
 
     def _compare_reference(self, then: float | None, now: float | None) -> None:

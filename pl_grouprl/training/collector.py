@@ -1,4 +1,4 @@
-"""From a batch of prompts to the groups that this rank trains: sampled, rewarded, replaced if they teach nothing."""
+"""Turns a prompt batch into the groups this rank trains: sampled, rewarded, replaced if they are uninformative."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class CollectedRollouts:
     """Groups of a prompt batch; their rewards may still be pending.
 
     Attributes:
-        groups: Those that this rank trains.
-        generated: Those that this rank has sampled, including replaced ones.
+        groups: Groups that this rank trains.
+        generated: Groups that this rank sampled, including replaced ones.
         pending: Rewards of `generated` that are still being computed.
-        calls: Metrics of the reward functions for those that are done.
+        calls: Metrics of the finished reward calls.
         mini_batches: The mini-batch of each group; empty on a single rank, where the buffer assigns them.
-        metrics: Of the selection and the balance between ranks.
-        sampler_reports: Whether every rollout of every rank has log-probabilities of the sampler.
+        metrics: Metrics of dynamic sampling and of the balance between ranks.
+        sampler_reports: Whether every rollout of every rank has log-probabilities from the sampler.
     """
 
     groups: list[RolloutGroup]
@@ -58,19 +58,19 @@ class Collector:
 
     Args:
         run: The run.
-        sampler: Its engine samples ahead, if asked for; all else goes through `run.generate`.
-        rewarder: Rewards what was sampled.
+        sampler: Its engine samples ahead; all other sampling goes through `run.generate`.
+        rewarder: Rewards the rollouts.
         timer: Measures the parts of a step.
         sampling: How rollouts are sampled.
         num_generations: Rollouts per prompt.
-        num_mini_batches: How many mini-batches the groups are cut into.
-        sharing: How they will be packed, which decides their cost.
-        seed: Decides the mini-batches.
-        mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`.
+        num_mini_batches: Mini-batches that the groups are split into.
+        sharing: How groups will be packed, which determines their cost.
+        seed: Seed of the split into mini-batches.
+        mask_truncated_completions: Do not train rollouts that were truncated at `max_new_tokens`.
         dynamic_sampling: Replace groups whose rewards are all equal.
-        max_generation_batches: How often prompts are sampled for one batch under `dynamic_sampling`.
-        rollout_ahead: 1 samples the next rollouts during the updates.
-        episodes: Returns what samples episodes in the thread that samples ahead; None for plain completions.
+        max_generation_batches: Most rounds of sampling per batch under `dynamic_sampling`.
+        rollout_ahead: 1 samples the next batch of rollouts during the updates; 0 does not.
+        episodes: Returns the episode loop for the thread that samples ahead; None for plain completions.
 
     Attributes:
         data: The data module, which `dynamic_sampling` and `rollout_ahead` ask for further prompts.
@@ -123,7 +123,7 @@ class Collector:
         self._cost: ModelCost | None = None
 
     def attach_ahead(self) -> None:
-        """Copy the policy that samples ahead, if asked for."""
+        """Under `rollout_ahead`, copy the policy that samples ahead."""
         if self._rollout_ahead:
             engine: Any = self._sampler.engine
             self._episodes_ahead = self._make_episodes()
@@ -131,15 +131,15 @@ class Collector:
 
     @property
     def ahead_state(self) -> PerRankState:
-        """The rollouts that are sampled ahead, as part of a checkpoint."""
+        """Checkpoint part: the rollouts sampled ahead."""
         return PerRankState(self._run, self.ahead.state_dict, self._restore_ahead)
 
     def _restore_ahead(self, per_rank: list[dict[str, Any] | None]) -> None:
-        if self._rollout_ahead and len(per_rank) == num_ranks():  # otherwise it is sampled when it is due
+        if self._rollout_ahead and len(per_rank) == num_ranks():  # otherwise they are sampled when due
             self.ahead.load_state_dict(per_rank[self._run.global_rank])
 
     def collect(self, batch: PromptBatch) -> CollectedRollouts:
-        """Sample groups, start to reward them, and distribute them to the ranks; `finish` waits for the rewards."""
+        """Sample groups, start their rewards, and distribute them to ranks; `finish` waits for the rewards."""
         generated = self._sample(batch.prompts, batch.rollout_number)
         collected = CollectedRollouts(generated, generated, self._rewarder.start(generated))
         if self._dynamic_sampling:
@@ -165,15 +165,15 @@ class Collector:
         return buffer
 
     def finish(self, collected: CollectedRollouts, buffer: RolloutBuffer) -> None:
-        """Wait for the rewards and write them into the rollouts of the buffer, with metrics of all ranks."""
+        """Wait for the rewards; put them, and the metrics of all ranks, into the buffer."""
         if collected.pending is not None:
             self._wait(collected)
             if num_ranks() > 1:
                 with self._timer.part("exchange"):
                     exchange_rewards(collected.generated, collected.groups, self._run.device)
         per_rank = gather_plain((summarize(collected.generated), collected.calls), self._run.device)
-        records = [record for own, _ in per_rank for record in own]
-        metrics = merge_reward_metrics([call for _, own in per_rank for call in own])
+        records = [record for rank_records, _ in per_rank for record in rank_records]
+        metrics = merge_reward_metrics([call for _, calls in per_rank for call in calls])
         metrics |= rollout_metrics(records) | collected.metrics
         if self._rollout_ahead:
             metrics["rollout/policy_lag"] = float(self._policy_lag)
@@ -191,7 +191,7 @@ class Collector:
         collected.calls.append((sum(len(group.rollouts) for group in collected.generated), metrics))
 
     def _distribute(self, collected: CollectedRollouts, rollout_number: int) -> None:
-        """Exchange groups between ranks for equal work."""
+        """Balance work by exchanging groups between ranks."""
         if num_ranks() == 1:
             return
         if self._cost is None:
@@ -217,7 +217,7 @@ class Collector:
                 groups = self._generate(prompts, ("rollout", rollout_number, attempt))
             else:
                 groups = self._next_groups(prompts, rollout_number)
-        for group in groups:  # position in the batch of all ranks; replacements come last
+        for group in groups:  # their index in the batch of all ranks; replacements come last
             group.group_id = (attempt << 32) + int(group.group_id)  # type: ignore[call-overload]
         return groups
 
@@ -225,7 +225,7 @@ class Collector:
         return self._run.generate(prompts, self._sampling, self._num_generations, seed=seed)
 
     def _next_groups(self, prompts: Sequence[Prompt], rollout_number: int) -> list[RolloutGroup]:
-        """Take what was sampled ahead, or sample now; then start the next rollouts, if they are sampled ahead."""
+        """Take the rollouts sampled ahead, or sample now; under `rollout_ahead`, then start the next ones."""
         if not self._rollout_ahead:
             return self._generate(prompts, ("rollout", rollout_number))
         lag = self._run.global_step - self.ahead.policy_step
@@ -269,7 +269,7 @@ class Collector:
 
 
 def _with_ids(prompts: Sequence[Prompt], token_ids: Sequence[list[int]] | None) -> list[Prompt]:
-    """Open prompts with the tokens that their rollouts read, which environments may have added to."""
+    """Open prompts; `token_ids` replaces their tokens, to which environments may have added."""
     if token_ids is None:
         return [prompt.open() for prompt in prompts]
     return [replace(prompt.open(), token_ids=ids) for prompt, ids in zip(prompts, token_ids, strict=True)]

@@ -1,4 +1,4 @@
-"""Assign groups to ranks and mini-batches once the rollouts, and so their lengths, are known."""
+"""Assigns groups to ranks and mini-batches once the lengths of their rollouts are known."""
 
 from __future__ import annotations
 
@@ -67,47 +67,50 @@ def distribute_groups(
         can_move: Whether groups may leave the rank that sampled them. If not, only mini-batches are assigned.
     """
     per_rank = gather_plain([to_state(group) | {"columns": _plain_columns(group)} for group in groups], device)
-    found = [(owner, state) for owner, states in enumerate(per_rank) for state in states]
-    found.sort(key=lambda pair: pair[1]["group_id"])  # same order for any number of ranks
-    everything = [from_state(state) for _, state in found]
-    owners = [owner for owner, _ in found]
-    tries = (build_trie([rollout.token_ids for rollout in group.rollouts]) for group in everything)
-    shapes = [(len(group.prompt_ids), trie) for group, trie in zip(everything, tries, strict=True)]
-    costs = cost.of_groups(shapes, sharing)
-    numbers = cut_into_mini_batches(len(everything), num_mini_batches, seed)
-    own: list[int] = []
+    sampled = [(owner, state) for owner, states in enumerate(per_rank) for state in states]
+    sampled.sort(key=lambda pair: pair[1]["group_id"])  # same order for any number of ranks
+    all_groups = [from_state(state) for _, state in sampled]
+    owners = [owner for owner, _ in sampled]
+    tries = (build_trie([rollout.token_ids for rollout in group.rollouts]) for group in all_groups)
+    costs = cost.of_groups(
+        [(len(group.prompt_ids), trie) for group, trie in zip(all_groups, tries, strict=True)], sharing
+    )
+    mini_batches = cut_into_mini_batches(len(all_groups), num_mini_batches, seed)
+    assigned: list[int] = []
     balanced, unbalanced = [], []
     for number in range(num_mini_batches):
-        members = [index for index, of in enumerate(numbers) if of == number]
+        members = [index for index, mini_batch in enumerate(mini_batches) if mini_batch == number]
         part = [costs[index] for index in members]
         ranks = balance(part, len(per_rank)) if can_move else [owners[index] for index in members]
-        own += [index for index, of in zip(members, ranks, strict=True) if of == rank]
+        assigned += [index for index, owner in zip(members, ranks, strict=True) if owner == rank]
         balanced.append(imbalance(part, ranks, len(per_rank)))
         unbalanced.append(imbalance(part, [owners[index] for index in members], len(per_rank)))
-    own.sort()
+    assigned.sort()
     metrics = {
         "balance/max_over_mean": sum(balanced) / len(balanced),
         "balance/max_over_mean_unbalanced": sum(unbalanced) / len(unbalanced),
     }
     columns = {group.group_id: group.columns for group in groups}
-    for index in own:  # groups that stay keep all dataset columns
-        everything[index].columns = columns.get(everything[index].group_id, everything[index].columns)
-    if not own:  # fewer groups than ranks: join the collectives with nothing to train
-        return RankAssignment([replace(without_rewards(everything[0]), group_id=-1)], [-1], metrics)
-    return RankAssignment([everything[index] for index in own], [numbers[index] for index in own], metrics)
+    for index in assigned:  # groups that stay keep all dataset columns
+        all_groups[index].columns = columns.get(all_groups[index].group_id, all_groups[index].columns)
+    if not assigned:  # fewer groups than ranks: join the collectives with nothing to train
+        return RankAssignment([replace(without_rewards(all_groups[0]), group_id=-1)], [-1], metrics)
+    return RankAssignment(
+        [all_groups[index] for index in assigned], [mini_batches[index] for index in assigned], metrics
+    )
 
 
-def exchange_rewards(sampled: Sequence[RolloutGroup], own: Sequence[RolloutGroup], device: torch.device) -> None:
+def exchange_rewards(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], device: torch.device) -> None:
     """Send rewards from the ranks that computed them to those that train the groups. Collective.
 
     Args:
-        sampled: Groups that this rank rewarded.
-        own: Groups that it trains, matched by `group_id`; changed in place.
+        sampled: Groups that this rank sampled and rewarded.
+        trained: Groups that it trains, matched by `group_id`; changed in place.
         device: Device for communication.
     """
     rewards = [(group.group_id, [(r.reward, r.rewards, r.token_rewards) for r in group.rollouts]) for group in sampled]
     found = dict(pair for pairs in gather_plain(rewards, device) for pair in pairs)
-    for group in own:
+    for group in trained:
         for rollout, rewarded in zip(group.rollouts, found.get(group.group_id, ()), strict=False):
             rollout.reward, rollout.rewards, rollout.token_rewards = rewarded
 

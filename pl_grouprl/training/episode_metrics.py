@@ -16,7 +16,7 @@ FAILURES: tuple[str, ...] = get_args(FailureKind)
 
 
 def summarize_episode(rollout: Rollout) -> EpisodeRecord | None:
-    """Statistics of an episode, which the metrics need; None for a plain completion."""
+    """The statistics of an episode that metrics need; None for a plain completion."""
     if rollout.messages is None:
         return None
     return rollout.tool_counts | {

@@ -19,17 +19,17 @@ from pl_grouprl.utilities.distributed import derive_seed, gather_plain, raise_on
 
 
 class EngineTurnSampler:
-    """An engine as a `TurnSampler`.
+    """Adapts a rollout engine to `TurnSampler`.
 
     Args:
-        run: Has the policy, and the rank.
-        engine: Samples; bound to the policy or to a copy.
+        run: Provides the policy and the rank.
+        engine: Bound to the policy or to a copy of it.
         sampling: How to sample.
         num_generations: Rollouts per prompt.
-        seed: What identifies the random numbers of this call.
+        seed: Identifies this call's random numbers.
         base_seed: The run's seed.
-        one_prompt: Whether all rollouts of a group read the same prompt, as they do without environments. The first
-            turn is then what a run without tools samples.
+        one_prompt: Whether all rollouts of a group start from the same prompt, as they do without environments. The
+            first turn then samples the same tokens as a run without tools.
 
     Attributes:
         max_length: Longest sequence of model and engine, prompt included; None if unknown.
@@ -54,7 +54,7 @@ class EngineTurnSampler:
         self.max_length: int | None = min((length for length in lengths if length is not None), default=None)
 
     def keeping_caches(self) -> AbstractContextManager[Any]:
-        """Let the engine keep what it has encoded until the episodes end, if it can."""
+        """Let the engine, if it can, keep its key/value caches until the episodes end."""
         engine: Any = self._engine
         return engine.keep_caches() if declares(engine, "keeps_caches") else nullcontext()
 
@@ -88,7 +88,7 @@ class EngineTurnSampler:
             prompts,
             replace(self._sampling, max_new_tokens=max(limits, default=1)),
             num_generations=count,
-            # An engine that numbers its prompts itself would draw the same numbers on all ranks.
+            # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
             seed=derive_seed(*stream, self._base_seed, 0 if takes_indices else self._run.global_rank),
             **options,
         )
@@ -114,7 +114,7 @@ def _truncate(rollout: Rollout, limit: int) -> Rollout:
 
 
 def _pad_media(media: Media, num_tokens: int) -> Media:
-    """Extend a prompt's per-token media to a longer history, whose further tokens are all text."""
+    """Pad a prompt's per-token media to a longer history; all added tokens are text."""
     return {
         name: pad(value, (0, num_tokens - len(value))) if is_per_token(name) else value for name, value in media.items()
     }

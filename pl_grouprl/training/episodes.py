@@ -1,4 +1,4 @@
-"""Tools and environments of a run: what the options ask for, and when they start and end."""
+"""Tools and environments of a run: options, setup and teardown."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Rewards = list[Weighted | RewardFunction] | RewardFunction
 
 
 class Episodes:
-    """How a run samples episodes of several turns; without tools, it only renders conversations.
+    """Multi-turn episodes of a run; without tools, it only renders conversations.
 
     Args:
-        run: Has the tokenizer.
+        run: Provides the tokenizer.
         tools: Functions that the model may call.
         environment_factory: Makes environments; one, or several by name.
-        limits: How long an episode may become.
+        limits: Limits on an episode's length.
         chat_template: Used in place of the tokenizer's; see `ChatFormat`.
-        tool_timeout: Seconds that a call may take; None for any time.
+        tool_timeout: Time limit of a call in seconds; None is no limit.
         tool_workers: Processes per rank that run tools; 0 runs them in threads.
 
     Attributes:
@@ -80,7 +80,7 @@ class Episodes:
 
     @property
     def exposes_environments(self) -> bool:
-        """Whether reward functions can get the environments: there are some, and they live in this process."""
+        """Whether reward functions can receive environments: only those that live in this process."""
         return self.runner is not None and self.runner.has_environments and self.runner.workers == 0
 
     @property
@@ -100,17 +100,17 @@ class Episodes:
         """The most tokens that may follow a prompt.
 
         Args:
-            max_new_tokens: What the model writes at most.
+            max_new_tokens: Most tokens that the model writes.
             budget: `max_tokens_per_micro_batch`.
 
         Raises:
-            ValueError: If a budget needs to know it, and results of tools have no limit.
+            ValueError: If there is a budget, but no limit on tool results.
         """
         if self.runner is None:
             return max_new_tokens
         if self._limits.max_episode_tokens is None and budget is not None:
             raise ValueError(
-                f"max_tokens_per_micro_batch is {budget}, and results of tools may take any number of tokens; set "
+                f"max_tokens_per_micro_batch is {budget}, but tool results may have any number of tokens; set "
                 "max_episode_tokens."
             )
         return self._limits.max_episode_tokens or max_new_tokens
@@ -132,12 +132,12 @@ class Episodes:
         self.runner.open()
 
     def close(self) -> None:
-        """End the workers, and drop the environments."""
+        """Stop the workers and drop the environments."""
         if self.runner is not None:
             self.runner.close()
 
     def loop(self) -> EpisodeLoop | None:
-        """Samples episodes; None without tools."""
+        """The loop that samples episodes; None without tools."""
         if self.runner is None:
             return None
         if self._loop is None:
@@ -156,7 +156,7 @@ class Episodes:
         if self._chat_template is not None:
             options["chat_template"] = self._chat_format().chat_template
         if self.runner is not None:
-            options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama renders []
+            options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama's template renders []
         return options
 
     def _chat_format(self) -> ChatFormat:

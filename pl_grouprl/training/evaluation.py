@@ -36,8 +36,9 @@ def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: f
     for name, values in rewards_by_function(records).items():
         metrics[f"{prefix}/rewards/{name}/mean"] = math.fsum(values) / len(values) if values else math.nan
     for source in sorted({record["data_source"] for record in scored}):
-        own = [record for record in scored if record["data_source"] == source]
-        metrics |= {f"{prefix}/{source}/{name}": value for name, value in _source_metrics(own, pass_threshold).items()}
+        of_source = [record for record in scored if record["data_source"] == source]
+        source_metrics = _source_metrics(of_source, pass_threshold)
+        metrics |= {f"{prefix}/{source}/{name}": value for name, value in source_metrics.items()}
     return metrics | episode_metrics(records, f"{prefix}/")
 
 
@@ -73,7 +74,7 @@ class Evaluator:
         self._reward_calls.append((num_rollouts, dict(reward_metrics or {})))
         answers = [self._extractor.answers(group) for group in self.groups]
         pairs = zip(summarize(self.groups), answers, strict=True)
-        self._records += [record | {"answers": own} for record, own in pairs]
+        self._records += [record | {"answers": answers_of_group} for record, answers_of_group in pairs]
         return answers
 
     def metrics(self, prefix: str, device: torch.device) -> dict[str, float]:
@@ -84,8 +85,8 @@ class Evaluator:
         """
         gathered = gather_plain((self._records, self._reward_calls), device)
         self._records, self._reward_calls = [], []
-        records = [record for own, _ in gathered for record in own]
-        extras = extra_numbers([call for _, own in gathered for call in own])
+        records = [record for rank_records, _ in gathered for record in rank_records]
+        extras = extra_numbers([call for _, calls in gathered for call in calls])
         return evaluation_metrics(records, prefix, self._pass_threshold) | {
             f"{prefix}/{name}": value for name, value in extras.items()
         }

@@ -1,4 +1,4 @@
-"""Stops a run in the optimizer step that puts NaN or infinity into its weights."""
+"""Stops a run at the first optimizer step that leaves NaN or infinity in the weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_weights(module: RLModule) -> None:
 
 def _cause(module: RLModule, broken: list[str]) -> str:
     if module.optimization.nonfinite_steps:
-        return "The step was skipped, so they were there before: check the model or checkpoint the run started from."
+        return "The step was skipped, so they were there before it: check the model or checkpoint the run started from."
     parts = module.optimized_parts()
     configs = {part: config for part, (_, config) in parts.items()}
     affected = {part: config for part, config in configs.items() if any(name.startswith(f"{part}.") for name in broken)}

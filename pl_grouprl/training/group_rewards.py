@@ -1,6 +1,6 @@
-"""Rewards of groups, as the estimators of advantages take them.
+"""Rewards of groups as tensors, the input of advantage estimators.
 
-Legend: B rollouts, F columns of rewards, N response tokens of all rollouts one after another, T length of the longest.
+Legend: B rollouts, F reward functions, N response tokens of all rollouts, concatenated, T length of the longest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages import (
-    AdvantageEstimator,
-)
+from pl_grouprl.functional.advantages import AdvantageEstimator
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -27,15 +25,16 @@ from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """Rewards of the rollouts of all ranks, one rank after another.
+    """Rewards of the rollouts of all ranks, in rank order.
 
     Attributes:
-        outcomes: The outcome of each rollout, shape [B], or its reward from each function, shape [B, F]; NaN for none.
-        group_ids_B: The group of each rollout.
-        lengths_B: Its response tokens.
-        sampled_B: Those of them that the model wrote.
-        greedy: The outcomes of the greedy rollout of its prompt, if there is one.
-        step_rewards_N: Reward of each step at its last token, NaN elsewhere; None if no rollout of any rank has
+        outcomes: Outcome of each rollout, shape [B], or its reward from each function, shape [B, F]; NaN if missing.
+        group_ids_B: Group of each rollout.
+        lengths_B: Number of response tokens of each rollout.
+        sampled_B: Number of those that the model wrote.
+        greedy: Outcome of the greedy rollout of each rollout's prompt, shaped like `outcomes`; None without greedy
+            rollouts.
+        step_rewards_N: Reward of each step at its last token, NaN elsewhere; None if no rollout on any rank has
             `token_rewards`.
         own_B: This rank's rollouts.
         own_N: This rank's tokens.
@@ -58,17 +57,18 @@ def gather_rewards(
     functions: Sequence[str] = (),
     greedy: Sequence[RolloutGroup] | None = None,
 ) -> GroupRewards:
-    """Collect the rewards of all ranks. All ranks call it.
+    """Gather the rewards of all ranks. Collective.
 
     Args:
-        groups: Those of this rank.
+        groups: This rank's groups.
         run: The run.
-        functions: Reward functions by name, for a column each; none for the outcome alone.
+        functions: Names of reward functions, one column each; empty for the outcome alone.
         greedy: One greedy rollout of each prompt, in the order of the groups.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     baselines = [
-        _columns(own, functions) * len(group.rollouts) for own, group in zip(greedy or (), groups, strict=False)
+        _columns(baseline, functions) * len(group.rollouts)
+        for baseline, group in zip(greedy or (), groups, strict=False)
     ]
     per_rank: list[dict[str, Any]] = gather_plain(
         {
@@ -85,7 +85,7 @@ def gather_rewards(
     joined = {name: [item for rank in per_rank for item in rank[name]] for name in per_rank[0]}
     sizes, shape = torch.tensor(joined["sizes"]), (-1, len(functions)) if functions else (-1,)
     ends = [(len(rank["lengths"]), sum(rank["lengths"])) for rank in per_rank]
-    first_B, first_N = (sum(own) for own in zip((0, 0), *ends[: run.global_rank], strict=True))
+    first_B, first_N = (sum(counts) for counts in zip((0, 0), *ends[: run.global_rank], strict=True))
     count_B, count_N = ends[run.global_rank]
     return GroupRewards(
         outcomes=torch.tensor(joined["rewards"], dtype=torch.float32).view(shape),
@@ -111,19 +111,20 @@ def _columns(group: RolloutGroup, functions: Sequence[str]) -> list[list[float]]
 def _on_tokens(steps: Sequence[dict[int, float]], lengths: Sequence[int]) -> Tensor:
     rewards_N = torch.full((sum(lengths),), torch.nan)
     first = 0
-    for own, length in zip(steps, lengths, strict=True):
-        rewards_N[[first + place for place in own]] = torch.tensor(list(own.values()), dtype=torch.float32)
+    for step_rewards, length in zip(steps, lengths, strict=True):
+        places = [first + place for place in step_rewards]
+        rewards_N[places] = torch.tensor(list(step_rewards.values()), dtype=torch.float32)
         first += length
     return rewards_N
 
 
 def has_token_rewards(groups: Sequence[RolloutGroup]) -> bool:
-    """Whether a reward function rewarded the tokens of a rollout."""
+    """Whether any rollout has rewards per token."""
     return any(rollout.token_rewards is not None for group in groups for rollout in group.rollouts)
 
 
-def less_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
-    """The groups with each reward less the KL penalty of its tokens."""
+def subtract_kl_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
+    """Copy the groups, subtracting from each reward the KL penalty of its tokens."""
     groups = []
     for group, penalties in zip(buffer.groups, buffer.tokens["kl_penalty"], strict=True):
         sums = [float(part.sum()) for part in penalties.split([len(r.token_ids) for r in group.rollouts])]
@@ -138,19 +139,19 @@ def less_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
 def token_advantages(
     estimator: AdvantageEstimator, buffer: RolloutBuffer, groups: Sequence[RolloutGroup], device: torch.device
 ) -> Tensor:
-    """Call an estimator of advantages per token. All ranks call it.
+    """Estimate advantages per token. Collective.
 
     Args:
-        estimator: Its `per_token` is true.
-        buffer: With `token_rewards`.
-        groups: Those of the buffer, with rewards less the KL penalty where that is part of the reward.
-        device: Where ranks communicate.
+        estimator: An estimator with `per_token`.
+        buffer: Has `token_rewards`.
+        groups: The buffer's groups, with the KL penalty subtracted from rewards if it is part of them.
+        device: Device for communication.
 
     Returns:
         Advantages, shape [N].
 
     Raises:
-        ValueError: If the estimator takes one reward per rollout, and a rollout of any rank has them per token.
+        ValueError: If the estimator takes one reward per rollout, and a rollout on any rank has rewards per token.
     """
     lengths_B = buffer.rollout_lengths
     mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
@@ -160,16 +161,18 @@ def token_advantages(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if estimator.takes_token_rewards:
         rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
-    else:  # the rewards of tokens do not tell a rollout without a trained token from one with a reward of 0
+    else:  # sums over tokens would be 0 for rollouts without a trained token
         if any(gather_plain(has_token_rewards(groups), device)):
-            raise ValueError(no_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus"))
+            raise ValueError(
+                unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
+            )
         rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
     advantages_BT = estimator(rewards, ids_B, mask=mask_BT, reduce=reduce)
     return from_rows(advantages_BT, lengths_B)
 
 
-def no_token_rewards(reason: str, remedy: str) -> str:
-    """What an error says where rewards per token have no meaning."""
+def unusable_token_rewards(reason: str, remedy: str) -> str:
+    """Error text for rewards per token that cannot be used."""
     return (
         f"a reward function returned a reward per token, but {reason}; {remedy}, or return one number per completion."
     )

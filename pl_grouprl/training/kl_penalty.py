@@ -19,7 +19,7 @@ from pl_grouprl.utilities.options import check_options
 
 
 class KLPenalty:
-    """Penalizes the distance to the reference policy.
+    """Penalizes the KL divergence from the reference policy.
 
     Args:
         beta: Coefficient; the initial one if it adapts. 0 is no penalty.
@@ -54,7 +54,9 @@ class KLPenalty:
         if place == "reward" and beta == 0:
             raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or leave kl_in out.")
         if target is not None and beta == 0:
-            raise ValueError(f"kl_target is {target} and beta is 0, which scaling cannot change; set a starting beta.")
+            raise ValueError(
+                f"kl_target is {target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an initial beta."
+            )
         if horizon is not None and target is None:
             raise ValueError(f"kl_horizon is {horizon} and kl_target is None; a fixed beta ignores it. Set kl_target.")
         check_kl_kind(kind, "kl_type")
@@ -101,7 +103,7 @@ class KLPenalty:
     def of_rewards(self, buffer: RolloutBuffer, device: torch.device) -> Tensor:
         """Compute the penalty to subtract from each token's reward, and adapt the coefficient.
 
-        This penalty uses the coefficient before it is adapted; one in the loss uses the adapted coefficient.
+        A penalty in the rewards uses the coefficient before this adaptation; one in the loss uses the adapted one.
 
         Args:
             buffer: With `old_logprobs` and `ref_logprobs` if `needs_old_logprobs`; metrics are added to it.

@@ -29,25 +29,25 @@ class LossSums(NamedTuple):
 
 
 class LossAccumulator:
-    """Adds up the terms of a step's micro-batches on this rank."""
+    """Adds up the loss sums of a step's micro-batches on this rank."""
 
     def __init__(self) -> None:
         self._losses: dict[str, list[Tensor]] = {}
         self._metrics: dict[str, list[Tensor]] = {}
         self._extremes: dict[str, Tensor] = {}
 
-    def add(self, terms: LossSums, weight: float = 1.0) -> None:
-        """Add the terms of a micro-batch.
+    def add(self, loss_sums: LossSums, weight: float = 1.0) -> None:
+        """Add the sums of a micro-batch.
 
         Args:
-            terms: What `compute_loss` returned.
+            loss_sums: What `compute_loss` returned.
             weight: This rank's share of a micro-batch that several ranks compute together.
         """
-        for sums, pairs in ((self._losses, terms.losses), (self._metrics, terms.metrics)):
+        for sums, pairs in ((self._losses, loss_sums.losses), (self._metrics, loss_sums.metrics)):
             for name, pair in pairs.items():
-                own = [part.detach().float() * weight for part in pair]
-                sums[name] = [a + b for a, b in zip(sums[name], own, strict=True)] if name in sums else own
-        for name, value in terms.extremes.items():
+                added = [part.detach().float() * weight for part in pair]
+                sums[name] = [a + b for a, b in zip(sums[name], added, strict=True)] if name in sums else added
+        for name, value in loss_sums.extremes.items():
             before = self._extremes.get(name, value.detach())
             pick = torch.minimum if name.endswith("/min") else torch.maximum
             self._extremes[name] = pick(before, value.detach())
@@ -72,9 +72,9 @@ class LossAccumulator:
         metrics |= dict(zip(self._metrics, ratios[len(self._losses) :], strict=True))
         if self._extremes:
             values = [value.float() for value in self._extremes.values()]
-            own = torch.stack([value.to(values[0].device) for value in values]).cpu()
+            local = torch.stack([value.to(values[0].device) for value in values]).cpu()
             signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in self._extremes])
-            found = (signs * largest(signs * own)).tolist()
-            # No extreme exists if nothing is trained on any rank.
+            found = (signs * largest(signs * local)).tolist()
+            # Infinite if no rank trained anything.
             metrics |= {name: v for name, v in zip(self._extremes, found, strict=True) if not math.isinf(v)}
         return metrics

@@ -1,4 +1,4 @@
-"""What is logged about rollouts, under TRL's names. Works on plain records, which ranks can exchange."""
+"""Rollout metrics under TRL's names, computed from plain records that ranks can exchange."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
 from pl_grouprl.types import RolloutGroup
 
-_OF_REWARDS = ("/mean", "/std", "/none", "/invalid")
+_STANDARD_SUFFIXES = ("/mean", "/std", "/none", "/invalid")
 
 Record = dict[str, Any]
 """A group without its tokens: numbers, strings and lists of them."""
@@ -61,7 +61,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
 
 
 def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Collect the rewards that each function gave, before weighting, those that do not apply left out."""
+    """Collect each function's rewards before weighting, without missing ones."""
     collected: dict[str, list[float]] = {}
     for rewards in (rewards for record in records for rewards in record["by_function"]):
         for name, value in rewards.items():
@@ -70,7 +70,7 @@ def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def count_tokens(records: Sequence[Record]) -> int:
-    """Tokens of all sequences, each with its prompt: what the trainer would read with the prompt repeated."""
+    """Count the tokens of all sequences, the prompt once per rollout."""
     return sum(record["prompt_length"] * len(record["tokens"]) + sum(record["tokens"]) for record in records)
 
 
@@ -79,10 +79,7 @@ RewardCall = tuple[int, dict[str, float]]
 
 
 def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
-    """Join what is known about reward functions, over ranks and over the calls of each.
-
-    Counts are added, the rest is averaged; each call that has a figure weighs as much as it has rollouts.
-    """
+    """Merge the metrics of reward calls: counts are summed, other values averaged over rollouts."""
     merged: dict[str, float] = {}
     for name in sorted({name for _, metrics in calls for name in metrics}):
         known = [(count, metrics[name]) for count, metrics in calls if name in metrics]
@@ -94,13 +91,13 @@ def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
 
 
 def extra_numbers(calls: Sequence[RewardCall]) -> dict[str, float]:
-    """Only the means of further numbers in returned dictionaries, `rewards/{name}/{key}`, joined over calls."""
+    """Means of the extra numbers that reward functions return in dictionaries, as `rewards/{name}/{key}`."""
     merged = merge_reward_metrics(calls)
-    return {name: value for name, value in merged.items() if not name.endswith(_OF_REWARDS)}
+    return {name: value for name, value in merged.items() if not name.endswith(_STANDARD_SUFFIXES)}
 
 
 def number_or_nan(value: float | None) -> float:
-    """NaN for what is missing."""
+    """Convert to float; None becomes NaN."""
     return math.nan if value is None else float(value)
 
 

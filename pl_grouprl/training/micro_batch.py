@@ -49,7 +49,7 @@ class MicroBatch:
     Attributes:
         scoring: The decoder call.
         tokens: The buffer's per-token quantities, by name, on the module's device.
-        groups: The groups, with those of their rollouts that are in the micro-batch.
+        groups: The groups, reduced to their rollouts in this micro-batch.
         rollout_numbers: Index of each rollout in its rank's buffer, shape [B]; empty for a dummy.
         options: How it was laid out; None if it will not be laid out again.
     """

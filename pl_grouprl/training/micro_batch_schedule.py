@@ -17,13 +17,13 @@ from pl_grouprl.training.micro_batch import MicroBatch, RowOptions, dummy_group,
 from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batches
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.split_passes import (
-    Chosen,
     Passes,
-    chosen_from_state,
-    chosen_to_state,
+    Selection,
     passes_from_state,
     passes_of,
     passes_to_state,
+    selection_from_state,
+    selection_to_state,
 )
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
@@ -36,25 +36,25 @@ class PackedRowCache:
     """Caches the last packed row, so scoring and updating the same rollouts share it and its attention plan."""
 
     def __init__(self) -> None:
-        self._of: Any = None
+        self._key: Any = None
         self._scoring: ScoringBatch | None = None
 
     def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
         """Return the row of these groups, packed again unless the last one had the same tokens and options."""
-        of = (options, [_contents(group) for group in groups])
-        if self._scoring is None or self._of != of:
-            self.clear()  # frees the old row first
-            self._of, self._scoring = of, lay_out()
+        key = (options, [_contents(group) for group in groups])
+        if self._scoring is None or self._key != key:
+            self.clear()  # free the old row first
+            self._key, self._scoring = key, lay_out()
         return self._scoring
 
     def clear(self) -> None:
-        """Forget it."""
-        self._of = self._scoring = None
+        """Drop the cached row."""
+        self._key = self._scoring = None
 
 
 def _contents(group: RolloutGroup) -> tuple[Any, ...]:
-    """The contents of a row of text; copied, because lists may be changed in place."""
-    rollouts = [(tuple(own.token_ids), own.loss_mask and tuple(own.loss_mask)) for own in group.rollouts]
+    """What a row of text depends on; copied, because lists may be changed in place."""
+    rollouts = [(tuple(r.token_ids), r.loss_mask and tuple(r.loss_mask)) for r in group.rollouts]
     return tuple(group.prompt_ids), group.group_id, rollouts
 
 
@@ -100,25 +100,25 @@ class MicroBatchSchedule:
                 prompt = PrefixPass(passes.prompt, self._options.device, self._options.sequence_group)
                 yield from self._below(prompt, passes)
         for parts in [()] * (self._shape.count - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
-            row = self._buffer.select(parts) if parts else self._filler()
-            for peers_row in self._of_peers(row, chosen_to_state, chosen_from_state):
+            row = self._buffer.select(parts) if parts else self._dummy()
+            for peers_row in self._of_peers(row, selection_to_state, selection_from_state):
                 yield self._micro_batch(peers_row)
 
     def _below(self, prefix: PrefixPass, passes: Passes) -> Iterator[MicroBatch | PrefixPass]:
         for branch in passes.branches:
             yield from self._below(prefix.branch(branch.token_ids), branch)
-        for chosen in passes.slices:
-            yield self._micro_batch(chosen, prefix)
+        for selection in passes.slices:
+            yield self._micro_batch(selection, prefix)
         yield prefix
 
     def _passes(self, split: SplitGroup | None, shape: Shape) -> Passes:
         """The passes of a split group; of a dummy, if this rank has fewer than others."""
         number = 0 if split is None else split.group
-        group, dummy = self._buffer.groups[number], self._filler()
+        group, dummy = self._buffer.groups[number], self._dummy()
         passes = passes_of(group, split, shape, lambda own: self._buffer.select([(number, own)]), dummy)
         return passes._replace(prompt=replace(group if split else dummy[0][0], rollouts=[]))
 
-    def _filler(self) -> Chosen:
+    def _dummy(self) -> Selection:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}
         return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
 
@@ -129,10 +129,10 @@ class MicroBatchSchedule:
             return [own]
         return [from_plain(state) for state in gather_plain(to_plain(own), self._options.device, group)]
 
-    def _micro_batch(self, chosen: Chosen, prefix: PrefixPass | None = None) -> MicroBatch:
+    def _micro_batch(self, selection: Selection, prefix: PrefixPass | None = None) -> MicroBatch:
         """Lay out a micro-batch. A row of text that no peer shares is cached."""
         tick()
-        groups, tokens, numbers = chosen
+        groups, tokens, numbers = selection
         options = self._options
         lay = partial(lay_out, groups, options, prefix)
         keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)

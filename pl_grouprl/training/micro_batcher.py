@@ -1,4 +1,4 @@
-"""Packs the rollouts of an update, or of a scoring pass, into micro-batches of a token budget."""
+"""Packs the rollouts of an update, or of a scoring pass, into micro-batches within a token budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pl_grouprl.utilities.options import check_options
 
 
 class MicroBatcher:
-    """Plans micro-batches, as many and of the same kinds on every rank.
+    """Plans micro-batches, with the same number and kinds on every rank.
 
     Args:
         run: The run.
@@ -67,12 +67,12 @@ class MicroBatcher:
         self._sequence_group: Any = None
 
     def check(self, world_size: int, prompts: Sequence[Prompt] | None, max_new_tokens: int) -> None:
-        """Refuse what cannot work, before anything is loaded.
+        """Refuse options that cannot work, before anything is loaded.
 
         Args:
             world_size: Number of ranks.
-            prompts: Of the training data; None outside of training.
-            max_new_tokens: The longest completion, results of tools included.
+            prompts: Prompts of the training data; None outside training.
+            max_new_tokens: The longest completion, tool results included.
 
         Raises:
             ValueError: Names the options.
@@ -103,7 +103,7 @@ class MicroBatcher:
                 )
 
     def form_sequence_groups(self, models: Iterable[Any]) -> None:
-        """Form the groups of ranks that share rows; refuse models whose attention cannot be divided."""
+        """Form the groups of ranks that split rows; refuse models whose attention cannot be divided."""
         if self.sequence_parallel_size > 1:
             for model in models:
                 check_sequence_parallel(model, self.sequence_parallel_size)
@@ -116,7 +116,10 @@ class MicroBatcher:
         return MicroBatchSchedule(buffer, members, options, self.cache)
 
     def for_scoring(self, buffer: RolloutBuffer) -> MicroBatchSchedule:
-        """Micro-batches of all groups of a buffer. No activations are kept, so one rank runs what several train."""
+        """Micro-batches of all groups of a buffer.
+
+        Scoring keeps no activations, so each rank scores alone, with the token budget of its whole sequence group.
+        """
         budget = None if self.max_tokens is None else self.max_tokens * self.sequence_parallel_size
         return MicroBatchSchedule(buffer, range(len(buffer.groups)), self._options(budget, None, 1), self.cache)
 
@@ -135,7 +138,7 @@ class MicroBatcher:
         """Make an out-of-memory error name the option that bounds a micro-batch.
 
         Args:
-            what: What runs, in front of "a pass".
+            what: Text before "a pass" in the error.
         """
         return naming_memory(
             f"{what}a pass of max_tokens_per_micro_batch={self.max_tokens} tokens (None: all groups of a mini-batch at "

@@ -1,11 +1,11 @@
-"""What the policy minimizes, as sums.
+"""The policy's loss, as sums.
 
     loss of a token = importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
 
-`loss_agg_mode` makes one number of them, and the routers' loss is added. The policy loss is chosen by name from
+`loss_agg_mode` aggregates the tokens, and the routers' loss is added. The policy loss is chosen by name from
 `pl_grouprl.functional.policy_loss`; the default, `ppo`, is in `clipped.py` there.
 
-Legend: N response tokens of all rollouts one after another.
+Legend: N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class PolicyObjective:
     Args:
         policy_loss: Name of the loss.
         options: Its options.
-        loss_agg_mode: How tokens become one loss, by verl's names.
+        loss_agg_mode: How token losses are aggregated, by verl's names.
         kl: The KL penalty.
-        max_new_tokens: The norm of `seq-mean-token-sum-norm`.
+        max_new_tokens: Divisor of `seq-mean-token-sum-norm`.
         entropy_coef: Weight of the entropy bonus.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts.
         importance_sampling: `kind`, `low` and `high` of the correction for the sampler's log-probabilities; see
@@ -98,7 +98,7 @@ class PolicyObjective:
 
     @property
     def score_options(self) -> dict[str, Any]:
-        """What the policy's scores must have besides log-probabilities: keywords of `models.score`."""
+        """Keyword arguments of `models.score` for what the loss needs besides log-probabilities."""
         return {"entropy": True, "entropy_grad": self.entropy_coef > 0}
 
     def recorded_routers(self, policy: Any) -> AbstractContextManager[RouterLogits | None]:
@@ -116,14 +116,14 @@ class PolicyObjective:
 
         Args:
             batch: With `advantages` and, if there are any, `old_logprobs`, `ref_logprobs` and `rollout_logprobs`.
-            scores: The policy's, with gradient, shape [N].
-            policy: The model; only for the routers' loss.
-            routers: Their logits in the same forward.
+            scores: Scores of the policy, with gradient, shape [N].
+            policy: The model; only needed for the routers' loss.
+            routers: Router logits of the same forward.
         """
         mask_N, rollouts = batch.mask_N, batch.rollouts
         logprobs_N, advantages_N = scores.logprobs_N, batch.tokens["advantages"]
-        # Equal until the first optimizer step after the rollout, which saves a forward: with one update per batch of
-        # rollouts the ratio is 1, and nothing is clipped.
+        # With one update per batch of rollouts, no old log-probabilities are stored, which saves a forward: they are
+        # equal to the policy's, the ratio is 1, and nothing is clipped.
         old_logprobs_N = batch.tokens.get("old_logprobs", logprobs_N.detach())
         loss = self.policy_loss(logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts)
         loss_N = loss.per_token_N
@@ -155,7 +155,7 @@ class PolicyObjective:
         return importance_weights(old_logprobs_N, rollout_logprobs_N, mask_N=batch.mask_N, **options, **batch.rollouts)
 
     def _router_loss(self, batch: MicroBatch, policy: Any, routers: RouterLogits | None) -> Tensor:
-        """A mean over this call's tokens; times the denominator it is weighted like the rest of the step."""
+        """Mean over this call's tokens; the caller multiplies by the denominator, to weight it like other losses."""
         if batch.scoring.prefix is not None:
             raise ValueError(
                 f"router_aux_loss_coef is {self.router_aux_loss_coef}, and a group is larger than "

@@ -17,13 +17,13 @@ Parts = Mapping[str, Sequence[nn.Parameter]]
 
 
 class Optimization:
-    """Divides losses by what the whole step sums to, and looks after the gradients before the optimizer's step.
+    """Divides losses by the denominators of the whole step, and prepares the gradients for the optimizer.
 
     Args:
         max_nonfinite_steps: Abort after this many consecutive steps with a NaN or infinite gradient.
 
     Attributes:
-        nonfinite_steps: How many steps in a row were skipped so far.
+        nonfinite_steps: Consecutive steps skipped so far.
 
     Raises:
         ValueError: If `max_nonfinite_steps` is less than 1.
@@ -36,15 +36,15 @@ class Optimization:
         self._denominators: dict[str, list[float]] = {}
 
     def reset(self) -> None:
-        """Forget the denominators of a step that was never made."""
+        """Forget the denominators of an unfinished step."""
         self._denominators.clear()
 
     def add_denominators(self, counts: Mapping[str, Tensor], device: torch.device) -> None:
-        """Sum over ranks what the coming losses are divided by; once per mini-batch, before `divide`.
+        """Sum the denominators of the coming losses over ranks; call once per mini-batch, before `divide`.
 
         Args:
-            counts: This rank's share, a scalar for each part.
-            device: Where ranks communicate.
+            counts: This rank's share, a scalar per part.
+            device: Device for communication.
         """
         totals = sum_over_ranks(list(counts.values()), device)
         for name, total in zip(counts, totals, strict=True):
@@ -58,20 +58,20 @@ class Optimization:
 
         Args:
             losses: As in `LossSums`.
-            device: Where the sum is put.
+            device: Device of the result.
             weight: This rank's share, if several ranks compute the same micro-batch.
-
-        Raises:
-            ValueError: If a part has no denominator.
 
         Returns:
             The loss to differentiate. Ranks average their gradients, so it is multiplied by their number.
+
+        Raises:
+            ValueError: If a part has no denominator.
         """
         unknown = [name for name in losses if name not in self._denominators]
         if unknown:
             raise ValueError(
-                f"compute_loss returned a loss of {', '.join(map(repr, unknown))}, of which loss_denominators said "
-                "nothing; override both alike."
+                f"compute_loss returned a loss for {', '.join(map(repr, unknown))}, but loss_denominators returned no "
+                "denominator for it; override both for the same parts."
             )
         factor = num_ranks() * weight
         parts = [total * (factor / (self._denominators[name][0] or 1.0)) for name, (total, _) in losses.items()]
@@ -82,13 +82,13 @@ class Optimization:
     ) -> dict[str, Tensor]:
         """Finish the division of accumulated gradients, and drop all gradients if one is not finite.
 
-        A part that no token of any rank trains is left out of the step, because momentum would move its weights.
+        A part without a trained token on any rank is left out of the step, because momentum would move its weights.
 
         Args:
             parts: What the optimizer trains.
-            support: Reaches the gradients.
+            support: Access to the gradients.
             accumulated: Mini-batches per step; Lightning has divided each loss by it.
-            device: Where ranks communicate.
+            device: Device for communication.
             step: The optimizer step, for the warning.
 
         Returns:
@@ -106,7 +106,7 @@ class Optimization:
                 support.drop(parts[name])
         self._denominators.clear()
         norms = {name: support.norm(parameters) for name, parameters in parts.items()}
-        norm = torch.linalg.vector_norm(torch.stack([own.to(device) for own in norms.values()]))
+        norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms.values()]))
         self._skip_if_broken(norm, parts, support, device, step)
         return {"grad_norm": norm} | ({f"grad_norm/{name}": n for name, n in norms.items()} if len(norms) > 1 else {})
 
@@ -136,14 +136,14 @@ def clip_gradients(
     clip_val: float | None,
     algorithm: str | None,
 ) -> None:
-    """Clip each part with a limit by its norm, and the others together as the Trainer is told.
+    """Clip each part that has a limit by its norm; clip the others together, by the Trainer's options.
 
-    Norms are those of whole gradients, over all ranks' shards of them.
+    Norms are of whole gradients, over all ranks' shards.
 
     Args:
         parts: What the optimizer trains.
         limits: `max_grad_norm` of each part; None leaves it to the Trainer's options.
-        support: Reaches the gradients.
+        support: Access to the gradients.
         clip_val: `gradient_clip_val` of the Trainer.
         algorithm: `gradient_clip_algorithm`: `value` clamps entries, anything else clips the norm.
     """
@@ -159,15 +159,15 @@ def clip_gradients(
 
 
 def refuse_clipping_nothing(clip_val: float | None, limits: Iterable[float | None]) -> None:
-    """Refuse a `gradient_clip_val` if every part is clipped by itself.
+    """Refuse a `gradient_clip_val` if every part is clipped separately.
 
     Raises:
         ValueError: With both options.
     """
     if clip_val and None not in limits:
         raise ValueError(
-            f"trainer.gradient_clip_val is {clip_val}, but every part has a max_grad_norm of its own, so it would clip "
-            "nothing; leave out one of them."
+            f"trainer.gradient_clip_val is {clip_val}, but every part has its own max_grad_norm, so it would clip "
+            "nothing; leave one of them out."
         )
 
 

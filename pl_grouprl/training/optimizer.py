@@ -17,10 +17,10 @@ from pl_grouprl.utilities.options import check_options
 Schedule = Literal["constant", "linear", "cosine"]
 
 _NO_DECAY = "_no_decay"
-"""Ending of the name of the parameter group of a part's vectors, if its matrices decay."""
+"""Suffix of the parameter group of vectors, if matrices have weight decay."""
 
 _EMBEDDINGS = "_embeddings"
-"""Ending of the name of the parameter group of a part's embeddings, if the other moments are quantized."""
+"""Suffix of the parameter group of embeddings, if other moments are quantized."""
 
 
 @checked_arguments
@@ -38,7 +38,7 @@ class OptimizerConfig:
         final_fraction: Fraction of the peak learning rate at the last step.
         max_grad_norm: Clips this part's gradient norm separately; None leaves it to `trainer.gradient_clip_val`, which
             clips all such parts together.
-        state_bits: Bits of a number in the two moments. With 8, they are quantized in blocks of 256 (bitsandbytes,
+        state_bits: Bits per value of the two moments. With 8, they are quantized in blocks of 256 (bitsandbytes,
             arXiv:2110.02861) and need 2 bytes per weight instead of 8; those of embeddings and of tensors with fewer
             than 4096 numbers keep 32. Needs whole weights: a single device or DDP.
 
@@ -128,14 +128,14 @@ def build_optimizer(
 
 
 def parameters_by_part(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, list[nn.Parameter]]:
-    """Collect the trained parameters of each part; an optimizer that shards them may no longer have them itself."""
+    """Collect the trained parameters of each part; an optimizer that shards them may not keep the originals."""
     return {name: [p for p in module.parameters() if p.requires_grad] for name, (module, _) in parts.items()}
 
 
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if all(group["state_bits"] == 32 for group in groups):
         return torch.optim.AdamW(
-            [{name: own for name, own in group.items() if name != "state_bits"} for group in groups]
+            [{name: value for name, value in group.items() if name != "state_bits"} for group in groups]
         )
     from pl_grouprl.training.adamw_8bit import AdamW8bit
 
@@ -143,8 +143,8 @@ def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _groups(module: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
-    """Trained parameters by the ending of their group's name; groups are never empty, except for a part with none."""
-    embeddings = {p for own in module.modules() if isinstance(own, nn.Embedding) for p in own.parameters()}
+    """Trained parameters by suffix of their group; no group is empty, unless the part has no trained parameters."""
+    embeddings = {p for layer in module.modules() if isinstance(layer, nn.Embedding) for p in layer.parameters()}
     groups: dict[str, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if not parameter.requires_grad:

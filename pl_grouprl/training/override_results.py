@@ -12,12 +12,12 @@ from pl_grouprl.training.loss_sums import LossSums
 
 
 def checked_tensor(value: Any, where: str, *shapes: tuple[Sequence[int], str], boolean: bool = False) -> Tensor:
-    """Check a tensor that an override returned; gives it back detached and on the CPU.
+    """Check a tensor that an override returned; returns it detached and on the CPU.
 
     Args:
         value: What the override returned.
         where: Class, method and field, for the error.
-        *shapes: The shapes that it may have, each with what its axes are, for the error.
+        *shapes: The shapes it may have, each with a description of its axes for the error.
         boolean: Whether it must be a bool tensor rather than real numbers.
 
     Raises:
@@ -43,7 +43,7 @@ def _finite(value: Tensor, where: str) -> Tensor:
     return value
 
 
-def check_loss_sums(terms: Any, owner: str) -> LossSums:
+def check_loss_sums(loss_sums: Any, owner: str) -> LossSums:
     """Check what `compute_loss` returned.
 
     Raises:
@@ -51,17 +51,17 @@ def check_loss_sums(terms: Any, owner: str) -> LossSums:
         ValueError: If a loss or a count is not a scalar.
     """
     where = f"{owner}.compute_loss"
-    if not isinstance(terms, LossSums):
-        raise TypeError(f"{where} returned a {type(terms).__name__}; expected LossSums(losses, metrics).")
-    for kind, pairs in (("losses", terms.losses), ("metrics", terms.metrics)):
+    if not isinstance(loss_sums, LossSums):
+        raise TypeError(f"{where} returned a {type(loss_sums).__name__}; expected LossSums(losses, metrics).")
+    for kind, pairs in (("losses", loss_sums.losses), ("metrics", loss_sums.metrics)):
         for name, pair in pairs.items():
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise TypeError(f"{where}: {kind}[{name!r}] is a {type(pair).__name__}; expected a sum and its count.")
             for part, what in zip(pair, ("sum", "count"), strict=True):
                 _check_scalar(part, f"{where}: the {what} of {kind}[{name!r}]")
-    for name, value in terms.extremes.items():
+    for name, value in loss_sums.extremes.items():
         _check_scalar(value, f"{where}: extremes[{name!r}]")
-    return terms
+    return loss_sums
 
 
 def check_denominators(denominators: Any, owner: str) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ class PrefixSharing:
         named: dict[str, list[str]] = {}
         for name, model in models.items():
             # Patched for the whole fit, because activation checkpointing repeats the forward during the backward.
-            with self._run.support.whole_weights(model):  # entering runs a few tokens
+            with self._run.support.whole_weights(model):  # entering runs a short forward
                 patch = self._contexts.enter_context(shared_prefix(model, self.backend))
             how = f"{type(model).__name__}, attention backend {self.backend!r}: {patch.describe()}"
             named.setdefault(how, []).append(name)

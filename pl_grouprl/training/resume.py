@@ -14,7 +14,7 @@ from pl_grouprl.utilities.run_options import Changes, changed_options, refused_c
 
 
 def fix_loop_counters(checkpoint: dict[str, Any], num_batches: int | None = None) -> bool:
-    """Correct the loop counters of a checkpoint, so that they say where the run stood when it was saved.
+    """Correct the loop counters of a checkpoint, so that they describe the position at which the run was saved.
 
     Lightning gets two cases wrong. It counts an epoch as complete in the last checkpoint of a run that `max_steps`
     ended mid-epoch, so a resumed run would skip the rest of that epoch. And if the run ended with an epoch, Lightning
@@ -68,7 +68,7 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
     buffer = RolloutBuffer.from_state_dict(state)
     if buffer.num_mini_batches != num_mini_batches:
         raise ValueError(
-            f"num_mini_batches is {num_mini_batches}, but the checkpoint has unfinished rollouts, trained in "
+            f"num_mini_batches is {num_mini_batches}, but the checkpoint has unfinished rollouts, split into "
             f"{buffer.num_mini_batches}; keep that number, or resume where a batch of rollouts ends."
         )
     return buffer
@@ -77,8 +77,8 @@ def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) 
 def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
     """Distribute the rollouts of all saved ranks over a different number of ranks; groups keep their mini-batch.
 
-    Nothing is sampled or estimated again, so controllers that move once per batch of rollouts (the KL coefficient, the
-    threshold of token groups) do not move twice.
+    Nothing is sampled or estimated again, so controllers that are updated once per batch of rollouts (the KL
+    coefficient, the threshold of token groups) are not updated twice.
 
     Args:
         per_rank: The saved state of each rank's buffer.
@@ -96,16 +96,16 @@ def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) 
         if state["mini_batches"][index] >= 0  # not a dummy
     ]
     places.sort(key=lambda place: place[:2])
-    own = places[rank::num_ranks]
-    numbers = [number for number, *_ in own]
+    assigned = places[rank::num_ranks]
+    numbers = [number for number, *_ in assigned]
     tokens = {
-        name: [per_rank[owner]["tokens"][name][index] for *_, owner, index in own or places[:1]]
+        name: [per_rank[owner]["tokens"][name][index] for *_, owner, index in assigned or places[:1]]
         for name in per_rank[0]["tokens"]
     }
-    if not own:
+    if not assigned:
         numbers = [-1]
         tokens["loss_mask"] = [torch.zeros_like(tokens["loss_mask"][0])]
-    groups = [per_rank[owner]["groups"][index] for *_, owner, index in own or places[:1]]
+    groups = [per_rank[owner]["groups"][index] for *_, owner, index in assigned or places[:1]]
     return {**per_rank[0], "groups": groups, "mini_batches": numbers, "tokens": tokens}
 
 
@@ -176,7 +176,7 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
     Raises:
         ValueError: If one differs.
     """
-    bits = {name: 32 for name in now if name.endswith(".state_bits")}  # of checkpoints older than the option
+    bits = {name: 32 for name in now if name.endswith(".state_bits")}  # older checkpoints lack it
     differences = refused_changes(changed_options(bits | then, now), ())
     if differences:
         raise ValueError(
@@ -198,25 +198,25 @@ def compare_reference(
         then: Fingerprint in the checkpoint.
         now: Fingerprint in this run.
         source: Where the model comes from, for the error.
-        option: The option that says so.
-        role: What the model is in the run.
+        option: The option that sets it.
+        role: Role of the model in the run, for the error.
 
     Raises:
         ValueError: If they differ.
     """
     if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
         raise ValueError(
-            f"{option}={source!r} gives another model (sum of absolute weights {now}) than the checkpoint was trained "
+            f"{option}={source!r} is a different model (sum of absolute weights {now}) than the checkpoint was trained "
             f"with ({then}), so the {role} would differ; restore it or start a new run."
         )
 
 
 class UnfinishedRollouts:
-    """The rollouts of every rank, as part of a checkpoint, while some of their updates are still to come.
+    """Checkpoint part: the rollouts of every rank, while they have updates left.
 
     Args:
         module: Has `last_rollouts` and `updates_per_rollout`.
-        num_mini_batches: Mini-batches of one pass over the rollouts.
+        num_mini_batches: Mini-batches per pass over the rollouts.
 
     Attributes:
         restored: Whether rollouts were loaded.
@@ -228,23 +228,23 @@ class UnfinishedRollouts:
         self.restored = False
 
     def state_dict(self) -> list[dict[str, Any] | None]:
-        """Gather them; all ranks call it."""
+        """Gather them. Collective."""
         buffer = self._module.last_rollouts
         finished = buffer is None or buffer.updates_done >= self._module.updates_per_rollout
         return gather_plain(None if finished else buffer.state_dict(), self._module.device)
 
     def load_state_dict(self, state: list[dict[str, Any] | None]) -> None:
-        """Restore this rank's."""
+        """Restore this rank's rollouts."""
         rollouts = restore_rollouts(state, self._module.global_rank, self._num_mini_batches)
         self._module.last_rollouts = rollouts or self._module.last_rollouts
         self.restored = rollouts is not None
 
 
 def restore_loaders(trainer: Any, *, begins_epoch: bool) -> None:
-    """Restore the position in the data where Lightning loses it; call this before the first batch is read.
+    """Restore the position in the data where Lightning loses it; call before the first batch is read.
 
-    That is the case if the epoch was complete, or if a learning-rate schedule asked for the number of steps, which sets
-    up the loader before its state is restored.
+    Lightning loses it if the epoch was complete, or if a learning rate schedule asked for the number of steps, which
+    sets up the loader before its state is restored.
 
     Args:
         trainer: The Trainer.

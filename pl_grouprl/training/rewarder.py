@@ -1,4 +1,4 @@
-"""Rewards the rollouts of a run, in worker processes if asked for."""
+"""Rewards the rollouts of a run, optionally in worker processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rewarder:
 
     Args:
         rewards: One reward function or several; see `pl_grouprl.rewards`.
-        run: Has the tokenizer.
+        run: Provides the tokenizer.
         workers: Processes per rank that run reward functions in parallel; 0 runs them in this one.
         timeout: Seconds that a call may take; None is no limit.
         memory_limit_mb: MiB of address space of each worker; None is no limit.
@@ -42,8 +42,8 @@ class Rewarder:
         unrewarded_batches: Consecutive batches without any reward so far.
 
     Raises:
-        ValueError: If an option is out of range, a function that takes environments would run in a worker, or one that
-            may take forever would not, or without a time limit.
+        ValueError: If an option is out of range, a function that takes environments would run in a worker, or one
+            that needs a time limit would run outside a worker or without a limit.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Rewarder:
                 "reward_workers": (workers, workers >= 0, "0 (none) or larger"),
                 "reward_retries": (retries, retries >= 0, "0 or larger"),
                 "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
-                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for any time"),
+                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
                 "reward_memory_limit_mb": (
                     memory_limit_mb,
                     memory_limit_mb is None or (memory_limit_mb >= 1 and workers > 0),
@@ -95,7 +95,7 @@ class Rewarder:
             self._workers = RewardWorkers(prepared, self._num_workers, self._timeout, self._memory_limit_mb)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -105,7 +105,7 @@ class Rewarder:
         check_columns(prompts, self._rewards, split, environments=self._environments)
 
     def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
-        """Begin to reward rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
+        """Start rewarding rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
         if not self._environments:
             for rollout in (rollout for group in groups for rollout in group.rollouts):
                 rollout.environment = None
@@ -123,7 +123,7 @@ class Rewarder:
         """Warn if no rollout on any rank has a reward.
 
         Args:
-            metrics: Of the batch; `reward` is NaN then.
+            metrics: Metrics of the batch; `reward` is NaN if there is no reward.
 
         Raises:
             RuntimeError: After `max_unrewarded_batches` such batches in a row.
@@ -134,11 +134,11 @@ class Rewarder:
         self.unrewarded_batches += 1
         rank_zero_warn(
             "no rollout of a batch has a reward, so nothing is learned from it; check that a reward function applies "
-            "and gives finite numbers (rewards/{name}/none and rewards/{name}/invalid count where not)."
+            "and returns finite numbers (rewards/{name}/none and rewards/{name}/invalid count those that are not)."
         )
         if self.unrewarded_batches >= self._max_unrewarded_batches:
             counts = [
-                f"{name} gave None for {metrics.get(f'rewards/{name}/none', 0):g} and no finite number for "
+                f"{name} returned None for {metrics.get(f'rewards/{name}/none', 0):g} and no finite number for "
                 f"{metrics.get(f'rewards/{name}/invalid', 0):g}"
                 for name in (reward.name for reward in self.functions)
             ]

@@ -1,4 +1,4 @@
-"""Sample the next rollout in a thread while the current one is trained on."""
+"""Samples the next batch of rollouts in a thread while the current one is trained."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Sample = Callable[[Sequence[Prompt], int, RolloutEngine], list[RolloutGroup]]
 """(prompts, rollout number, bound engine) -> their rollouts; runs in the thread."""
 
 Regroup = Callable[[list[list[int]] | None, list[list[Rollout]]], list[RolloutGroup]]
-"""(tokens of each prompt, or None for the data's; its rollouts) -> groups: attaches rollouts to prompts again."""
+"""(tokens of each prompt, or None for the dataset's; its rollouts) -> groups. Joins restored rollouts with prompts."""
 
 
 class RolloutAhead:
-    """Samples the next rollout from a copy of the policy.
+    """Samples the next batch of rollouts from a copy of the policy.
 
-    The copy takes the policy's weights when a rollout starts and keeps them until it is done, while updates change the
-    policy. The rollout's seed alone determines the result, not which of the two is faster.
+    The copy takes the policy's weights when sampling starts and keeps them until it ends, while updates change the
+    policy. The result depends on the seed, not on timing.
 
     Attributes:
-        policy_step: The policy's optimizer steps when the pending rollout started.
+        policy_step: Optimizer steps of the policy when the pending rollout started.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class RolloutAhead:
             groups = self._pending.result()
             held = [group.prompt_ids for group in groups], [group.rollouts for group in groups]
         prompt_ids, rollouts = held
-        plain = [[rollout_state(rollout) for rollout in own] for own in rollouts]
+        plain = [[rollout_state(rollout) for rollout in of_prompt] for of_prompt in rollouts]
         numbers = {"rollout_number": self._number, "policy_step": self.policy_step}
         return {**numbers, "prompt_ids": prompt_ids, "rollouts": plain}
 
@@ -104,7 +104,7 @@ class RolloutAhead:
         self._number = self._pending = self._restored = None
         if state is not None:
             self._number, self.policy_step = state["rollout_number"], state["policy_step"]
-            rollouts = [[Rollout(**rollout) for rollout in own] for own in state["rollouts"]]
+            rollouts = [[Rollout(**rollout) for rollout in of_prompt] for of_prompt in state["rollouts"]]
             self._restored = state.get("prompt_ids"), rollouts  # older checkpoints have no tokens
 
     def close(self) -> None:
@@ -115,11 +115,11 @@ class RolloutAhead:
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
-        for own, theirs in (
+        for targets, sources in (
             (self._copy.parameters(), self._policy.parameters()),
             (self._copy.buffers(), self._policy.buffers()),
         ):
-            for target, source in zip(own, theirs, strict=True):
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
 
     def _run(self, prompts: Sequence[Prompt], rollout_number: int, copied: Any) -> list[RolloutGroup]:

@@ -36,7 +36,7 @@ class RolloutBuffer:
         num_tokens: Tokens of all sequences of all ranks, prompts included.
         updates_done: Number of updates that have used the buffer.
         mini_batches: Mini-batch index of each group; by default from `cut_into_mini_batches`, as on one rank.
-        mask_truncated: Train no token of rollouts that were cut at a length limit.
+        mask_truncated: Train no token of rollouts that were truncated at a length limit.
     """
 
     groups: list[RolloutGroup]
@@ -57,7 +57,7 @@ class RolloutBuffer:
         if "loss_mask" not in self.tokens:
             self.compute_loss_mask()
             sampled = [rollout.logprobs for group in self.groups for rollout in group.rollouts]
-            logprobs = [logprob for own in sampled if own is not None for logprob in own]
+            logprobs = [value for values in sampled if values is not None for value in values]
             if None not in sampled:
                 self.put("rollout_logprobs", torch.tensor(logprobs, dtype=torch.float32))
 
@@ -97,7 +97,7 @@ class RolloutBuffer:
         return to_rows(self.joined("loss_mask"), self.rollout_lengths).any(dim=1)
 
     def members(self, update_index: int) -> list[int]:
-        """Indices of this rank's groups that are trained in an update; may be empty.
+        """Indices of the groups that this rank trains in an update; may be empty.
 
         Every pass uses the same mini-batches; their order depends on seed, rollout number and pass, and is the same on
         all ranks.
@@ -105,7 +105,7 @@ class RolloutBuffer:
         epoch, place = divmod(update_index, self.num_mini_batches)
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.rollout_number, epoch))
         number = int(torch.randperm(self.num_mini_batches, generator=generator)[place])
-        return [index for index, own in enumerate(self.mini_batches) if own == number]
+        return [index for index, mini_batch in enumerate(self.mini_batches) if mini_batch == number]
 
     def select(
         self, parts: Sequence[tuple[int, Sequence[int]]]

@@ -1,4 +1,4 @@
-"""What the parts of a run may ask of it. `RLModule` answers inside a Trainer, `PlainRun` in a plain loop."""
+"""What the parts of a run need from it: `RLModule` provides it under a Trainer, `PlainRun` in a plain loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def by_name(owner: Any, method: str) -> Callable[..., Any]:
-    """A method that is looked up when it is called: one set on the instance counts, and so does a deep copy's."""
+    """A method looked up when called: one set on the instance later is used, and a deep copy calls its own."""
     return partial(_call, owner, method)
 
 
@@ -42,7 +42,7 @@ class Run(PolicyOwner, Protocol):
         """Sample rollouts of each prompt."""
 
     def call_wrapped(self, function: Callable[[], T]) -> T:
-        """Call a function that runs a model's forward, in whatever the strategy wraps `training_step` in."""
+        """Call a function that runs a model's forward, wrapped by the strategy as `training_step` is."""
 
 
 @dataclass

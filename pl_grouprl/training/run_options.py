@@ -1,4 +1,4 @@
-"""Records the options that decide what a run optimises, so that a resumed run can be compared with it."""
+"""Records the options that decide what a run optimizes, for comparison when it is resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FREE_OPTIONS = frozenset(
         "tool_workers",
         "max_tokens_per_micro_batch",
         "sequence_parallel_size",
-        # How a critic was initialised and how it runs: its weights come from the checkpoint.
+        # How a critic was initialized and how it runs: its weights come from the checkpoint.
         *(
             f"critic.{name}"
             for name in (
@@ -49,12 +49,12 @@ FREE_OPTIONS = frozenset(
             )
         ),
         "critic.gradient_checkpointing",
-        # Which prompts remain of the same rows; the loader refuses where that cannot change.
+        # These select among the same rows; the loader refuses changes that it cannot resume with.
         "data.max_prompt_length",
         "data.overlong_prompts",
     }
 )
-"""Constructor options that may differ when a run is resumed; every other one is compared."""
+"""Constructor options that may differ when a run is resumed; all others are compared."""
 
 PASSED_ON = frozenset(
     {
@@ -75,10 +75,10 @@ PASSED_ON = frozenset(
         "rollout_ahead",
     }
 )
-"""Constructor options that the parts of a run have received: setting the attribute later would change nothing."""
+"""Constructor options that were passed on to parts of the run, so setting the attribute later would have no effect."""
 
 _OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps|state_bits)")
-"""Options that the optimizer's state brings along: `compare_optimizers` refuses any change of them."""
+"""Options stored in the optimizer's state; `compare_optimizers` refuses changes to them."""
 
 
 def note_options(module: Any, options: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _data_options(trainer: pl.Trainer) -> dict[str, Any]:
-    """What the data module says of its training data, once that is loaded."""
+    """The data module's `resume_facts`, if it has any."""
     facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", dict)
     return {f"data.{name.removeprefix('data.')}": value for name, value in facts().items()}
 

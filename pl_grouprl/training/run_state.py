@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights, optimizer and position in the data, as parts that save and restore."""
+"""Checkpoint parts: what a run saves besides weights, optimizer and position in the data."""
 
 from __future__ import annotations
 

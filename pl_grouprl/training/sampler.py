@@ -29,11 +29,11 @@ class Sampler:
     """Samples on all ranks; synchronizes the weights first if the engine has a copy of them.
 
     Args:
-        run: Has the policy and its tokenizer.
-        engine: Samples; None is `HFRolloutEngine()`.
-        seed: Decides the rollouts, together with the seed of each call.
-        timed: Measures the time of what runs inside, by name.
-        episodes: Returns what samples episodes with tools, or None for plain completions.
+        run: Provides the policy and its tokenizer.
+        engine: The rollout engine; None is `HFRolloutEngine()`.
+        seed: The run's seed, combined with the seed of each call.
+        timed: Makes a context that times its body under a name.
+        episodes: Returns the episode loop, or None for plain completions.
 
     Raises:
         ArgumentError: If the engine is not an engine.
@@ -66,7 +66,7 @@ class Sampler:
         self._episodes = episodes
 
     def reset(self) -> None:
-        """Assume nothing of the engine: another run may have another one, or has closed it."""
+        """Forget what the engine has: another run may have used or closed it."""
         self._weight_sync.forget()
         self._check.forget()
 
@@ -114,7 +114,7 @@ class Sampler:
         if episodes is not None:
             return self._sample_episodes(episodes, engine, prompts, sampling, num_generations, seed)
         media = [dict(prompt.media) for prompt in prompts]
-        options: dict[str, Any] = {"media": media} if any(media) else {}  # engines for text need not know the word
+        options: dict[str, Any] = {"media": media} if any(media) else {}  # text-only engines need not accept it
         by_prompt = num_ranks() > 1 and declares(engine, "takes_prompt_indices")
         if by_prompt:
             options["prompt_indices"] = self._indices(prompts)
@@ -122,7 +122,7 @@ class Sampler:
             [list(prompt.token_ids) for prompt in prompts],
             sampling,
             num_generations=num_generations,
-            # An engine that numbers its prompts itself would draw the same numbers on all ranks.
+            # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
             seed=derive_seed(*seed, self._seed, 0 if by_prompt else self._run.global_rank),
             **options,
         )
@@ -153,17 +153,19 @@ class Sampler:
         return self.group(shared, rollouts)
 
     def group(self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]]) -> list[RolloutGroup]:
-        """Join rollouts with their prompts, which are open. An engine may report numbers of NumPy."""
-        for rollout in (rollout for own in rollouts for rollout in own):
+        """Join rollouts with their prompts, which are open, and convert an engine's NumPy numbers to Python's."""
+        for rollout in (rollout for of_prompt in rollouts for rollout in of_prompt):
             rollout.token_ids = [int(token) for token in rollout.token_ids]
             if rollout.logprobs is not None:
                 rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
         return [
-            RolloutGroup(prompt.token_ids, own, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media)
-            for index, prompt, own in zip(self._indices(prompts), private_copy(prompts), rollouts, strict=True)
+            RolloutGroup(
+                prompt.token_ids, of_prompt, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media
+            )
+            for index, prompt, of_prompt in zip(self._indices(prompts), private_copy(prompts), rollouts, strict=True)
         ]
 
     def _indices(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Where this rank's prompts are in the batch of all ranks."""
+        """Indices of this rank's prompts in the batch of all ranks."""
         rank = self._run.global_rank
         return list(range(rank, rank + num_ranks() * len(prompts), num_ranks()))

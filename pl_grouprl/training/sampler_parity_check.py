@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class SamplerParityCheck:
     """Compares a sampler's log-probabilities with the policy's, once per run, on rank 0's longest first rollouts.
 
-    With top-k or min-p, single tokens are uninformative, so it waits for rollouts sampled without them.
+    With top-k or min-p, log-probabilities of single tokens are not comparable, so it waits for rollouts without.
     """
 
     def __init__(self) -> None:

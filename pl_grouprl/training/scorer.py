@@ -50,11 +50,11 @@ class Scorer:
         """
         with self._micro_batcher.naming_memory("scoring, "), evaluating(model), self._run.support.forward_context():
             parts = self._run.call_wrapped(partial(self._map, buffer, function))
-        numbers = [number for own, _ in parts for number in own]
+        numbers = [number for part_numbers, _ in parts for number in part_numbers]
         columns = enumerate(zip(*(values for _, values in parts), strict=True))
         return [
-            None if own[0] is None else buffer.in_order(own, numbers, per_token=place not in per_rollout)
-            for place, own in columns
+            None if column[0] is None else buffer.in_order(column, numbers, per_token=place not in per_rollout)
+            for place, column in columns
         ]
 
     def _map(

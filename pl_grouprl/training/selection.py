@@ -10,12 +10,12 @@ from pl_grouprl.types import RolloutGroup
 
 
 def rewards_differ(group: RolloutGroup) -> bool:
-    """Whether a group's rewards, or those of its steps, differ, so that comparing its rollouts is informative."""
+    """Whether a group's rewards or step rewards differ, so that comparing its rollouts is informative."""
     return _differ(r.reward for r in group.rollouts) or _steps_differ(group)
 
 
 def outcomes_or_steps_differ(group: RolloutGroup) -> bool:
-    """Whether a group's outcome rewards differ, or those of its steps: what GRPO compares, each by itself."""
+    """Whether a group's outcome rewards or step rewards differ; GRPO compares the two separately."""
     return _differ(r.outcome_reward for r in group.rollouts) or _steps_differ(group)
 
 
@@ -29,5 +29,5 @@ def _differ(rewards: Iterable[float | None]) -> bool:
 
 
 def without_rewards(group: RolloutGroup) -> RolloutGroup:
-    """Copy a group without rewards, so a rank with nothing to train can join the update and count in no statistic."""
+    """Copy a group without rewards, for a rank with nothing to train: it joins the update but affects no statistic."""
     return replace(group, rollouts=[replace(rollout, reward=None, token_rewards=None) for rollout in group.rollouts])

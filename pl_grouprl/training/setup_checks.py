@@ -1,4 +1,4 @@
-"""What a run refuses at setup: most of it before models are loaded, and what depends on them right after."""
+"""Checks at setup: most before models are loaded, those that need a model right after."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_before_loading(module: Any, stage: str) -> None:
     module.support.check(module)
     check_quantized(module)
     prompts = prompts_of_stage(trainer, stage)
-    for split, own in prompts.items():
-        module.rewarder.check_columns(own, split)
+    for split, prompts_of_split in prompts.items():
+        module.rewarder.check_columns(prompts_of_split, split)
     _check_prompts(module, stage, limits_of_source(module.policy_source))
     if is_fit:
         _check_fit(module)
@@ -51,18 +51,17 @@ def check_quantized(module: Any) -> None:
     if module.support.keeps_plain_weights:
         return
     strategy = type(module.trainer.strategy).__name__
-    configs = [own for own in vars(module).values() if isinstance(own, OptimizerConfig)]
+    configs = [value for value in vars(module).values() if isinstance(value, OptimizerConfig)]
     if any(config.state_bits < 32 for config in configs):
         raise ValueError(
             f"state_bits=8 of an optimizer does not work under {strategy}, which shards weights and moments; leave it "
             "out, or use a single device or ddp."
         )
-    sources = {name.removesuffix("_source"): own for name, own in vars(module).items() if name.endswith("_source")}
-    for name, source in sources.items():
-        if getattr(source, "quantization", None) is not None:
+    for name, value in vars(module).items():
+        if name.endswith("_source") and getattr(value, "quantization", None) is not None:
             raise ValueError(
-                f"{name} has a quantization, which does not work under {strategy}, which shards weights; leave it out, "
-                "or use a single device or ddp."
+                f"{name.removesuffix('_source')} has a quantization, which does not work "
+                f"under {strategy}, which shards weights; leave it out, or use a single device or ddp."
             )
 
 
@@ -99,8 +98,8 @@ def _check_fit(module: Any) -> None:
     loss = module.objective.policy_loss
     if (budget is not None or ranks > 1) and loss.compares_tokens:
         rank_zero_warn(
-            f"policy_loss {loss.name!r} chooses tokens by comparing those of one micro-batch, so that "
-            f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change what it chooses."
+            f"policy_loss {loss.name!r} selects tokens by comparing those of one micro-batch, so "
+            f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change its selection."
         )
 
 

@@ -13,7 +13,7 @@ from pl_grouprl.training.distribution import from_state, to_state
 from pl_grouprl.training.micro_batch_plan import Shape
 from pl_grouprl.types import RolloutGroup
 
-Chosen = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
+Selection = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
 """What `RolloutBuffer.select` returns."""
 
 
@@ -29,7 +29,7 @@ class Passes(NamedTuple):
 
     prompt: RolloutGroup | None
     token_ids: list[int]
-    slices: list[Chosen]
+    slices: list[Selection]
     branches: list[Passes]
 
 
@@ -37,8 +37,8 @@ def passes_of(
     group: RolloutGroup,
     split: SplitGroup | Branch | None,
     shape: Shape,
-    select: Callable[[Sequence[int]], Chosen],
-    dummy: Chosen,
+    select: Callable[[Sequence[int]], Selection],
+    dummy: Selection,
 ) -> Passes:
     """The passes of a group, or of one of its branches.
 
@@ -66,7 +66,7 @@ def passes_to_state(passes: Passes) -> dict[str, Any]:
     return {
         "prompt": None if passes.prompt is None else to_state(passes.prompt),
         "token_ids": passes.token_ids,
-        "slices": [chosen_to_state(chosen) for chosen in passes.slices],
+        "slices": [selection_to_state(selection) for selection in passes.slices],
         "branches": [passes_to_state(below) for below in passes.branches],
     }
 
@@ -76,18 +76,18 @@ def passes_from_state(state: dict[str, Any]) -> Passes:
     return Passes(
         None if state["prompt"] is None else from_state(state["prompt"]),
         state["token_ids"],
-        [chosen_from_state(chosen) for chosen in state["slices"]],
+        [selection_from_state(selection) for selection in state["slices"]],
         [passes_from_state(below) for below in state["branches"]],
     )
 
 
-def chosen_to_state(chosen: Chosen) -> Any:
+def selection_to_state(selection: Selection) -> Any:
     """The same of some rollouts."""
-    groups, tokens, numbers = chosen
+    groups, tokens, numbers = selection
     return [to_state(group) for group in groups], tokens, numbers
 
 
-def chosen_from_state(state: Any) -> Chosen:
-    """The rollouts that `chosen_to_state` was given."""
+def selection_from_state(state: Any) -> Selection:
+    """The rollouts that `selection_to_state` was given."""
     groups, tokens, numbers = state
     return [from_state(group) for group in groups], tokens, numbers

@@ -83,13 +83,13 @@ class Throughput:
     def after_step(self, seconds: float, buffer: RolloutBuffer, updates_per_rollout: int) -> dict[str, float]:
         """Add a step; after the last one of a rollout, return `perf/tokens_per_second`.
 
-        These are the sampled and trained tokens over the time for both. A resumed run does not know the time of the
-        rollout that it begins with.
+        This is the rollout's tokens over the time to sample and train them. It is not returned for the first rollout of
+        a run that was resumed after sampling it.
 
         Args:
             seconds: How long the step took.
             buffer: The rollouts that it trained.
-            updates_per_rollout: Steps of each rollout.
+            updates_per_rollout: Steps per rollout.
         """
         self._seconds += seconds
         if not self._is_whole or buffer.updates_done < updates_per_rollout:

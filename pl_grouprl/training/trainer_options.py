@@ -13,7 +13,7 @@ from pl_grouprl.utilities.options import check_options
 
 
 def check_trainer(trainer: Any, stage: str) -> None:
-    """Refuse such options.
+    """Refuse Trainer options that a fit cannot honour; other stages are not checked.
 
     Raises:
         ValueError: Names the option, its value and what it must be.
@@ -42,7 +42,7 @@ def check_trainer(trainer: Any, stage: str) -> None:
                 "a whole number, at least 1, or None",
             ),
             "trainer.gradient_clip_val": (clip, clip is None or clip >= 0, "0 (off) or larger, or None"),
-            "trainer.limit_train_batches": (limit, limit > 0, "larger than 0: the run would end at once"),
+            "trainer.limit_train_batches": (limit, limit > 0, "larger than 0: otherwise the run would end immediately"),
             "trainer.overfit_batches": (
                 trainer.overfit_batches,
                 not _is_no_batch(trainer),
@@ -102,5 +102,5 @@ def check_updates(trainer: Any, num_iterations: int, num_mini_batches: int) -> N
         raise ValueError(
             f"accumulate_grad_batches is {accumulated} with num_mini_batches={num_mini_batches} and "
             f"num_iterations={num_iterations}: one optimizer step would add up several passes over the same "
-            "rollouts, which gives what one pass gives. Set num_iterations to 1, or accumulate less."
+            "rollouts, which is the same as one pass. Set num_iterations to 1, or accumulate less."
         )

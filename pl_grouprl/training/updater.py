@@ -1,4 +1,4 @@
-"""One update: the micro-batches of a mini-batch forward and backward, with denominators of the whole step."""
+"""Runs the micro-batches of one update forward and backward, with the denominators of the whole step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Updater:
         micro_batcher: Packs the micro-batches.
         optimization: Divides their losses.
         compute_loss: Loss sums of a micro-batch.
-        loss_denominators: What those are divided by, from per-token quantities alone; see `RLModule`.
-        owner: Class whose methods these are, for errors.
+        loss_denominators: Their denominators, from per-token quantities alone; see `RLModule`.
+        owner: Class that has these methods, for errors.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Updater:
             last = number == schedule.number
             with support.accumulating(self._run, last=last and accumulation.is_last):  # type: ignore[arg-type]
                 if isinstance(micro_batch, PrefixPass):
-                    # Its slices have left gradients, divided already.
+                    # Its slices left gradients that are already divided.
                     loss = micro_batch.loss(loss_scale=accumulation.loss_scale)
                 else:
                     loss = self._loss(micro_batch, sums, single=schedule.number == 1)
                 if last:
-                    return loss  # Lightning divides it by the mini-batches that it accumulates
+                    return loss  # Lightning divides it by accumulate_grad_batches
                 if isinstance(micro_batch, MicroBatch):
                     loss = loss / accumulation.mini_batches
                 with torch.autocast(self._run.device.type, enabled=False):
@@ -97,16 +97,17 @@ class Updater:
         raise AssertionError("unreachable: a schedule has at least one micro-batch")
 
     def _loss(self, micro_batch: MicroBatch, sums: LossAccumulator, *, single: bool) -> Tensor:
-        own = check_loss_sums(self._compute_loss(micro_batch), self._owner)
-        scoring, counts = micro_batch.scoring, (0, 0)
+        loss_sums = check_loss_sums(self._compute_loss(micro_batch), self._owner)
+        scoring, num_tokens = micro_batch.scoring, (0, 0)
         if micro_batch.rollout_numbers:  # not a dummy
-            counts = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
-        own.metrics["prefix/token_ratio"] = torch.tensor(counts[0]), torch.tensor(counts[1])
+            num_tokens = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
+        loss_sums.metrics["prefix/token_ratio"] = torch.tensor(num_tokens[0]), torch.tensor(num_tokens[1])
         device = self._run.device
         if single:
-            self._optimization.add_denominators({name: count for name, (_, count) in own.losses.items()}, device)
-        sums.add(own, micro_batch.weight)
-        return self._optimization.divide(own.losses, device, micro_batch.weight)
+            counts_of_parts = {name: count for name, (_, count) in loss_sums.losses.items()}
+            self._optimization.add_denominators(counts_of_parts, device)
+        sums.add(loss_sums, micro_batch.weight)
+        return self._optimization.divide(loss_sums.losses, device, micro_batch.weight)
 
     def _denominators(self, buffer: RolloutBuffer, members: Sequence[int]) -> dict[str, Tensor]:
         """This rank's share of the denominators."""
@@ -121,8 +122,8 @@ class Updater:
         return check_denominators(self._loss_denominators(tokens, rollouts), self._owner)
 
     def _check_denominators(self, sums: LossAccumulator, buffer: RolloutBuffer, members: Sequence[int]) -> None:
-        """Refuse a `compute_loss` that divides by something else than `loss_denominators` said."""
-        if self._micro_batcher.sequence_parallel_size > 1:  # the rows of peers are among them
+        """Refuse a `compute_loss` whose denominators differ from those of `loss_denominators`."""
+        if self._micro_batcher.sequence_parallel_size > 1:  # the sums include rows of peers
             return
         expected = self._denominators(buffer, members)
         for name, count in sums.denominators().items():
@@ -130,6 +131,6 @@ class Updater:
                 float(count), float(expected[name]), rel_tol=1e-4, abs_tol=1e-6
             ):
                 raise RuntimeError(
-                    f"compute_loss of {self._owner} divides {name!r} by {float(count):g}, but loss_denominators said "
-                    f"{expected.get(name)}; override both alike."
+                    f"compute_loss of {self._owner} divides {name!r} by {float(count):g}, but "
+                    f"loss_denominators returned {expected.get(name)}; override both consistently."
                 )

@@ -1,4 +1,4 @@
-"""Finds the answers in completions, whose majority decides maj@k."""
+"""Extracts answers from completions, for the majority vote of maj@k."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.types import Rollout, RolloutGroup
 
 Answers = list[str | None]
-"""The answer of each rollout of a group; None where there is none, which is a vote like any other."""
+"""The answer of each rollout of a group; None for no answer, which is a vote like any other."""
 
 
 class AnswerExtractor:
-    """Finds the answer in a completion as a reward function does, or else takes the whole text as the answer.
+    """Extracts answers with a reward function's method; without one, the whole text is the answer.
 
     For an episode, the text is the content of the last assistant message.
 
     Args:
-        rewards: Answers are found by the first one with a method `extract_answer(text)`, or
-            `extract_answer(text, columns)` with the columns of the row. Without one, they are the texts, stripped.
+        rewards: The first one with a method `extract_answer(text)`, or `extract_answer(text, columns)` with the row's
+            columns, is used. Without one, answers are the stripped texts.
     """
 
     def __init__(self, rewards: Sequence[PreparedReward] = ()) -> None:
@@ -50,7 +50,7 @@ class AnswerExtractor:
                 self._warned = True
                 rank_zero_warn(
                     f"extract_answer of the reward function {self._name!r} raised {type(error).__name__}: {error}. "
-                    "Completions for which it raises count as without an answer in maj@k."
+                    "Completions for which it raises count as having no answer in maj@k."
                 )
             return None
         return None if answer is None else str(answer)

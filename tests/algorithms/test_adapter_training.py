@@ -180,7 +180,7 @@ def test_another_base_is_noticed(make_module, make_data, make_trainer, adapted, 
     """A changed base matters without a reference too: it is no part of the checkpoint."""
     make_trainer(max_steps=1, callbacks=[saving(tmp_path)]).fit(make_module(policy=adapted()), make_data())
     other = make_module(policy=adapted(seed=1))
-    with pytest.raises(ValueError, match=r"gives another model .* or the base of its adapter, would differ"):
+    with pytest.raises(ValueError, match=r"is a different model .* or the base of its adapter, would differ"):
         make_trainer(max_steps=2).fit(other, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 
 
@@ -226,7 +226,7 @@ def test_what_trains_the_adapter_may_be_another(make_module, make_data, make_tra
     make_trainer(max_steps=2).fit(other, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 
 
-def test_ppo_with_a_critic_beside_an_adapted_policy(make_module, make_data, make_trainer, adapted, history):
+def test_ppo_with_a_critic_and_an_adapted_policy(make_module, make_data, make_trainer, adapted, history):
     """One base, two adapters: the critic's values move, its base does not, and the policy's adapter is not in it."""
     metrics = history()
     module = make_module(

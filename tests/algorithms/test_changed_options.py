@@ -201,7 +201,7 @@ FREE = {
 }
 
 
-def test_what_decides_nothing_may_differ(saved, fit):
+def test_options_that_decide_nothing_may_differ(saved, fit):
     _, module = fit(checkpoint=saved(rewards=length), rewards=length, **FREE)
     assert module.global_step == 2
 
@@ -376,7 +376,7 @@ def test_functions_of_one_name_are_told_apart():
     assert describe("r", one)["r.code"] != describe("r", other)["r.code"]
 
 
-def test_what_lies_deep_is_told_apart():
+def test_nested_values_are_told_apart():
     def nested(value):
         return {"a": {"b": {"c": {"d": {"e": [Near(value)]}}}}}
 

@@ -70,7 +70,7 @@ def test_the_gradient_is_the_policy_gradient_of_the_reverse_kl(
     assert all(parameter.grad is None for parameter in module.teacher.parameters())
 
 
-def test_shared_and_repeated_prefixes_and_slices_train_alike(
+def test_shared_repeated_and_sliced_prefixes_train_the_same(
     make_student, make_data, make_trainer, ragged_engine, history
 ):
     losses, kls, ends = {}, {}, {}
@@ -139,7 +139,7 @@ def test_resume_is_exact_and_holds_no_teacher(make_student, make_data, make_trai
         assert largest(weights(fit(tmp_path / f"step={step}.ckpt")), weights(whole)) == 0
     saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
     assert not any("teacher" in name for name in saved["state_dict"])
-    with pytest.raises(ValueError, match=r"teacher=.* gives another model"):
+    with pytest.raises(ValueError, match=r"teacher=.* is a different model"):
         fit(tmp_path / "step=1.ckpt", teacher=tiny_policy(seed=8, hidden_size=48, initializer_range=0.2))
     with pytest.raises(ValueError, match="distillation_coef"):
         fit(tmp_path / "step=1.ckpt", distillation_coef=2.0)

@@ -167,7 +167,7 @@ def test_dropped_groups_leave_the_denominator(fit):
     assert close(dropped.weights[0], alone.weights[0], 1e-6)
 
 
-def test_nothing_kept_moves_nothing_and_goes_on(fit, tiny_policy):
+def test_keeping_nothing_changes_nothing_and_the_run_continues(fit, tiny_policy):
     _, module, steps = fit([False] * 8, max_steps=3, max_generation_batches=2, beta=0.1, entropy_coef=0.1)
     assert same(steps.weights[-1], list(tiny_policy().load().parameters()))
     assert [own["dynamic_sampling/kept_groups"] for own in steps.metrics] == [0, 0, 0]
@@ -273,7 +273,7 @@ def test_refused(make_module, options, message):
         make_module(**options)
 
 
-def test_loaders_of_ones_own_cannot_refill(make_module, make_data, make_trainer):
+def test_custom_loaders_cannot_refill(make_module, make_data, make_trainer):
     module = make_module(dynamic_sampling=True)
     with pytest.raises(ValueError, match="dynamic_sampling=True needs more prompts than a batch holds"):
         make_trainer(max_steps=1).fit(module, train_dataloaders=[1, 2, 3])

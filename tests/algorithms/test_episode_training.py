@@ -239,16 +239,18 @@ class Verbose(Counter):
 
 
 def test_a_prompt_of_an_environment_must_leave_room(tmp_path):
-    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens with what its environment's reset returned.* 2048 "):
+    with pytest.raises(
+        ValueError, match=r"a prompt has \d+ tokens including what its environment's reset returned.* 2048 "
+    ):
         fit(make(rewards=None, environment_factory=Verbose), tmp_path)
 
 
 def test_a_budget_needs_to_know_the_longest_episode(tmp_path):
-    with pytest.raises(ValueError, match="results of tools may take any number of tokens; set max_episode_tokens"):
+    with pytest.raises(ValueError, match="tool results may have any number of tokens; set max_episode_tokens"):
         fit(make(max_tokens_per_micro_batch=300, max_episode_tokens=None), tmp_path)
 
 
-def test_functions_cannot_read_environments_that_play_ahead(tmp_path):
+def test_functions_cannot_read_environments_sampled_ahead(tmp_path):
     def total(completions, environments, **columns):
         return [float(environment.total) for environment in environments]
 

@@ -97,7 +97,7 @@ def test_an_option_of_a_function_that_is_not_finite_is_refused_by_name(function,
             function.with_options({name: value})
 
 
-def test_the_sweep_is_no_empty_one(record_property):
+def test_the_sweep_is_not_empty(record_property):
     floats = [name for cls, name in CASES if cls in (GroupPPO, OptimizerConfig)]
     assert {"beta", "gamma", "lam", "group_epsilon", "threshold_lr", "eps", "betas", "max_grad_norm"} <= set(floats)
     assert len(CASES) + len(OPTIONS) > 150

@@ -62,7 +62,7 @@ def of_buffer(module):
 
 
 @pytest.mark.parametrize("critic", [*CRITICS, *SHARED])
-def test_the_head_runs_at_group_starts_alone(fit, critic):
+def test_the_head_runs_only_at_group_starts(fit, critic):
     module, counts = fit(critic=(CRITICS | SHARED)[critic], **CUT)
     starts, mask, _ = of_buffer(module)
     assert counts.rows == [int(starts.sum())]
@@ -77,7 +77,7 @@ def test_the_head_runs_at_group_starts_alone(fit, critic):
 
 
 @pytest.mark.parametrize("critic", CRITICS)
-def test_the_trunk_does_not_run_behind_the_last_start(fit, critic):
+def test_the_trunk_stops_at_the_last_start(fit, critic):
     module, counts = fit(critic=CRITICS[critic], **CUT)
     _, _, ends = of_buffer(module)
     groups = module.last_rollouts.groups
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_whole_rollouts(fit, monkeypatch, gradients, cri
         assert (left[name] - gradient).abs().max() <= 1e-6 * scale, name
 
 
-def test_the_states_behind_get_no_gradient(fit, monkeypatch):
+def test_later_states_get_no_gradient(fit, monkeypatch):
     """Zero gradient off the starts, seen at the hidden states themselves."""
     seen = []
     original = ppo_module.Critic.values

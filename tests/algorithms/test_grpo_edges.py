@@ -64,7 +64,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=lambda change: next(iter(change), None))
-def test_other_options_amid_rollouts_are_refused(checkpoints, make_module, make_data, make_trainer, change, message):
+def test_other_options_between_updates_are_refused(checkpoints, make_module, make_data, make_trainer, change, message):
     module = make_module(num_mini_batches=2, **change)
     with pytest.raises(ValueError, match=message):
         make_trainer(max_steps=3).fit(module, make_data(), ckpt_path=checkpoints / "step=1.ckpt", weights_only=True)
@@ -117,6 +117,6 @@ def test_a_missing_column_ends_the_run_before_a_rollout(make_module, make_data, 
     assert module.last_rollouts is None
 
 
-def test_passes_that_one_step_would_add_up_are_refused(make_module, make_data, make_trainer):
+def test_accumulating_several_passes_in_one_step_is_refused(make_module, make_data, make_trainer):
     with pytest.raises(ValueError, match="accumulate_grad_batches is 2 with num_mini_batches=1 and num_iterations=2"):
         make_trainer(max_steps=1, accumulate_grad_batches=2).fit(make_module(num_iterations=2), make_data())

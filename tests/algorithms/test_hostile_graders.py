@@ -34,7 +34,7 @@ class Failures(Callback):
     ("names", "timeout"),
     [pytest.param(QUICK, 8.0, id="quick"), pytest.param(set(ATTACKS), 30.0, id="all", marks=pytest.mark.slow)],
 )
-def test_the_run_goes_on(names, timeout, make_module, make_data, make_trainer, parameters, tmp_path, capfd):
+def test_the_run_continues(names, timeout, make_module, make_data, make_trainer, parameters, tmp_path, capfd):
     reward, failures = Hostile(tmp_path, sorted(names)), Failures()
     module = make_module(
         rewards=reward,

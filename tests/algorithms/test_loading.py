@@ -180,7 +180,7 @@ def test_another_algorithm_is_refused_by_name(
         load(stage, make_module(reads), make_data(val=True), make_trainer(max_steps=2), path)
 
 
-def test_a_subclass_and_its_algorithm_take_each_others(saved, make_module, make_data, make_trainer):
+def test_a_subclass_and_its_algorithm_load_each_others_checkpoints(saved, make_module, make_data, make_trainer):
     path = saved(MyGRPO)
     with pytest.raises(ValueError, match=r"model is 'GRPO' \(was 'MyGRPO'\).*allow_changed=\['model'\]"):
         make_trainer(max_steps=2).fit(make_module(GRPO), make_data(), ckpt_path=path)
@@ -199,7 +199,7 @@ def test_a_module_of_another_package_is_refused(saved, make_module, make_data, m
         make_trainer(max_steps=2).fit(make_module(), make_data(), ckpt_path=path)
 
 
-def test_other_models_are_told_before_torchs_list(saved, make_module, make_data, make_trainer, tiny_policy):
+def test_another_model_is_named_before_torchs_list(saved, make_module, make_data, make_trainer, tiny_policy):
     class Deeper(tiny_policy):
         def load(self):
             model = super().load()

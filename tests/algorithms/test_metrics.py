@@ -56,7 +56,7 @@ def test_ranks_are_joined():
     assert merge_reward_metrics([]) == {}
 
 
-def test_other_numbers_of_reward_dictionaries_are_in_the_evaluation():
+def test_extra_numbers_of_reward_dictionaries_are_in_the_evaluation():
     evaluator = Evaluator()
     for size, extra in ((1, 2.0), (3, 4.0)):
         evaluator.groups = [group([1.0] * size)]
@@ -99,7 +99,7 @@ def test_an_evaluation_without_rewards_is_not_a_number():
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(1.2, 0.0), (1.1, 0.5), (0.7 + 0.3, 0.5), (0.05, 0.75), (-1, 1.0)])
-def test_what_passes(threshold, expected):
+def test_the_pass_threshold(threshold, expected):
     metrics = evaluate([group([1.1 - 1e-9, 0.1 * 11, 0.1, 0.0])], pass_threshold=threshold)
     assert metrics["val/default/pass@1"] == expected
 

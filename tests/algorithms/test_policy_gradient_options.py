@@ -340,5 +340,5 @@ def test_a_horizon_that_is_too_short_for_a_rollout_phase(fit):
 
 def test_a_loss_that_compares_tokens_warns_of_a_budget(make_module, make_data, make_trainer):
     module = make_module(policy_loss="kl_cov", max_tokens_per_micro_batch=64)
-    with pytest.warns(UserWarning, match="policy_loss 'kl_cov' chooses tokens by comparing those of one micro-batch"):
+    with pytest.warns(UserWarning, match="policy_loss 'kl_cov' selects tokens by comparing those of one micro-batch"):
         make_trainer(max_steps=1).fit(module, make_data())

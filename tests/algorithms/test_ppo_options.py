@@ -73,7 +73,7 @@ def test_lambdas(fit):
             assert own["returns"] == pytest.approx(targets)
 
 
-def test_the_reward_stands_at_the_last_trained_token(fit):
+def test_the_reward_is_at_the_last_trained_token(fit):
     module, _ = fit()
     outcomes = [r.reward for group in module.last_rollouts.groups for r in group.rollouts]
     assert any(r.loss_mask and not r.loss_mask[-1] for g in module.last_rollouts.groups for r in g.rollouts)
@@ -223,7 +223,7 @@ REFUSED = [
     ({"beta": -1}, "beta is -1; it must be 0"),
     ({"beta": float("inf")}, "beta is inf; it must be 0"),
     ({"beta": 0.1, "kl_horizon": 100}, "kl_horizon is 100 and kl_target is None"),
-    ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "bootstrap_truncated=True is about rollouts"),
+    ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "bootstrap_truncated=True applies to rollouts"),
     ({"kl_in": "reward"}, "kl_in is 'reward' and beta is 0"),
     ({"kl_in": "both"}, "kl_in is 'both'; it must be 'loss' or 'reward'"),
     ({"kl_type": "k9"}, "k9"),
@@ -240,7 +240,7 @@ def test_out_of_range(make_module, options, message):
         make_module(PPO, **options)
 
 
-def test_a_critic_that_is_not_there(make_module, tmp_path):
+def test_a_missing_critic(make_module, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere' is not a folder"):
         make_module(PPO, critic=str(tmp_path / "nowhere"))
 

@@ -106,7 +106,7 @@ def test_token_groups_survive_a_checkpoint(fit, tmp_path):
         ({"whiten_advantages": False}, r"whiten_advantages is False, .* made with True"),
     ],
 )
-def test_other_options_amid_rollouts_are_refused(fit, tmp_path, change, message):
+def test_other_options_between_updates_are_refused(fit, tmp_path, change, message):
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(GroupPPO, {}, callbacks=[saving], steps=1)
     with pytest.raises(ValueError, match=message):
@@ -116,7 +116,7 @@ def test_other_options_amid_rollouts_are_refused(fit, tmp_path, change, message)
 @pytest.mark.parametrize(
     "saving", [{"every_n_train_steps": 60}, {}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}]
 )
-def test_a_run_that_stopped_amid_an_epoch_goes_on_there(make_module, make_data, make_trainer, tmp_path, saving):
+def test_a_run_that_stopped_mid_epoch_continues_there(make_module, make_data, make_trainer, tmp_path, saving):
     """Lightning saves the last checkpoint of a run after it has counted the epoch as processed, or as completed."""
     data = {"train_size": 12}  # 3 batches of 4
     undisturbed = make_module()
@@ -130,7 +130,7 @@ def test_a_run_that_stopped_amid_an_epoch_goes_on_there(make_module, make_data, 
         assert torch.equal(weight, resumed.policy.state_dict()[name]), name
 
 
-def test_a_run_that_one_epoch_limits_goes_on_in_it(make_module, make_data, make_trainer, tmp_path):
+def test_a_run_limited_to_one_epoch_continues_in_it(make_module, make_data, make_trainer, tmp_path):
     saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=60, save_last=True)
     make_trainer(max_steps=3, max_epochs=1, callbacks=[saving]).fit(make_module(), make_data(train_size=24))
     trainer = make_trainer(max_steps=5, max_epochs=1)

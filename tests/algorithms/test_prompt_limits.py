@@ -48,7 +48,9 @@ def test_training_prompts_that_are_too_long_are_found_at_setup(make_module, make
 
 
 @pytest.mark.parametrize(("method", "split"), [("fit", "val"), ("validate", "val"), ("test", "test")])
-def test_so_are_those_of_validation_and_test(make_module, make_trainer, file, method, split):
+def test_validation_and_test_prompts_that_are_too_long_are_found_at_setup(
+    make_module, make_trainer, file, method, split
+):
     data = PromptDataModule(file("x.jsonl", 4, 4), batch_size=2, **{split: file("y.jsonl", 4, 50)})
     module = make_module(engine=NothingSampled(), val_sampling=SamplingConfig(max_new_tokens=15))
     message = rf"y\.jsonl, line 2: .* 50 tokens, which with 15 .* of `{split}` do.*lower val_sampling\.max_new_tokens"
@@ -56,7 +58,7 @@ def test_so_are_those_of_validation_and_test(make_module, make_trainer, file, me
         getattr(make_trainer(max_steps=1), method)(module, datamodule=data)
 
 
-def test_a_config_that_is_there_tells_before_the_weights_are_loaded(
+def test_a_config_is_checked_before_the_weights_are_loaded(
     make_module, make_trainer, file, tiny_policy, tmp_path, monkeypatch
 ):
     tiny_policy().load().save_pretrained(tmp_path / "policy")
@@ -67,7 +69,7 @@ def test_a_config_that_is_there_tells_before_the_weights_are_loaded(
         make_trainer(max_steps=1).fit(module, PromptDataModule(file("x.jsonl", 60, 4), batch_size=2))
 
 
-def test_an_engine_that_reserves_no_room_may_be_given_longer_ones(make_module, make_trainer, file, scripted_engine):
+def test_an_engine_that_reserves_no_room_may_get_longer_prompts(make_module, make_trainer, file, scripted_engine):
     for length, refused in ((63, False), (64, True)):
         module = make_module(engine=scripted_engine, rewards=lambda completions, **columns: [1.0] * len(completions))
         data = PromptDataModule(file("x.jsonl", 4), file("y.jsonl", length), batch_size=1, drop_last=False)

@@ -42,7 +42,7 @@ def test_two_ranks_train_like_one(tmp_path, two_ranks):
             assert two_metrics[name] == pytest.approx(value, abs=1e-5), name
 
 
-def test_two_ranks_resume_amid_rollouts(tmp_path, two_ranks):
+def test_two_ranks_resume_between_updates(tmp_path, two_ranks):
     folder, whole, _ = two_ranks
     saved = torch.load(folder / "step=1.ckpt", weights_only=True)
     assert sorted(len(state["groups"]) for state in saved["pl_grouprl"]["rollouts"]) == [2, 3]
@@ -51,7 +51,7 @@ def test_two_ranks_resume_amid_rollouts(tmp_path, two_ranks):
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_resumes_amid_rollouts(tmp_path, two_ranks):
+def test_another_number_of_ranks_resumes_between_updates(tmp_path, two_ranks):
     # The rollouts of both ranks are dealt again, not sampled again.
     resumed, metrics = run(tmp_path / "resumed", 1, two_ranks[0] / "step=1.ckpt", **OPTIONS)
     assert largest_difference(resumed, two_ranks[1]) < 1e-5

@@ -36,7 +36,7 @@ def test_a_subclass_sets_its_own_attributes(tiny_policy):
     assert Mine(tiny_policy(), zero, level=3).level == 3
 
 
-def test_advantages_that_would_never_be_asked_for_are_refused(tiny_policy):
+def test_advantage_overrides_that_would_never_be_called_are_refused(tiny_policy):
     class Mine(GRPO):
         def compute_advantages(self, groups):
             raise AssertionError
@@ -45,7 +45,7 @@ def test_advantages_that_would_never_be_asked_for_are_refused(tiny_policy):
         Mine(tiny_policy(), zero, advantage_estimator="reinforce_plus_plus")
 
 
-def test_an_engine_with_half_of_the_protocol_of_copies_is_refused(tiny_policy):
+def test_an_engine_with_half_of_the_sync_protocol_is_refused(tiny_policy):
     class Half:
         def bind(self, model, tokenizer=None):
             pass

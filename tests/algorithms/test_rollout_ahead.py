@@ -84,7 +84,7 @@ def test_resume_at_every_step_is_exact(make_module, make_data, make_trainer, par
         assert same(undisturbed, parameters(fit(tmp_path / f"step={step}.ckpt"))), f"resumed after step {step}"
 
 
-def test_sampling_runs_beside_the_update_and_ends_with_the_fit(make_module, make_data, make_trainer, monkeypatch):
+def test_sampling_runs_during_the_update_and_ends_with_the_fit(make_module, make_data, make_trainer, monkeypatch):
     names, module = [], make_module(**AHEAD)
     generate = HFRolloutEngine.generate
 
@@ -200,7 +200,7 @@ def no_processes_left():
     ],
 )
 @pytest.mark.usefixtures("no_processes_left")
-def test_what_does_not_go_together_is_refused(
+def test_incompatible_options_are_refused(
     make_module, make_data, make_trainer, scripted_engine, options, trainer_options, message
 ):
     if options.get("engine"):

@@ -23,7 +23,7 @@ def drawn():
     return random.random(), np.random.random(), float(torch.rand(())), float(torch.randn(())), random.gauss(0, 1)
 
 
-def test_random_numbers_go_on_from_their_state(tmp_path):
+def test_random_numbers_continue_from_their_state(tmp_path):
     random.gauss(0, 1)
     np.random.standard_normal()
     torch.save(random_state(CPU), tmp_path / "state.pt")
@@ -93,9 +93,7 @@ def saving(folder, **options):
     return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, **options)
 
 
-def test_random_numbers_of_a_resumed_run_go_on_whatever_is_drawn_in_validations(
-    make_module, make_data, make_trainer, tmp_path
-):
+def test_validations_do_not_change_the_random_numbers_of_a_resumed_run(make_module, make_data, make_trainer, tmp_path):
     options = {"max_epochs": 2, "check_val_every_n_epoch": None, "val_check_interval": 2, "num_sanity_val_steps": 0}
     schedule = {
         "optimizer": OptimizerConfig(1e-2, schedule="cosine")
@@ -114,7 +112,7 @@ def test_random_numbers_of_a_resumed_run_go_on_whatever_is_drawn_in_validations(
 
 @pytest.mark.parametrize("save", ["batch", "epoch", "end"])
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 100}, {"max_steps": 6}])
-def test_a_run_that_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(
+def test_a_run_that_stopped_at_the_end_of_an_epoch_continues_with_the_next(
     make_module, make_data, make_trainer, tmp_path, save, limits
 ):
     class Save(Callback):
@@ -139,7 +137,7 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(
     assert trainer.current_epoch == 2
 
 
-def test_options_that_the_optimizers_state_brings_are_refused(make_module, make_data, make_trainer, tmp_path):
+def test_changed_options_of_the_optimizers_state_are_refused(make_module, make_data, make_trainer, tmp_path):
     trainer = make_trainer(max_steps=1)
     trainer.fit(make_module(), make_data())
     trainer.save_checkpoint(tmp_path / "state.ckpt")
@@ -160,7 +158,7 @@ def ranks_of(numbers_per_rank):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_rollouts_are_dealt_to_another_number_of_ranks_within_their_mini_batches(num_ranks):
+def test_rollouts_are_redistributed_within_their_mini_batches(num_ranks):
     per_rank = ranks_of([[0, 3, 4], [1, 2]])
     buffers = [RolloutBuffer.from_state_dict(redistribute(per_rank, rank, num_ranks)) for rank in range(num_ranks)]
     found = sorted(group.group_id for buffer in buffers for group in buffer.groups)

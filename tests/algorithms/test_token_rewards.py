@@ -135,7 +135,10 @@ def test_truncated_rollouts_count_and_are_not_trained(step):
         ),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline compares whole"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum compares whole rollouts"),
-        ({"beta": 0.1, "kl_in": "reward"}, "kl_in='reward' takes the penalty off whole rollouts; use kl_in='loss'"),
+        (
+            {"beta": 0.1, "kl_in": "reward"},
+            "kl_in='reward' subtracts the penalty from whole rollouts; use kl_in='loss'",
+        ),
     ],
 )
 def test_what_compares_whole_rollouts_refuses_rewards_of_tokens(step, options, message):
@@ -166,7 +169,7 @@ def test_reinforce_plus_plus_discounts_them(step):
 # Rewards on the token axis.
 
 
-def test_rewards_stand_at_trained_tokens_and_add_up():
+def test_rewards_are_at_trained_tokens_and_add_up():
     rollouts = [
         Rollout([1] * 4, reward=7.0, token_rewards=[1.0, None, 2.0, None]),  # an outcome of 4
         Rollout([1] * 6, reward=15.0, token_rewards=[1.0, 2.0, None, 4.0, 8.0, None], loss_mask=[0, 1, 1, 0, 0, 1]),

@@ -36,8 +36,8 @@ def test_batches_without_a_reward_end_the_run(make_module, make_data, make_train
     rewards = [LateReward(), Weighted(broken, name="score")]
     message = (
         r"no rollout had a reward in 3 batches in a row \(max_unrewarded_batches=3\), so nothing is learned\. Of "
-        r"the rollouts of the last one LateReward gave None for 16 and no finite number for 0; score gave None for 0 "
-        r"and no finite number for 16\. Fix the reward functions"
+        r"the rollouts of the last one LateReward returned None for 16 and no finite number for 0; score returned "
+        r"None for 0 and no finite number for 16\. Fix the reward functions"
     )
     with pytest.raises(RuntimeError, match=message):
         fit(make_module, make_data, make_trainer, rewards, max_unrewarded_batches=3)
@@ -50,7 +50,7 @@ def test_a_reward_in_between_starts_the_count_again(make_module, make_data, make
     assert module.rewarder.unrewarded_batches == 2
 
 
-def test_the_count_goes_on_from_a_checkpoint(make_module, make_data, make_trainer, tmp_path):
+def test_the_count_continues_from_a_checkpoint(make_module, make_data, make_trainer, tmp_path):
     options = {"max_unrewarded_batches": 4}
     trainer, _ = fit(make_module, make_data, make_trainer, LateReward(), steps=3, **options)
     trainer.save_checkpoint(tmp_path / "state.ckpt")

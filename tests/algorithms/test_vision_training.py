@@ -91,7 +91,7 @@ def test_sharing_on_and_off_give_the_same_trajectory(family, make_trainer, histo
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_resume_amid_the_updates_of_rollouts_with_images_is_exact(family, make_trainer, parameters, tmp_path):
+def test_resume_between_updates_of_rollouts_with_images_is_exact(family, make_trainer, parameters, tmp_path):
     def fit(checkpoint=None, callbacks=()):
         module, data = make(family, GivenRollouts(), num_iterations=2, num_mini_batches=2)
         make_trainer(max_steps=6, callbacks=list(callbacks)).fit(module, data, ckpt_path=checkpoint)

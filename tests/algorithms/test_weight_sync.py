@@ -64,7 +64,7 @@ def same(left, right):
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-def test_the_engine_of_these_tests_is_one_of_them():
+def test_the_test_engine_is_a_synced_engine():
     assert isinstance(CopiedPolicyEngine(), SyncedRolloutEngine)
     assert not isinstance(HFRolloutEngine(), SyncedRolloutEngine)
 
@@ -86,7 +86,7 @@ def test_a_copy_gives_the_same_trajectory(fit, tiny_policy, adapter):
     assert [step["sync/bytes"] for step in rollouts.steps] == sizes
 
 
-def test_an_adapter_by_itself_follows_its_base_once(fit, tiny_policy):
+def test_a_separate_adapter_sends_its_base_once(fit, tiny_policy):
     engine = CopiedPolicyEngine("separate", faults={("generate", 3): "lost"})
     module, *_ = fit(engine, policy=Adapted(tiny_policy, target_modules=["q_proj"]), trainer={"max_steps": 4})
     base = sum("lora_" not in name for name, _ in module.policy.named_parameters())
@@ -116,7 +116,7 @@ def test_older_weights_would_give_another_trajectory(fit):
     ],
     ids=["mini-batches", "iterations", "validation", "much validation", "accumulation", "dynamic sampling"],
 )
-def test_weights_are_given_once_they_have_changed(fit, options, trainer, steps_of_updates):
+def test_changed_weights_are_sent_once(fit, options, trainer, steps_of_updates):
     engine, steps = CopiedPolicyEngine(), []
     update = engine.update_weights
 
@@ -135,7 +135,7 @@ def test_weights_are_given_once_they_have_changed(fit, options, trainer, steps_o
     assert engine.calls["generate"] >= len(steps)
 
 
-def test_metrics_add_up_what_came_since_the_rollouts_before(fit):
+def test_metrics_are_summed_since_the_previous_rollouts(fit):
     trainer = {"max_steps": 4, "val_check_interval": 1}
     _, rollouts, _ = fit(CopiedPolicyEngine(), num_mini_batches=2, trainer=trainer, val=True)
     # Each update of the same rollouts shows the same; validation has synced twice since the first ones.
@@ -154,7 +154,7 @@ def test_its_time_is_a_part_of_the_step(fit, cls):
 
 
 @pytest.mark.parametrize("by", ["the weight", "its data", "another storage", "a buffer"])
-def test_a_weight_that_is_written_to_is_given_again(fit, by):
+def test_a_weight_that_is_written_to_is_sent_again(fit, by):
     class Writes(Callback):
         def on_validation_start(self, trainer, module):
             if by == "a buffer" and not hasattr(module.policy.model, "extra"):
@@ -225,7 +225,7 @@ def test_a_sampler_that_computes_something_else_with_the_weights_stops_the_run(f
     fit(CopiedPolicyEngine(), policy=Decided(), trainer={"max_steps": 1})
 
 
-def test_a_sampler_known_to_have_other_weights_is_given_them_again(fit):
+def test_a_sampler_with_other_weights_gets_them_again(fit):
     engine = CopiedPolicyEngine()
 
     class Restarts(Callback):
@@ -236,7 +236,7 @@ def test_a_sampler_known_to_have_other_weights_is_given_them_again(fit):
     assert [version for version, *_ in engine.updates] == [1, 2]
 
 
-def test_versions_go_on_from_the_engines_own(fit):
+def test_versions_continue_from_the_engines(fit):
     engine = CopiedPolicyEngine()
     engine.version = 40  # what a server says that another process has left
     fit(engine)
@@ -266,7 +266,7 @@ def test_a_lost_sampler_changes_nothing(fit, expected, method, fault):
 
 
 @pytest.mark.parametrize("method", ["update", "generate"])
-def test_a_sampler_that_is_lost_again_and_again_is_given_up(fit, method):
+def test_a_sampler_that_is_lost_repeatedly_ends_the_run(fit, method):
     engine = CopiedPolicyEngine(faults=dict.fromkeys([(method, 2), (method, 3), (method, 4)], "lost"))
     with pytest.raises(RuntimeError, match=r"CopiedPolicyEngine was lost 3 times in a row.* it was restarted"):
         fit(engine)
@@ -326,7 +326,7 @@ def test_every_run_closes_the_engine_and_starts_it_again(fit, make_data, make_tr
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_resumed_run_ends_exact(fit, tmp_path, step):
+def test_resume_is_exact(fit, tmp_path, step):
     # Behind the updates of the first rollouts, and amid those of the second.
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     options = {"num_mini_batches": 2, "trainer": {"max_steps": 6}}
@@ -338,7 +338,7 @@ def test_a_resumed_run_ends_exact(fit, tmp_path, step):
     assert len(engine.updates) == {2: 2, 3: 1}[step]
 
 
-def test_an_adapter_by_itself_has_to_be_there(fit):
+def test_a_separate_adapter_is_required(fit):
     with pytest.raises(
         ValueError, match=r"CopiedPolicyEngine.adapter is 'separate', but the Qwen3ForCausalLM has no adapter; pass 'me"
     ):
@@ -353,7 +353,7 @@ def test_rollouts_ahead_are_refused(fit):
 # Parts.
 
 
-def test_what_a_reader_leaves_is_read():
+def test_unread_weights_are_exhausted():
     read, given = [], [("a", torch.zeros(1)), ("b", torch.ones(1)), ("c", torch.ones(1))]
 
     def stream(name):

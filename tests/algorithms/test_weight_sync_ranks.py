@@ -71,7 +71,7 @@ def test_a_copy_gives_the_same_trajectory(runs):
             assert [rank["closes"] for rank in runs[name]] == [1, 1]
 
 
-def test_weights_are_given_once_to_a_step_with_a_rollout(runs):
+def test_weights_are_sent_once_per_step_with_a_rollout(runs):
     # Six steps, two to each batch of rollouts; validation behind the fourth shares what the last rollouts need.
     for name in (name for name in ("copied", "separate") if name in runs):
         assert versions(runs[name]) == [[1, 2, 3]] * 2
@@ -80,7 +80,7 @@ def test_weights_are_given_once_to_a_step_with_a_rollout(runs):
         assert [[step["sync/count"] for step in rank["steps"]] for rank in runs[name]] == [[1.0] * 6] * 2
 
 
-def test_a_resumed_run_ends_exact(runs):
+def test_resume_is_exact(runs):
     if "resumed" not in runs:
         return
     assert [rank["tokens"] for rank in runs["resumed"]] == [rank["tokens"][3:] for rank in runs["copied"]]
@@ -105,6 +105,6 @@ def test_what_one_rank_raises_ends_the_run_on_all(runs):
     assert [rank["closes"] for rank in runs["failed"]] == [1, 1]
 
 
-def test_a_write_on_one_rank_alone_is_seen_by_all(runs):
+def test_a_write_on_one_rank_is_noticed_by_all(runs):
     if "written to by one" in runs:
         assert versions(runs["written to by one"]) == [[1, 2, 3, 4]] * 2

@@ -39,7 +39,7 @@ def test_a_step_that_leaves_nan_ends_the_run_there(make_module, make_data, make_
     assert steps.done == []
 
 
-def test_the_critic_is_looked_at_and_named(make_module, make_data, make_trainer):
+def test_the_critic_is_checked_and_named(make_module, make_data, make_trainer):
     class Breaks(Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
             module.critic.head.weight.data[0, 0] = float("inf")

@@ -35,7 +35,7 @@ def test_public_methods_are_tools():
     assert (kind.async_reset, kind.async_reward, kind.methods) == (True, True, {})
 
 
-def test_what_is_no_environment_is_refused():
+def test_objects_that_are_not_environments_are_refused():
     class NoReset:
         pass
 
@@ -124,10 +124,10 @@ def test_rewards_are_numbers(factory):
         reward("long")
 
 
-def test_an_environment_that_was_lost_is_made_anew_by_reset():
+def test_reset_replaces_a_lost_environment():
     host = host_of(Counter)
     run(host.reset(0, None, {}))
-    host.lose(0)
+    host.drop(0)
     lost = run(host.call(0, None, "add", {"number": 1}))
     assert (lost.content, lost.failure) == ("{'error': 'The environment of this episode was lost.'}", "exited")
     with pytest.raises(RuntimeError, match="was not called, because the environment was lost"):
@@ -136,7 +136,7 @@ def test_an_environment_that_was_lost_is_made_anew_by_reset():
     assert run(host.reward(0, None)) == 5.0
 
 
-def test_an_environment_is_of_one_episode_alone():
+def test_an_environment_belongs_to_one_episode():
     only = Counter()
     host = host_of(lambda: only)
     run(host.reset(0, None, {}))

@@ -224,7 +224,7 @@ def test_one_class_under_two_names_has_one_reward(make):
 
 
 @pytest.mark.parametrize("factory", [Rewards, AsyncRewards])
-def test_a_reward_that_fails_costs_its_own_episode(make, factory, caplog):
+def test_a_failing_reward_affects_only_its_episode(make, factory, caplog):
     runner = make([], factory, timeout=60)
     with caplog.at_level(logging.WARNING):
         sessions = runner.begin([{"reward": reward} for reward in (0.5, "raise", "exit", "none", 2)])
@@ -232,7 +232,7 @@ def test_a_reward_that_fails_costs_its_own_episode(make, factory, caplog):
     assert [sessions[0].reward, sessions[4].reward] == [0.5, 2.0]
     assert all(math.isnan(session.reward) for session in sessions[1:4])
     name = factory.__name__
-    assert f"{name}.get_reward raised KeyError: 'no such key'; the episode is left without" in caplog.text
+    assert f"{name}.get_reward raised KeyError: 'no such key'; the episode has no such reward" in caplog.text
     runner.finish(sessions)  # again: nothing happens
     assert sessions[0].reward == 0.5
 
@@ -335,7 +335,7 @@ def test_an_async_tool_is_cancelled(make):
     assert run(runner, ToolCall("add", {"number": 1}), session=session)[0].content == "2"
 
 
-def test_an_async_tool_that_refuses_to_end_is_left(make, monkeypatch):
+def test_an_async_tool_that_ignores_cancellation_is_abandoned(make, monkeypatch):
     monkeypatch.setattr("pl_grouprl.episodes.dispatch.GRACE_SECONDS", 0.05)
 
     class Stays(Counter):
@@ -383,7 +383,7 @@ def test_an_async_tool_may_raise_anything(make):
     assert results[3].content == "{'error': 'Tool leave raised CancelledError.'}"
 
 
-def test_what_tools_do_costs_no_round(make):
+def test_misbehaving_tools_do_not_end_the_round(make):
     runner = make([misbehave, multiply])
     harms = [how for how in HARMS if how not in ("kill", "hang", "flood", "100 MB")]
     results = run(
@@ -458,7 +458,7 @@ def test_a_copy_is_closed(make):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_has_threads_of_its_own(make):
+def test_a_fork_starts_its_own_threads(make):
     runner = make([multiply], Counter)
     session = runner.begin([{}])[0]
     run(runner, ToolCall("multiply", {"a": 1, "b": 1}), session=session)

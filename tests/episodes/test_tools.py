@@ -156,12 +156,12 @@ def test_wrong_arguments_have_their_kind(arguments, message):
     assert (result.content, result.failure) == (str({"error": message}), "arguments")
 
 
-def test_an_error_of_the_same_type_inside_has_another():
+def test_a_type_error_inside_a_tool_has_another_kind():
     assert misbehave("type") == (str({"error": "object of type 'int' has no len()"}), "raised")
     assert call(multiply, {"a": None, "b": 1.5}).failure == "raised"
 
 
-def test_an_async_tool_fails_alike():
+def test_async_tools_fail_like_sync_ones():
     result = call(async_multiply, {"a": 1})
     message = "async_multiply() missing 1 required positional argument: 'b'"
     assert (result.content, result.failure) == (str({"error": message}), "arguments")
@@ -204,7 +204,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("how", HARMS)
-def test_the_model_reads_what_became_of_a_call(how):
+def test_the_model_reads_the_outcome_of_a_call(how):
     content, failure = misbehave(how)
     expected, kind = HARMS[how]
     assert failure == kind

@@ -65,7 +65,7 @@ def misbehave(how):
     return ToolCall("misbehave", {"how": how})
 
 
-def test_the_model_reads_what_it_reads_without_workers(shared, make):
+def test_results_are_the_same_as_without_workers(shared, make):
     harms = [how for how in tools.HARMS if how not in ("kill", "hang", "100 MB", "flood", "recurse")]
     calls = [misbehave(how) for how in harms]
     calls += [
@@ -80,7 +80,7 @@ def test_the_model_reads_what_it_reads_without_workers(shared, make):
     assert contents(run(shared, *calls)) == contents(run(here, *calls))
 
 
-def test_what_is_too_long_stays_in_the_worker(shared):
+def test_overlong_results_stay_in_the_worker(shared):
     (result,) = run(shared, misbehave("100 MB"))
     assert result.failure == "too_long"
     assert result.content == (
@@ -89,12 +89,12 @@ def test_what_is_too_long_stays_in_the_worker(shared):
     )
 
 
-def test_what_is_printed_is_no_answer(shared):
+def test_printed_output_is_not_an_answer(shared):
     assert contents(run(shared, misbehave("flood"))) == [("misbehave", "dry", None)]
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_an_answer_that_is_none_costs_the_worker(make, how):
+def test_an_unreadable_answer_kills_the_worker(make, how):
     runner = make([tools.forge, tools.multiply], timeout=60)
     results = run(runner, ToolCall("forge", {"how": how}), ToolCall("multiply", {"a": 2, "b": 3}))
     assert contents(results) == [
@@ -103,7 +103,7 @@ def test_an_answer_that_is_none_costs_the_worker(make, how):
     ]
 
 
-def test_a_forked_child_answers_nothing(make):
+def test_a_forked_child_sends_no_answer(make):
     runner = make([tools.forge, tools.multiply], timeout=60)
     results = run(
         runner, ToolCall("forge", {"how": "fork"}), *(ToolCall("multiply", {"a": 2, "b": n}) for n in range(3))
@@ -243,7 +243,7 @@ def test_nothing_is_left_after_many_rounds(make, rounds):
     assert set(threading.enumerate()) == before
 
 
-def test_closing_ends_what_runs_and_what_waits(make, tmp_path):
+def test_closing_ends_running_and_waiting_calls(make, tmp_path):
     runner = make([tools.hang_with_child, tools.multiply])
     file = tmp_path / "ids"
     session = runner.begin([{}])[0]

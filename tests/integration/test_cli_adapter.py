@@ -83,7 +83,7 @@ def test_its_checkpoint_is_used(config, command):
     [
         ("policy.init_args.adapter.alpha=64", r"policy .*: default.alpha is 64 \(was 8\)"),
         ("critic.init_args.alpha=64", r"critic .*: critic.alpha is 64 \(was 32\)"),
-        ("policy.init_args.steps=3", "gives another model"),
+        ("policy.init_args.steps=3", "is a different model"),
     ],
 )
 @pytest.mark.parametrize("command", ["parity", "validate"])

@@ -27,7 +27,7 @@ def check(model, prompts, sampling, num_generations, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampling_equals_a_forward_over_everything(family):
+def test_sampling_equals_a_full_forward(family):
     model = tiny_decoder(family)
     sampling = SamplingConfig(max_new_tokens=9, temperature=2.0, stop_token_ids=(0, 6, 10, 14, 20))
     rollouts = check(model, PROMPTS, sampling, 2, max_sequences=5)

@@ -8,7 +8,7 @@ from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine, decode
 from pl_grouprl.types import SamplingConfig
 
 
-def test_cutting_into_batches_changes_nothing(qwen3):
+def test_splitting_into_batches_changes_nothing(qwen3):
     sampling = SamplingConfig(max_new_tokens=16, stop_token_ids=(4, 9))
     whole = HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1)
     lengths = {len(rollout.token_ids) for group in whole for rollout in group}
@@ -19,7 +19,7 @@ def test_cutting_into_batches_changes_nothing(qwen3):
 
 
 @pytest.mark.parametrize("stop_token_ids", [(4, 9), (), tuple(range(24))])
-def test_looking_for_ends_every_few_steps_changes_nothing(qwen3, monkeypatch, stop_token_ids):
+def test_checking_for_ends_every_few_steps_changes_nothing(qwen3, monkeypatch, stop_token_ids):
     sampling = SamplingConfig(max_new_tokens=16, stop_token_ids=stop_token_ids)
     often = HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1)
     for steps in (3, 16, 50):
@@ -29,7 +29,7 @@ def test_looking_for_ends_every_few_steps_changes_nothing(qwen3, monkeypatch, st
 
 @pytest.mark.parametrize("steps_per_check", [1, 8])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen2_window"])
-def test_a_limit_per_prompt_cuts_what_it_would_sample(make_model, monkeypatch, family, steps_per_check):
+def test_a_limit_per_prompt_truncates_its_rollouts(make_model, monkeypatch, family, steps_per_check):
     monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", steps_per_check)
     model, limits = make_model(family), [3, 16, 1, 10, 10]
     sampling = SamplingConfig(max_new_tokens=16, stop_token_ids=(4, 9))
@@ -55,7 +55,7 @@ def test_an_end_token_at_the_limit_is_a_stop(qwen3):
     assert_same(ended, engine.generate(PROMPTS, sampling, num_generations=1, seed=1, max_new_tokens=limits))
 
 
-def test_limits_that_are_all_the_same_give_the_same_bits(qwen3):
+def test_equal_limits_give_the_same_bits(qwen3):
     engine = HFRolloutEngine(qwen3)
     common = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=7), num_generations=2, seed=1)
     sampling = SamplingConfig(max_new_tokens=100)  # not read
@@ -153,7 +153,7 @@ def test_shared_prefix_context_changes_nothing(make_model, family):
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])
-def test_training_goes_on_afterwards(make_model, inference_mode):
+def test_training_continues_afterwards(make_model, inference_mode):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}  # renews its buffer in the forward pass
     model = make_model("llama", max_position_embeddings=16, rope_parameters=rope)
     model(torch.zeros(1, 20, dtype=torch.long))  # too long to sample; what follows goes back to shorter ones
@@ -202,7 +202,7 @@ def test_engine_is_bound_later_and_again(qwen3, make_model):
     ("kind", "limit"),
     [("dynamic", "max_position_embeddings"), ("longrope", r"original_max_position_embeddings \(its longrope .*\)")],
 )
-def test_moving_frequencies_end_where_they_begin_to_move(make_model, kind, limit):
+def test_dynamic_rotary_frequencies_limit_the_length(make_model, kind, limit):
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
     options = {"factor": 2.0} if kind == "dynamic" else factors
     model = make_model(
@@ -243,7 +243,7 @@ def test_models_with_a_state_outside_of_the_cache_are_refused():
         HFRolloutEngine(model).generate([[1, 2]], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0)
 
 
-def test_a_model_that_decodes_other_than_it_is_scored_is_refused(make_model):
+def test_a_model_whose_decoding_differs_from_its_scoring_is_refused(make_model):
     model = make_model("llama")
     attention = model.model.layers[0].self_attn
     forward = attention.forward

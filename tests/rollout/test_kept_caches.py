@@ -127,8 +127,8 @@ def test_a_shared_prompt_is_stored_once(make_model, max_sequences):
     with engine.keep_caches():
         groups = engine.generate(prompts, sampling, num_generations=9, seed=1)
         for turn in range(3):
-            prompts_of_rows, own_lengths = zip(*shared_rows(), strict=True)
-            assert own_lengths == (4 + 8 * turn,) * 18 * 2  # layers
+            prompts_of_rows, suffix_lengths = zip(*shared_rows(), strict=True)
+            assert suffix_lengths == (4 + 8 * turn,) * 18 * 2  # layers
             assert len(set(prompts_of_rows)) <= 2 * 2 * (1 if max_sequences is None else 2)
             sampled = [(own, one) for own, group in zip(prompts, groups, strict=True) for one in group]
             prompts = [[*own, *one.token_ids, 1, 2, 3] for own, one in sampled]
@@ -166,7 +166,7 @@ def sequence(tokens):
     return KeptSequence(tokens, Cache(layers=[layer(tokens)]))
 
 
-def test_the_longest_beginning_is_found():
+def test_the_longest_prefix_is_found():
     kept = KeptCaches()
     for tokens in ([1], [1, 2], [1, 2, 3, 4], [1, 2, 300], [7, 8], [1, 2, 3, 4]):
         kept.add(tokens, sequence(len(tokens)))
@@ -261,7 +261,7 @@ def test_contexts_do_not_nest(qwen3):
         engine.keep_caches().__enter__()
 
 
-def test_a_model_that_continues_caches_otherwise_is_encoded_from_the_start(make_model, caplog):
+def test_a_model_that_continues_caches_inexactly_is_encoded_from_the_start(make_model, caplog):
     model = make_model("llama")
     attention = model.model.layers[0].self_attn
     forward = attention.forward

@@ -36,7 +36,7 @@ def count_calls(module, kind):
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampling_equals_a_forward_over_everything(family, temperature):
+def test_sampling_equals_a_full_forward(family, temperature):
     model, (prompts, media) = tiny_vision_model(family), requests(family)
     never = tuple(placeholder_ids(model).values())
     sampling = SamplingConfig(max_new_tokens=12, temperature=temperature, stop_token_ids=(1, 8, 16, 24, 32))
@@ -71,7 +71,7 @@ def test_text_continues_its_cache_next_to_prompts_with_images(family):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_positions_left_behind_in_the_model_are_not_read(family):
+def test_stale_positions_in_the_model_are_not_read(family):
     model, (prompts, media) = tiny_vision_model(family), requests(family)
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=6)
     text = {"prompts": [prompts[2], prompts[5]], "sampling": sampling, "num_generations": 2, "seed": 3}

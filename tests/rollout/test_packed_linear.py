@@ -4,7 +4,7 @@ from helpers.rollouts import reference_logprobs
 from torch import nn
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.packed_linear import MIN_STEPS, _can_pack, own_weights, packed_linears
+from pl_grouprl.rollout.packed_linear import MIN_STEPS, _can_pack, original_weights, packed_linears
 from pl_grouprl.types import SamplingConfig
 
 needs_packing = pytest.mark.skipif(not _can_pack(), reason="PyTorch cannot pack weights on this processor")
@@ -65,13 +65,13 @@ def test_layers_whose_weights_a_hook_fetches_are_not_packed(hooked):
 
 @needs_packing
 @torch.no_grad()
-def test_own_weights_are_run_in_between():
+def test_the_original_weights_are_run_in_between():
     linear, x = nn.Linear(512, 512), torch.randn(3, 512)
     with packed_linears(linear, MIN_STEPS):
         before = linear(x)
         linear.weight.mul_(2)  # what must not happen is seen this way
         assert torch.equal(linear(x), before)
-        with own_weights(linear):
+        with original_weights(linear):
             changed = linear(x)
         assert not torch.allclose(changed, before)
         assert torch.equal(linear(x), before)

@@ -40,7 +40,7 @@ def dense(query, keys, values, scale, sinks):
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_attention_equals_a_softmax_over_prompt_and_own_tokens(with_sinks):
+def test_attention_equals_a_softmax_over_prompt_and_suffix(with_sinks):
     generator = torch.Generator().manual_seed(0)
     parts = [(encoded([3, 5], generator), [0, 0, 1]), (encoded([7], generator), [0, 0])]
     prompts = find_shared_prompts([(prefix.shared, prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
@@ -127,13 +127,13 @@ def before(held, count):
     return [states[:, : states.shape[1] - count] for states in held]
 
 
-def test_keys_that_are_read_without_the_prompt_are_noticed():
+def test_keys_that_are_read_without_the_prompt_are_an_error():
     parts = [(encoded([3], torch.Generator().manual_seed(0)), [0, 0])]
     prompts = find_shared_prompts([(prefix.shared, prefix.lengths, rows) for prefix, rows in parts], CPU, 0)
     (layer,) = gather_cache([(parts[0][0].cache, torch.tensor([0, 0]))], 3, 9, prompts).layers
     new = torch.zeros(2, 2, 1, 8, dtype=torch.float64)
     layer.update(new, new)
-    with pytest.raises(RuntimeError, match="differently than when it encoded the prompts"):
+    with pytest.raises(RuntimeError, match="differently from when it encoded the prompts"):
         layer.update(new, new)
 
 
@@ -163,7 +163,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampling_behind_shared_prompts_equals_a_forward_over_everything(family, attention, monkeypatch):
+def test_sampling_after_shared_prompts_equals_a_full_forward(family, attention, monkeypatch):
     if family in ("gpt_oss", "gemma2") and attention == "sdpa":
         pytest.skip("runs eager attention only")
     kinds = set()
@@ -196,7 +196,7 @@ def test_attention_implementation_is_restored(make_model):
         assert model.config._attn_implementation == before
 
 
-def test_caches_are_let_go_of_without_garbage_collection():
+def test_caches_are_freed_without_garbage_collection():
     model = tiny_decoder("qwen3")
     engine = HFRolloutEngine(model, max_sequences=4)
 

@@ -115,7 +115,7 @@ def test_stage_zero_is_refused():
 
 
 @pytest.mark.parametrize(("name", "value"), [("gradient_clipping", 1.0), ("optimizer", {"type": "Adam"})])
-def test_what_the_module_decides_is_refused_in_the_config(name, value):
+def test_options_that_the_module_decides_are_refused_in_the_config(name, value):
     support, _ = support_with({"config": {"zero_optimization": {"stage": 2}, name: value}})
     with pytest.raises(ValueError, match=f"config of DeepSpeed has {name}=.* leave it out"):
         support.check(None)

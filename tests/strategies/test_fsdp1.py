@@ -28,7 +28,7 @@ def sharded(tmp_path_factory):
     return run(tmp_path_factory.mktemp("fsdp1") / "fsdp1", "fsdp1", **CASE)
 
 
-def test_sharded_weights_train_as_whole_ones_do(tmp_path, sharded):
+def test_sharded_weights_train_like_whole_weights(tmp_path, sharded):
     whole = run(tmp_path / "ddp", "ddp", **CASE)
     assert largest_difference(whole, sharded) < 1e-5  # weights decay by their shapes when whole
     assert [math.isinf(step["grad_norm"]) for step in sharded.steps] == [False, True, False]
@@ -38,7 +38,7 @@ def test_sharded_weights_train_as_whole_ones_do(tmp_path, sharded):
                 assert other[name] == pytest.approx(one[name], abs=1e-5), name
 
 
-def test_a_resumed_run_ends_exact(tmp_path, sharded):
+def test_resume_is_exact(tmp_path, sharded):
     resumed = run(tmp_path / "resumed", "fsdp1", **CASE, checkpoint=str(sharded.folder / "step=2.ckpt"))
     assert largest_difference(resumed, sharded) == 0
 

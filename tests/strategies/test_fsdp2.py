@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
     return run(folder / "ddp", "ddp", **CASE), run(folder / "fsdp2", "fsdp2", **CASE)
 
 
-def test_sharded_weights_train_as_whole_ones_do(runs):
+def test_sharded_weights_train_like_whole_weights(runs):
     whole, sharded = runs
     assert largest_difference(whole, sharded) < 1e-5
     assert {"kl", "grad_norm", "val/reward"} <= whole.steps[-1].keys()
@@ -38,13 +38,13 @@ def test_an_infinite_gradient_on_one_rank_is_skipped_on_both(runs):
     assert all(value.isfinite().all() for value in sharded.weights.values())
 
 
-def test_a_resumed_run_ends_exact(tmp_path, runs):
+def test_resume_is_exact(tmp_path, runs):
     _, sharded = runs
     resumed = run(tmp_path / "resumed", "fsdp2", **CASE, checkpoint=str(sharded.folder / "step=2.ckpt"))
     assert largest_difference(resumed, sharded) == 0
 
 
-def test_the_reference_is_no_part_of_a_checkpoint(runs):
+def test_the_reference_is_not_in_checkpoints(runs):
     from torch.distributed.checkpoint import FileSystemReader
 
     names = FileSystemReader(runs[1].folder / "step=2.ckpt").read_metadata().state_dict_metadata

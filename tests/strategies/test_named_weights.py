@@ -61,7 +61,7 @@ def test_one_device_has_each_weight_once(lora):
         assert names[:3] == ["base_layer.weight", "lora_A.default.weight", "lora_B.default.weight"]
 
 
-def test_a_head_of_its_own_comes_last():
+def test_an_untied_head_comes_last():
     assert list(stream_of(tiny_model("llama")))[-1] == "lm_head.weight"
 
 

@@ -52,9 +52,9 @@ def test_gradients_are_those_of_the_parameters(parameters):
     assert support.norm(parameters) == 1.75
 
 
-def test_a_zero_touches_every_trained_parameter():
+def test_the_zero_loss_depends_on_every_trained_parameter():
     trained, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1), requires_grad=False)
-    zero = StrategySupport(None).touch([trained, frozen])
+    zero = StrategySupport(None).zero_loss_over([trained, frozen])
     zero.backward()
     assert zero == 0
     assert trained.grad.tolist() == [[0, 0], [0, 0]]
@@ -88,7 +88,7 @@ def test_parameters_without_groups_are_refused():
         of_fsdp1(use_orig_params=False).check(GRPO("gpt2", reward))
 
 
-def test_fsdp1_wraps_decoder_layers_alone(tiny_llama):
+def test_fsdp1_wraps_only_decoder_layers(tiny_llama):
     module = nn.Module()
     module.policy = tiny_llama
     layers = set(tiny_llama.model.layers)
@@ -101,7 +101,7 @@ def test_fsdp1_wraps_decoder_layers_alone(tiny_llama):
         of_fsdp1(auto_wrap_policy={nn.Linear}).shard(module)
 
 
-def test_fsdp1_refuses_several_passes_warm_up_and_adapters():
+def test_fsdp1_refuses_micro_batches_warm_up_and_adapters():
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 64 under FSDPStrategy"):
         of_fsdp1().check(GRPO("gpt2", reward, max_tokens_per_micro_batch=64))
     with pytest.raises(ValueError, match="critic_warmup_steps is 3 under FSDPStrategy"):

@@ -89,7 +89,7 @@ def test_a_row_that_ends_with_an_error_does_not_end_the_others(tmp_path, made_up
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_rows_of_the_gpu_are_not_run_without_one(tmp_path, made_up, capsys):
+def test_gpu_rows_are_not_run_without_a_gpu(tmp_path, made_up, capsys):
     made_up()
     assert table.main(["--only", "yaml", "--keep", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -97,7 +97,7 @@ def test_rows_of_the_gpu_are_not_run_without_one(tmp_path, made_up, capsys):
     assert all(line.endswith("not run here") for line in lines)
 
 
-def test_the_processes_of_a_run_that_takes_too_long_are_ended(tmp_path, monkeypatch):
+def test_the_processes_of_a_run_that_times_out_are_ended(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(
         "import pathlib, subprocess, sys, time\n"

@@ -99,7 +99,7 @@ def test_experts_come_one_by_one():
     assert "model.layers.1.mlp.experts.gate_up_proj" not in stream
 
 
-def test_pieces_that_checkpoints_keep_fused(tmp_path):
+def test_weights_that_checkpoints_keep_fused(tmp_path):
     """Several weights in memory are one in the checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,7 +130,7 @@ def test_adapters_are_merged_as_in_a_merged_copy(family, options, dtype, tmp_pat
 @DTYPES
 @pytest.mark.parametrize("use_dora", [False, True])
 @ADAPTED
-def test_adapter_and_base_apart(family, use_dora, dtype, tmp_path):
+def test_adapter_and_base_separately(family, use_dora, dtype, tmp_path):
     model = adapted(family, dtype=dtype, use_dora=use_dora)
     assert_same(base_weights(model, raw(model)), saved(build(family, dtype=dtype), tmp_path / "base"))
     assert_same(adapter_weights(model, raw(model)), saved(model, tmp_path / "adapter"))
@@ -166,7 +166,7 @@ WRAPPED = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("options", WRAPPED.values(), ids=WRAPPED)
-def test_models_that_peft_has_wrapped(options, tmp_path):
+def test_models_wrapped_by_peft(options, tmp_path):
     model = wrapped(**options)
     plain = tiny_model(options.get("family", "llama"), tie_word_embeddings=options.get("tied", False))
     assert_same(checkpoint_weights(model, raw(model)), saved(merged_copy(model), tmp_path / "merged"))
@@ -182,7 +182,7 @@ def test_names_may_come_without_the_prefix_of_peft(tmp_path):
     assert_same(checkpoint_weights(base_of(model), raw(model)), expected)
 
 
-def test_the_active_adapter_alone(tmp_path):
+def test_only_the_active_adapter(tmp_path):
     model = wrapped()
     other = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model.add_adapter("other", other)
@@ -202,7 +202,7 @@ FUNCTIONS = pytest.mark.parametrize("function", [checkpoint_weights, adapter_wei
 @FUNCTIONS
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_vl"])
-def test_nothing_is_read_off_the_model(family, use_dora, function):
+def test_nothing_is_read_from_the_model(family, use_dora, function):
     """As under ZeRO-3, where its tensors are empty."""
     model = adapted(family, use_dora=use_dora)
     weights = [(name, value.clone()) for name, value in raw(model)]
@@ -268,7 +268,7 @@ def peak_bytes(stream_of, weights):
 
 @FUNCTIONS
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_never_more_than_a_module_is_held(family, function):
+def test_at_most_one_module_is_held(family, function):
     model = LoRAAdapter(r=4).add_to(
         tiny_model(family, num_hidden_layers=12, intermediate_size=256, hidden_size=64, moe_intermediate_size=64)
     )
@@ -295,7 +295,7 @@ def test_a_dense_model_passes_straight_through():
         assert asked[-1] == (name, value.data_ptr())
 
 
-def test_what_streams_lack_or_have_too_much():
+def test_missing_and_unexpected_weights_are_refused():
     model = tiny_model()
     weights = dict(raw(model))
     last = next(reversed(weights))
@@ -343,12 +343,12 @@ def test_a_form_that_cannot_be_reversed():
 
     model = tiny_model()
     model._weight_conversions = [WeightConverter("mlp.up_proj", "mlp.up_proj", operations=[OneWay()])]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM stores weights differently than its checkpoints, .*Not"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM stores weights differently from its checkpoints, .*Not"):
         checkpoint_weights(model, raw(model))
     checked = [Transpose(0, 1, check_dims=True)]  # looks at the shape that the model has
     model._weight_conversions = [WeightConverter("mlp.wi.weight", "mlp.up_proj.weight", operations=checked)]
     reason = (
-        r"stores 'model.layers.0.mlp.up_proj.weight' differently .*reads 'model.layers.0.mlp.wi.weight' off the model"
+        r"stores 'model.layers.0.mlp.up_proj.weight' differently .*reads 'model.layers.0.mlp.wi.weight' from the model"
     )
     with pytest.raises(ValueError, match=reason):
         list(checkpoint_weights(model, raw(model)))

@@ -79,7 +79,7 @@ def test_buckets():
     assert list(buckets([], 20)) == []
 
 
-def test_buckets_read_no_further_than_they_must():
+def test_buckets_read_no_further_than_needed():
     read = []
 
     def stream():
@@ -116,7 +116,7 @@ def test_equal_weights_pass():
         (1, 1, ["norm", ["norm"], 12, "copy"], "norm differs from what was sent as norm"),
         (1, 1, ["norm", ["norm"], 0, "sum"], r"norm is stored in different ways \(copy, sum\)"),
         (0, 2, ["embed", [], 2**63 - 2, "sum"], "embed was not sent"),
-        (0, 0, ["qkv", ["q", "v"], 4, "sum"], "qkv is made of v, which was not sent"),
+        (0, 0, ["qkv", ["q", "v"], 4, "sum"], "qkv contains v, which was not sent"),
     ],
 )
 def test_a_difference_is_named(worker, row, value, message):
@@ -126,15 +126,15 @@ def test_a_difference_is_named(worker, row, value, message):
         check_weights(SENT, loaded)
 
 
-def test_a_weight_that_went_nowhere_is_named():
+def test_an_unloaded_weight_is_named():
     loaded = [[weight for weight in worker if weight[0] != "norm"] for worker in workers()]
-    with pytest.raises(WeightsMismatchError, match="norm was sent, but no parameter is made of it"):
+    with pytest.raises(WeightsMismatchError, match="norm was sent, but no parameter contains it"):
         check_weights(SENT, loaded)
     with pytest.raises(WeightsMismatchError, match="4 differ"):
         check_weights(SENT, [])
 
 
-def test_only_some_are_named():
+def test_only_some_differences_are_named():
     sent = {f"w{index}": index for index in range(9)}
     loaded = [[[name, [name], value + 1, "copy"] for name, value in sent.items()]]
     with pytest.raises(WeightsMismatchError, match=r"9 differ: w0 .*; w4 [^;]*; \.\.\.") as error:

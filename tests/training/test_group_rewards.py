@@ -11,7 +11,7 @@ from pl_grouprl.functional.advantages.gae import generalized_advantages, td_erro
 from pl_grouprl.functional.advantages.reinforce import reinforce_plus_plus_advantages
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.training import group_rewards
-from pl_grouprl.training.group_rewards import gather_rewards, has_token_rewards, less_penalties
+from pl_grouprl.training.group_rewards import gather_rewards, has_token_rewards, subtract_kl_penalties
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import PlainRun
 from pl_grouprl.training.token_rewards import rewards_per_token
@@ -75,15 +75,15 @@ def test_greedy_rollouts_are_repeated_and_no_tokens_are_none():
     assert [has_token_rewards(groups) for groups in (first_rank(), second_rank())] == [False, True]
 
 
-def test_penalties_are_taken_off_once():
+def test_penalties_are_subtracted_once():
     buffer = RolloutBuffer(second_rank())
     buffer.put("kl_penalty", torch.tensor([0.25, 0.5, 0.0, 0.125]))
-    (first,), (second, third) = (group.rollouts for group in less_penalties(buffer))
+    (first,), (second, third) = (group.rollouts for group in subtract_kl_penalties(buffer))
     assert [first.reward, first.outcome_reward, second.reward, third.reward] == [2.75, -0.25, 0.0, 0.875]
     assert buffer.groups[0].rollouts[0].reward == 3.5
 
 
-def test_estimators_get_the_lengths_that_the_model_wrote():
+def test_estimators_get_the_number_of_tokens_that_the_model_wrote():
     groups = [make_group(make_episode(reward=1.0), Rollout([1, 2], reward=0.0))]
     rewards = gather_rewards(groups, PlainRun(torch.nn.Linear(1, 1)))
     assert (rewards.lengths_B.tolist(), rewards.sampled_B.tolist()) == ([6, 2], [4, 2])
@@ -103,7 +103,7 @@ def test_rewards_of_an_episode_go_to_the_models_tokens():
     assert rewards_per_token(RolloutBuffer([make_group(ends_with_a_result)])).tolist() == [0, 0, 3, 0, 0, 0]
 
 
-def test_advantages_against_a_critic_step_over_results_of_tools():
+def test_advantages_with_a_critic_skip_tool_results():
     """The state after a call is the one in which the model reads the result: V at its next token."""
     buffer = RolloutBuffer([make_group(make_episode(reward=8.0))])
     mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)

@@ -75,7 +75,7 @@ def test_the_loss(mode, kind, in_gaps):
     assert float(actual.losses["policy"][1]) == denominator
 
 
-def test_sampler_and_policy_are_compared_where_the_sampler_wrote():
+def test_sampler_and_policy_are_compared_at_sampled_tokens():
     """Differences of 0.5 and 1 at two of nine tokens; zeros of the sampler in the gaps count for nothing."""
     buffer = fill(make_buffer(with_gaps=True), -80.0)
     sampled_N = buffer.joined("old_logprobs").clone()

@@ -7,7 +7,7 @@ import pytest
 from pl_grouprl.training import trainer_options
 
 
-def test_a_process_group_that_the_trainer_does_not_know_is_refused(monkeypatch):
+def test_a_process_group_unknown_to_the_trainer_is_refused(monkeypatch):
     monkeypatch.setattr(trainer_options, "num_ranks", lambda: 2)
     trainer_options.check_trainer(SimpleNamespace(world_size=1), "validate")
     with pytest.raises(ValueError, match="a process group of 2 ranks exists, but the Trainer has 1"):

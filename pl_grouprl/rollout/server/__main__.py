@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from pl_grouprl.rollout.server.auth import check_host
-from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
+from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE, check_token
 from pl_grouprl.rollout.vllm.arguments import DECIDED_ALWAYS
 
 
@@ -22,10 +22,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="folder or name of the policy's model")
-    add("--host", default="127.0.0.1", help="address to listen on; other than loopback needs a token")
+    add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs a token")
     add("--port", type=int, default=8000, help="port to listen on")
-    add("--token", help=f"what every request must carry; better in the environment variable {TOKEN_VARIABLE}, which "
-    "the list of processes does not show")  # fmt: skip
+    add("--token", help=f"token that every request must carry; the environment variable {TOKEN_VARIABLE} keeps it "
+    "out of the process list")  # fmt: skip
     add("--transfer", choices=("http", "nccl"), default="http", help="how weights arrive; nccl needs GPUs")
     add("--max-bucket-mib", type=int, default=8192, help="largest bucket of weights that is accepted, in MiB")
     add("--dtype", default="auto", help="dtype of weights and activations; auto is the one in the model's config")
@@ -69,10 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    token = options.token
-    if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
-        raise ValueError("--token has characters that are not allowed in a header; use printable ASCII without blanks.")
-    check_host(options.host, token)
+    check_token(options.token, "--token")
+    check_host(options.host, options.token)
     if not 0 <= options.port < 65536:
         raise ValueError(f"--port is {options.port}; it must be from 0 (any that is free) to 65535.")
     if options.max_bucket_mib < 1:

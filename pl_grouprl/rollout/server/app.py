@@ -22,12 +22,12 @@ from pl_grouprl.rollout.server.protocol import MAX_JSON
 from pl_grouprl.rollout.server.sampler import PromptRequest, RefusalError, Sampler
 from pl_grouprl.types import SamplingConfig
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (folders in it have unique names)
 _PREFIX = f"pl-grouprl-{secrets.token_hex(8)}-"
 """Prefix of this process's folders for buckets."""
 
 _SPARE = 64 << 20
-"""Bytes to leave free there."""
+"""Bytes to leave free in shared memory."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -122,7 +122,7 @@ def make_app(sampler: Sampler, *, token: str | None, max_bucket_bytes: int) -> A
     async def generate(request: Request) -> StreamingResponse:
         body = await _read(request, _Generate)
         sampling = _sampling(body.sampling)
-        requests = [PromptRequest(own.prompt, own.seeds) for own in body.requests]
+        requests = [PromptRequest(item.prompt, item.seeds) for item in body.requests]
         sampler.check(body.version, body.update, requests, sampling, body.tokenizer)
         rollouts = sampler.rollouts(
             body.version, body.update, requests, sampling, end_ids=body.end_ids, never=body.never
@@ -208,13 +208,13 @@ async def _read(request: Request, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(await request.body())
     except ClientDisconnect:
-        raise _broke_off() from None
+        raise _ended_early() from None
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]]
         raise RefusalError(422, f"the body is invalid: {'; '.join(faults)}"[:1000]) from None
 
 
-def _broke_off() -> RefusalError:
+def _ended_early() -> RefusalError:
     return RefusalError(400, "the body ended early.")
 
 
@@ -248,7 +248,7 @@ async def _store(request: Request, path: Path, size: int) -> None:
             if file.tell() != size:
                 raise RefusalError(400, f"the body has {file.tell()} bytes, its Content-Length says {size}.")
     except ClientDisconnect:
-        raise _broke_off() from None
+        raise _ended_early() from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -22,7 +22,7 @@ class TokenAuth:
     Args:
         app: The application.
         token: The token, compared in constant time. None passes every request whose Host is a loopback name, which
-            excludes pages in a browser, even if their domain is made to resolve to this machine.
+            rules out web pages, even with DNS rebinding.
     """
 
     def __init__(self, app: Application, token: str | None) -> None:
@@ -31,7 +31,7 @@ class TokenAuth:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer 401 or 403, or let the application answer."""
-        if scope["type"] != "http" or scope["path"] in _OPEN or self._may(scope):
+        if scope["type"] != "http" or scope["path"] in _OPEN or self._is_authorized(scope):
             await self.app(scope, receive, send)
             return
         status, error = 401, "the token is missing or wrong; pass token=, or set PL_GROUPRL_TOKEN."
@@ -39,7 +39,7 @@ class TokenAuth:
             status, error = 403, "the server has no token, so requests must go to 127.0.0.1 or localhost; set a token."
         await answer_and_close(send, status, error)
 
-    def _may(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         if self._expected is None:
             return all(_is_loopback(_hostname(value)) for name, value in scope["headers"] if name == b"host")
         given = [value for name, value in scope["headers"] if name == b"authorization"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlencode, urlsplit
 
-from pl_grouprl.rollout.server.protocol import HEARTBEAT, MAX_JSON
+from pl_grouprl.rollout.server.protocol import HEARTBEAT, MAX_JSON, check_token
 from pl_grouprl.utilities.progress import tick
 
 T = TypeVar("T")
@@ -47,14 +47,14 @@ class _Broken(Exception):
 class ServerClient:
     """Calls one server; thread-safe.
 
-    Retries with pauses that grow from a tenth of a second to five if connections are refused, reset or time out,
-    answers have status 5xx, or rollouts break off.
+    Retries with exponential backoff (0.1 to 5 seconds) if connections are refused, reset or time out, answers have
+    status 5xx, or rollouts break off.
 
     Args:
         url: `http://host:port`, or `https://...` if a proxy in front of the server speaks TLS.
         token: The server's token.
-        timeout: Seconds that a server may be away or silent, and that a request other than for rollouts may take.
-            Rollouts may take any time: the server sends heartbeats, and counts as silent after at least 15 seconds.
+        timeout: Seconds that a server may be unreachable or silent, and time limit of requests other than rollouts.
+            Rollouts have none: the server sends heartbeats, and counts as silent after 15 seconds at the earliest.
 
     Raises:
         ValueError: If the url or the token is malformed.
@@ -64,8 +64,7 @@ class ServerClient:
         parts = urlsplit(url)
         if not _is_server(parts):
             raise ValueError(f"urls has {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
-        if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
-            raise ValueError("token has characters not allowed in headers; use printable ASCII without blanks.")
+        check_token(token, "token")
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._parts = parts
@@ -76,7 +75,7 @@ class ServerClient:
         return self._call("GET", "/info")
 
     def generate(self, request: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-        """Sample.
+        """Sample rollouts.
 
         Args:
             request: `version` and `update` that the server must have; `requests`, each with `prompt` and `seeds`;
@@ -102,7 +101,7 @@ class ServerClient:
                     ) from error
                 raise
 
-        return self._persist(attempt)
+        return self._retry(attempt)
 
     def begin_weights(self) -> str:
         """Begin an update, replacing an unfinished one. Returns its id."""
@@ -115,11 +114,13 @@ class ServerClient:
 
     def connect(self, *, unique_id: str, rank_offset: int, world_size: int) -> None:
         """Make the server's workers join a process group (NCCL); returns when they have joined."""
-        self._meet("/weights/connect", {"unique_id": unique_id, "rank_offset": rank_offset, "world_size": world_size})
+        self._join_collective(
+            "/weights/connect", {"unique_id": unique_id, "rank_offset": rank_offset, "world_size": world_size}
+        )
 
     def announce(self, update: str, index: int, described: Mapping[str, Any]) -> None:
         """Make the server's workers receive a broadcast bucket."""
-        self._meet("/weights/broadcast", {"update": update, "index": index, **described})
+        self._join_collective("/weights/broadcast", {"update": update, "index": index, **described})
 
     def end_weights(self, update: str, version: int, names: list[str]) -> list[list[list[Any]]]:
         """Activate the weights. Returns each worker's checksums, for `check_weights`."""
@@ -130,14 +131,14 @@ class ServerClient:
         """Drop an update if it is the server's current one. Not retried: abort is best effort."""
         self._once("POST", "/weights/abort", json.dumps({"update": update}).encode(), timeout=min(self.timeout, 10.0))
 
-    def _meet(self, path: str, body: Mapping[str, Any]) -> None:
+    def _join_collective(self, path: str, body: Mapping[str, Any]) -> None:
         """Make the workers join a collective. Not retried: the others would not join again."""
         try:
             self._once("POST", path, json.dumps(body).encode())
         except TimeoutError as error:
             raise RuntimeError(
                 f"the workers of the sampling server at {self.url} have waited {self.timeout:g} seconds for NCCL, "
-                "and wait forever if another process has died. Stop the server and start it again."
+                "which waits forever if another process has died. Stop the server and start it again."
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise RefusedError(self.url, 409, {"error": f"it has gone ({error}).", "version": None}) from error
@@ -145,9 +146,9 @@ class ServerClient:
     def _call(
         self, method: str, path: str, body: bytes | None = None, kind: str = "application/json"
     ) -> dict[str, Any]:
-        return self._persist(lambda: self._once(method, path, body, kind))
+        return self._retry(lambda: self._once(method, path, body, kind))
 
-    def _persist(self, attempt: Callable[[], T]) -> T:
+    def _retry(self, attempt: Callable[[], T]) -> T:
         """Retry until it succeeds or the server has been away for too long."""
         away: float | None = None
         wait = _FIRST_WAIT
@@ -159,7 +160,7 @@ class ServerClient:
                 if error.status < 500:
                     raise
                 reason: Exception = error
-            except _Broken as error:  # the server did answer
+            except _Broken as error:  # the server was reachable
                 reason, away, wait = error, time.monotonic(), _FIRST_WAIT
             except (OSError, http.client.HTTPException) as error:
                 reason = error
@@ -208,7 +209,7 @@ class ServerClient:
             if "version" in message and message["version"] != version:
                 raise RefusedError(self.url, 409, {**message, "error": f"its weights are {message['version']}."})
             if "index" in message:
-                request_index, number = _place(message["index"], found)
+                request_index, number = _rollout_index(message["index"], found)
                 found[request_index][number] = message
             if "done" in message and all(all(rollouts) for rollouts in found):
                 return found
@@ -275,10 +276,13 @@ def _message(line: bytes) -> dict[str, Any]:
     return message
 
 
-def _place(index: Any, found: list[list[dict[str, Any]]]) -> tuple[int, int]:
+def _rollout_index(index: Any, found: list[list[dict[str, Any]]]) -> tuple[int, int]:
     """Index of a rollout in the result; refuses unrequested and repeated ones, or an answer might never end."""
     missing = (
-        (request_index, number) for request_index, own in enumerate(found) for number, one in enumerate(own) if not one
+        (request_index, number)
+        for request_index, rollouts in enumerate(found)
+        for number, rollout in enumerate(rollouts)
+        if not rollout
     )
     place = tuple(index) if isinstance(index, list) else index
     if place not in missing:

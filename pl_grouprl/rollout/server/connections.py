@@ -72,9 +72,9 @@ class LimitedProtocol(H11Protocol):
     def _set_timer(self, what: str, seconds: float) -> None:
         if what in self._timers:
             self._timers[what].cancel()
-        self._timers[what] = self.loop.call_later(seconds, self._cut, what)
+        self._timers[what] = self.loop.call_later(seconds, self._abort_if_stalled, what)
 
-    def _cut(self, what: str) -> None:
+    def _abort_if_stalled(self, what: str) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
         if not (what == "request" and answering):
             self.transport.abort()

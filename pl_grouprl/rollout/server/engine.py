@@ -33,7 +33,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
     """Samples with servers started by `python -m pl_grouprl.rollout.server`, with the policy's model.
 
     Rank 0 sends the weights to all servers in parallel, and then verifies checksums of the weights that their layers
-    loaded. Every rank sends its own prompts; a free server takes the next. The trainer does not need vLLM unless
+    loaded. Every rank sends its prompts; each goes to the next free server. The trainer does not need vLLM unless
     weights go by NCCL.
 
     Reproducible: each sequence has its own seed, derived from (seed, index of the prompt, number of the rollout), so
@@ -47,8 +47,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         urls: URLs of the servers, `http://host:port`; an empty list is refused.
         token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted: beyond
             this machine, put TLS (`https://`) or a tunnel in front of the servers.
-        timeout: Seconds that a server may be away before the run ends, and that a call other than for rollouts may
-            take. Rollouts may take any time, because servers send heartbeats.
+        timeout: Seconds that a server may be unreachable before the run ends, and time limit of calls other than
+            rollouts. Rollouts have none, because servers send heartbeats.
         transfer: How weights are sent: `http`, or `nccl` from GPU to GPU, for servers with `--transfer nccl`.
         dtype: Required dtype of the servers; `auto` accepts any.
         bucket_mib: Size of the buckets of weights, in MiB.
@@ -130,18 +130,18 @@ class VLLMServerRolloutEngine(HoldsPolicy):
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         sent: dict[str, int] = {}
-        with self._understood():
+        with self._translating_refusals():
             fleet = self._ready()
             fleet.begin()
             try:
                 size = fleet.send(cast(weights, fleet.dtype, sent), self._bucket_bytes)
                 for client, workers in zip(self._clients, fleet.end(version, list(sent)), strict=True):
-                    with _named(client):
+                    with _naming_server(client):
                         check_weights(sent, workers)
             except BaseException:
                 fleet.abort()
-                if self.transfer == "nccl":  # workers that are still waiting are in that group
-                    self._leave()
+                if self.transfer == "nccl":  # workers may still be waiting in that group
+                    self._release_fleet()
                 raise
         self._updates = fleet.updates
         return size
@@ -152,7 +152,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         for client, info in zip(self._clients, infos, strict=True):
             self._check_server(client.url, info, infos[0]["model"])
         if self._fleet is None or not self._fleet.is_same(infos):
-            self._leave()
+            self._release_fleet()
             self._fleet = Fleet(self._clients, infos, self.transfer)
         return self._fleet
 
@@ -208,20 +208,20 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         limits = prompt_limits(prompts, sampling, max_new_tokens)
         requests: list[dict[str, Any]] = [
             {
-                "requests": [{"prompt": [int(token) for token in prompt], "seeds": own}],
+                "requests": [{"prompt": [int(token) for token in prompt], "seeds": prompt_seeds}],
                 "sampling": {**asdict(sampling), "max_new_tokens": limit},
             }
-            for prompt, own, limit in zip(prompts, seeds, limits, strict=True)
+            for prompt, prompt_seeds, limit in zip(prompts, seeds, limits, strict=True)
         ]
 
         def ask(server: int, place: int) -> list[Rollout]:
             request = {**common, "update": self._updates[server], **requests[place]}
-            with _served():
+            with _translating_request_errors():
                 return [_rollout(found) for found in self._clients[server].generate(request)[0]]
 
-        with self._understood():
+        with self._translating_refusals():
             if requests and not self._updates:
-                self._updates = [self._present_update(client) for client in self._clients]
+                self._updates = [self._current_update(client) for client in self._clients]
             groups = map_over_servers(ask, len(requests), len(self._clients), self.max_concurrent_requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups
@@ -233,7 +233,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             self._tokenizer = tokenizer_fingerprint(self.policy.tokenizer, size)
         return self._tokenizer
 
-    def _present_update(self, client: ServerClient) -> str:
+    def _current_update(self, client: ServerClient) -> str:
         """The server's id of the update that rank 0 sent."""
         info = client.info()
         if info["version"] != self.version:
@@ -241,7 +241,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         return info["update"]
 
     @contextmanager
-    def _understood(self) -> Iterator[None]:
+    def _translating_refusals(self) -> Iterator[None]:
         """Translate a refusal: the weights are lost, or from another trainer."""
         try:
             yield
@@ -258,9 +258,9 @@ class VLLMServerRolloutEngine(HoldsPolicy):
     def close(self) -> None:
         """Release the servers, which keep running; the next `update_weights` finds them again."""
         self.version, self._updates = None, []
-        self._leave()
+        self._release_fleet()
 
-    def _leave(self) -> None:
+    def _release_fleet(self) -> None:
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
@@ -271,7 +271,7 @@ def _rollout(found: dict[str, Any]) -> Rollout:
 
 
 @contextmanager
-def _served() -> Iterator[None]:
+def _translating_request_errors() -> Iterator[None]:
     """Convert server errors that are due to the request or the model."""
     try:
         yield
@@ -283,7 +283,7 @@ def _served() -> Iterator[None]:
 
 
 @contextmanager
-def _named(client: ServerClient) -> Iterator[None]:
+def _naming_server(client: ServerClient) -> Iterator[None]:
     try:
         yield
     except WeightsMismatchError as error:

@@ -1,4 +1,4 @@
-"""Weights by NCCL: the trainer's rank 0 broadcasts to the workers of all servers. Both ends; needs GPUs.
+"""Weights by NCCL: the trainer's rank 0 broadcasts to the workers of all servers. Has both ends; needs GPUs.
 
 The communicator's id is sent over HTTP, because vLLM's alternative, a TCPStore, unpickles messages.
 """

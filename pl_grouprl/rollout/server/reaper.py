@@ -22,7 +22,7 @@ def start_reaper(leftovers: Sequence[str] = ()) -> None:
         leftovers: Patterns of folders that it removes in the end.
     """
     command = [sys.executable, __file__, str(os.getpid()), *leftovers]
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 (our own)
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 (this file)
 
 
 def watch(server: int, leftovers: Sequence[str] = ()) -> None:
@@ -42,7 +42,7 @@ def watch(server: int, leftovers: Sequence[str] = ()) -> None:
             time.sleep(_INTERVAL)
     for process in started:
         if process.pid != os.getpid():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it looks whether another has the number now
+            with contextlib.suppress(psutil.NoSuchProcess):  # psutil checks that the pid was not reused
                 process.kill()
     for pattern in leftovers:
         for folder in glob.glob(pattern):

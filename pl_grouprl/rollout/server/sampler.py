@@ -38,7 +38,7 @@ class PromptRequest:
 
 
 class Sampler:
-    """A vLLM engine with versioned weights, or none yet.
+    """A vLLM engine whose weights have a version, or which has no weights yet.
 
     All tokens of a rollout come from one version: an update ends running rollouts.
 
@@ -82,7 +82,7 @@ class Sampler:
     def check_alive(self) -> None:
         """Refuse with 503 if the engine is dead."""
         if self.engine.errored:
-            raise RefusalError(503, "the engine is dead; the server ends, its log says why.")
+            raise RefusalError(503, "the engine is dead and the server is stopping; see its log.")
 
     # Rollouts
 
@@ -98,7 +98,7 @@ class Sampler:
 
         Args:
             version: Version of the weights to sample from.
-            update: The update that brought them.
+            update: Id of the update that sent them.
             requests: The prompts.
             sampling: How to sample.
             tokenizer: Fingerprint of the policy's tokenizer; needed with stop strings.
@@ -111,7 +111,7 @@ class Sampler:
         model = self.engine.model_config
         limits = {"max_model_len": model.max_model_len}
         try:
-            prompts = [own.prompt for own in requests]
+            prompts = [request.prompt for request in requests]
             check_request(prompts, sampling, 1, limits=limits, vocab_size=model.get_vocab_size())
             if sampling.stop:
                 self._check_tokenizer(sampling, tokenizer)
@@ -121,7 +121,7 @@ class Sampler:
     async def rollouts(
         self, version: int, update: str, requests: Sequence[PromptRequest], sampling: SamplingConfig, **options: Any
     ) -> AsyncIterator[dict[str, Any] | None]:
-        """Sample; running rollouts are stopped if the caller leaves.
+        """Sample; running rollouts are stopped if the caller disconnects.
 
         Args:
             version: See `check`.
@@ -136,9 +136,9 @@ class Sampler:
         tasks: dict[asyncio.Task[Any], tuple[int, int]] = {}
         try:
             self._check_version(version, update)
-            for i, own in enumerate(requests):
-                for j, seed in enumerate(own.seeds):
-                    tasks[asyncio.create_task(self._sample(own.prompt, seed, sampling, options))] = (i, j)
+            for i, request in enumerate(requests):
+                for j, seed in enumerate(request.seeds):
+                    tasks[asyncio.create_task(self._sample(request.prompt, seed, sampling, options))] = (i, j)
             self._running |= tasks.keys()
             yield {"version": version, "instance": self.instance}
             pending = set(tasks)
@@ -171,7 +171,7 @@ class Sampler:
         params = sampling_params(sampling, seed=seed, end_ids=options["end_ids"], never=never)
         completion = Completion(self._stop(sampling))
         stream = self.engine.generate(tokens_input(prompt), params, secrets.token_hex(8))
-        async with aclosing(stream):  # closing stops it, if a stop string was found
+        async with aclosing(stream):  # closing it aborts the request if a stop string was found
             async for output in stream:
                 if completion.add(output.outputs[0]):
                     break
@@ -205,7 +205,7 @@ class Sampler:
         """Begin an update, replacing an unfinished one and ending running rollouts. Returns the update's id."""
         async with self._changing:
             await self._drop(updating=True)
-            await self._do(self.engine.start_weight_update())
+            await self._await_engine(self.engine.start_weight_update())
             self.update, self._buckets = secrets.token_hex(8), 0
             return self.update
 
@@ -224,7 +224,7 @@ class Sampler:
             if index > self._buckets:
                 raise RefusalError(422, f"index is {index}, but bucket {self._buckets} comes next.")
             if index == self._buckets:
-                await self._do(self.engine.update_weights(WeightTransferUpdateRequest(update_info=bucket)))
+                await self._await_engine(self.engine.update_weights(WeightTransferUpdateRequest(update_info=bucket)))
                 self._buckets += 1
 
     async def end(self, update: str, version: int, names: list[str]) -> list[Any]:
@@ -241,14 +241,14 @@ class Sampler:
         async with self._changing:
             if self.updating or self.version != version:
                 self._check_update(update)
-                await self._do(self.engine.finish_weight_update(str(version)))
-                await self._do(self.engine.collective_rpc("settle_weights"))
-                if not await self._do(self.engine.reset_prefix_cache(reset_running_requests=True)):
+                await self._await_engine(self.engine.finish_weight_update(str(version)))
+                await self._await_engine(self.engine.collective_rpc("refresh_stale_weights"))
+                if not await self._await_engine(self.engine.reset_prefix_cache(reset_running_requests=True)):
                     await self._drop()
                     raise RefusalError(500, "vLLM did not drop its prefix cache.")
             elif update != self.update:
                 raise self._other_weights(f"update {update} is not the one that ended")
-            workers = await self._do(self.engine.collective_rpc("weight_checksums", args=(names,)))
+            workers = await self._await_engine(self.engine.collective_rpc("weight_checksums", args=(names,)))
             self.updating, self.version = False, version
             return workers
 
@@ -264,8 +264,10 @@ class Sampler:
 
         async with self._changing:
             await self._drop()
-            await self._do(self.engine.shutdown_weight_transfer_engine())
-            await self._do(self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+            await self._await_engine(self.engine.shutdown_weight_transfer_engine())
+            await self._await_engine(
+                self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            )
 
     async def _drop(self, *, updating: bool = False) -> None:
         """Invalidate the weights."""
@@ -274,9 +276,9 @@ class Sampler:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._do(self.engine.collective_rpc("abandon_weights"))
+        await self._await_engine(self.engine.collective_rpc("abandon_weights"))
 
-    async def _do(self, call: Any) -> Any:
+    async def _await_engine(self, call: Any) -> Any:
         """Wait for the engine; if it fails, invalidate the weights."""
         try:
             return await call

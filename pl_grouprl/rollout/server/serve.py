@@ -21,7 +21,7 @@ _GRACE = 5
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start the engine, serve, end the engine.
+    """Start the engine, serve, stop the engine.
 
     Returns:
         The exit code: 0, or 1 if the engine died.
@@ -39,8 +39,8 @@ async def _serve(options: argparse.Namespace) -> int:
         app = make_app(sampler, token=options.token, max_bucket_bytes=options.max_bucket_mib << 20)
         server = make_server(app, options.host, options.port)
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, _end, server)
-        watch = asyncio.create_task(_end_with(engine, server))
+            asyncio.get_running_loop().add_signal_handler(number, _stop, server)
+        watch = asyncio.create_task(_stop_with_engine(engine, server))
         await server.serve()
         watch.cancel()
         return 1 if engine.errored else 0
@@ -66,7 +66,7 @@ def make_server(app: Any, host: str, port: int) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program: uvicorn would raise them again before vLLM has ended."""
+    """Leaves signals to `_serve`: uvicorn would raise them again before vLLM has shut down."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -74,15 +74,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _end(server: uvicorn.Server) -> None:
+def _stop(server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-async def _end_with(engine: Any, server: uvicorn.Server) -> None:
+async def _stop_with_engine(engine: Any, server: uvicorn.Server) -> None:
     """Stop the server if its engine dies, so a supervisor may restart it."""
     while not engine.errored:
         await asyncio.sleep(1)
-    _end(server)
+    _stop(server)
 
 
 def engine_arguments(options: argparse.Namespace) -> Any:

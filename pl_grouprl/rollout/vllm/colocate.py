@@ -52,7 +52,7 @@ class VLLMRolloutEngine(HoldsPolicy):
         dtype: Dtype of vLLM's weights and activations; `auto` is that of the policy's weights.
         enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
         sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
-            memory; 2 both, with weights sent again before the next rollout. On GPUs.
+            memory; 2 both, and the weights are sent again before the next rollout. GPUs only.
         bucket_mib: Size of the buckets of weights, in MiB.
         adapter: `merged` sends vLLM the weights with the adapter merged in; `separate` the base once, then only the
             adapter: LoRA without DoRA on linear layers of the decoder, on GPUs in 16 bits.
@@ -157,9 +157,9 @@ class VLLMRolloutEngine(HoldsPolicy):
         if adapter is not None:
             if not self._sent:
                 raise ValueError(f"weights are empty, but {type(self).__name__} has no base yet; send it first.")
-            own = adapter_file(adapter, dtype, added)
-            size += sum(weight.nbytes for weight in own.values())
-            self._vllm.load_adapter(adapter.config, own)
+            adapter_tensors = adapter_file(adapter, dtype, added)
+            size += sum(weight.nbytes for weight in adapter_tensors.values())
+            self._vllm.load_adapter(adapter.config, adapter_tensors)
         check_weights({**self._sent, **added}, self._vllm.checksums(list(self._sent), list(added)))
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
@@ -205,7 +205,7 @@ class VLLMRolloutEngine(HoldsPolicy):
             check_temperature(sampling)
             return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
 
-        seeds, stop = self._vllm.raise_on_its_ranks(plan)
+        seeds, stop = self._vllm.raise_on_engine_ranks(plan)
         end_ids = policy.end_ids(sampling)
         limits = prompt_limits(prompts, sampling, max_new_tokens)
         requests = list(zip(prompts, given, seeds, limits, strict=True))

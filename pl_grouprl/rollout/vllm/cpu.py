@@ -1,7 +1,6 @@
-"""How vLLM on CPUs differs from vLLM on GPUs, all in one place.
+"""Everything that differs between vLLM on CPUs and on GPUs.
 
-Runs sample on GPUs. On CPUs vLLM (0.32) serves machines without one, above all the tests, and it takes shortcuts there
-that rollouts and the comparison of weights must know of.
+On CPUs, mainly used in tests, vLLM (0.32) takes shortcuts that rollouts and the comparison of weights must allow for.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def cpu_arguments() -> dict[str, Any]:
 
 
 def refuse_experts(model: nn.Module, device: torch.device) -> None:
-    """Refuse a mixture of experts on CPUs, which are packed once: a reload leaves the packed weights as they were.
+    """Refuse a mixture of experts on CPUs: vLLM packs its weights once, and a reload would leave the packed ones stale.
 
     Raises:
         ValueError: With the remedy.
@@ -72,7 +71,7 @@ def is_packed(layer: nn.Module) -> bool:
     """Whether a layer of vLLM computes with a packed copy of its weight."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    return hasattr(layer, "cpu_linear") and type(layer) is not VocabParallelEmbedding  # which looks its rows up
+    return hasattr(layer, "cpu_linear") and type(layer) is not VocabParallelEmbedding  # it looks up rows instead
 
 
 def packed_columns(layer: Any) -> Iterator[tuple[int, Tensor]]:
@@ -95,10 +94,10 @@ def packed_columns(layer: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 @contextmanager
-def own_shared_memory(device: torch.device) -> Iterator[None]:
+def unique_shared_memory(device: torch.device) -> Iterator[None]:
     """While an engine is built on CPUs, give its ranks' shared memory a name that is unique to this run.
 
-    vLLM uses one name in all runs that start their ranks themselves, so that a second run on a machine fails.
+    vLLM uses the same name in all runs that launch their ranks externally, so a second run on a machine would fail.
     """
     if device.type != "cpu" or num_ranks() == 1:
         yield

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Request = tuple[Sequence[int], Media, Sequence[int], int]
-"""Tokens and media of a prompt, a seed for each of its sequences, and their longest length."""
+"""Tokens and media of a prompt, a seed for each of its sequences, and their length limit."""
 
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
 """At most one per process, because it uses the process's process groups."""
@@ -69,7 +69,7 @@ class VLLMInstance:
     ) -> None:
         for name in further:
             if name in DECIDED_IN_PROCESS or name in options:
-                decides = DECIDED_IN_PROCESS.get(name, f"the engine's own {name}")
+                decides = DECIDED_IN_PROCESS.get(name, f"the engine's argument {name}")
                 raise ValueError(f"engine_kwargs has {name!r}, which is decided by {decides}; leave it out.")
         self._options = {**options, **further}
         self._kv_cache_gib = kv_cache_gib
@@ -96,7 +96,7 @@ class VLLMInstance:
             return
         if _RUNNING:
             raise RuntimeError(
-                "another vLLM runs in this process, and there can be one; close() its engine first, or use "
+                "another vLLM runs in this process, which can hold only one; close() its engine first, or use "
                 "VLLMServerRolloutEngine."
             )
         ranks = engine_arguments(self._tensor_parallel_size)
@@ -147,7 +147,7 @@ class VLLMInstance:
         yield
         if self._loading:
             self._call("finish_weight_update")
-            self._call("settle_weights")
+            self._call("refresh_stale_weights")
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up(["kv_cache"])
@@ -191,12 +191,12 @@ class VLLMInstance:
             names: Names of all weights that were sent.
             adapter_names: Names of the separate adapter's weights that were sent.
         """
-        (own,) = self._call("weight_checksums", names=names)
+        (checksums,) = self._call("weight_checksums", names=names)
         if self._adapter is not None:
-            own += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
-        return gather_from(self._group, [list(weight) for weight in own])
+            checksums += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
+        return gather_from(self._group, [list(weight) for weight in checksums])
 
-    def raise_on_its_ranks(self, run: Callable[[], T]) -> T:
+    def raise_on_engine_ranks(self, run: Callable[[], T]) -> T:
         """Run a function, and raise its error on all ranks of this engine; see `raise_on_all_ranks`."""
         return run() if self._group is None else raise_on_all_ranks(run, group=self._group)
 
@@ -209,23 +209,23 @@ class VLLMInstance:
         never: Sequence[int],
         stop: StopStrings,
     ) -> list[list[Rollout]]:
-        """Sample a sequence per seed of each request; ranks that share an engine sample all of theirs together.
+        """Sample a sequence per seed of each request; ranks that share an engine pool their requests.
 
         Args:
-            requests: This rank's requests; may be empty. If those of all its ranks are, vLLM is not called.
+            requests: This rank's requests; may be empty. If those of all its ranks are empty, vLLM is not called.
             sampling: How to sample; its `max_new_tokens` is not read.
             end_ids: Tokens that end a sequence.
             never: Tokens that are not sampled.
             stop: Strings that end a sequence.
         """
-        shared, own = share_requests([list(request) for request in requests], self._group)
-        if not shared:
+        pooled, mine = share_requests([list(request) for request in requests], self._group)
+        if not pooled:
             return []
         with self._process.inside():
             if self._asleep:
                 self._engine.wake_up()
                 self._asleep = False
-            return self._run(shared, sampling, end_ids, never, stop)[own]
+            return self._run(pooled, sampling, end_ids, never, stop)[mine]
 
     def _run(
         self,

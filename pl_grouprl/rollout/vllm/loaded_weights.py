@@ -35,7 +35,9 @@ def loaded_checksums(
     Yields:
         For each weight, the model's name, the checkpoint names in it, the checksum, and how workers share it.
     """
-    weights = {f"{prefix}.{name}".lstrip("."): (m, p) for prefix, m in model.named_modules() for name, p in _own(m)}
+    weights = {
+        f"{prefix}.{name}".lstrip("."): (m, p) for prefix, m in model.named_modules() for name, p in _direct_weights(m)
+    }
     parts = _parts(model, names, weights.keys())
     for name, (module, weight) in weights.items():
         if tied and isinstance(module, ParallelLMHead) and not parts[name]:
@@ -47,7 +49,7 @@ def loaded_checksums(
         yield LoadedWeight(name, parts[name], value.checksum(), "sum" if value.is_shard else "copy")
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _direct_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
@@ -57,7 +59,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str]]:
     """Names of the checkpoint weights in each target."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    packed = {part: whole for whole, own in getattr(model, "packed_modules_mapping", {}).items() for part in own}
+    packed = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
     parts: dict[str, list[str]] = {target: [] for target in targets}
     for name in names:
         mapped = name if mapper is None else mapper.map_name(name)

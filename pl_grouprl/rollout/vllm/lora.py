@@ -114,8 +114,8 @@ def adapter_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> 
     memory = Path("/dev/shm")  # noqa: S108 (the folder in it has a unique name)
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         # Its actual base was sent, so the initialization does not matter.
-        own = {**config, "init_lora_weights": True}
-        Path(folder, "adapter_config.json").write_text(json.dumps(own), encoding="utf-8")
+        written = {**config, "init_lora_weights": True}
+        Path(folder, "adapter_config.json").write_text(json.dumps(written), encoding="utf-8")
         save_file(dict(weights), Path(folder, "adapter_model.safetensors"))
         yield folder
 

@@ -50,7 +50,7 @@ def adapter_checksums(model: Any, number: int, names: Sequence[str]) -> Iterator
         if that adapter is not loaded.
 
     Raises:
-        ValueError: If vLLM splits a layer differently than the adapter.
+        ValueError: If vLLM splits a layer differently from the adapter.
     """
     manager = model.lora_manager
     if number not in manager.lora_index_to_id:
@@ -66,16 +66,16 @@ def adapter_checksums(model: Any, number: int, names: Sequence[str]) -> Iterator
                 f"vLLM keeps the adapter of {module} in {layer.n_slices} parts, but the policy in {len(layers)}, so "
                 "they cannot be compared; pass adapter='merged' to the rollout engine."
             )
-        for place, own in enumerate(layers):
+        for place, name_of_layer in enumerate(layers):
             for is_a, stacks in ((True, layer.lora_a_stacked), (False, layer.lora_b_stacked)):
-                held, name = stacks[place][slot, 0], sent.get((own, is_a))
+                held, name = stacks[place][slot, 0], sent.get((name_of_layer, is_a))
                 if name is not None or held.any():
-                    label = f"{own}.lora_{'A' if is_a else 'B'}"
+                    label = f"{name_of_layer}.lora_{'A' if is_a else 'B'}"
                     yield _loaded(layer.base_layer, label, [name] if name else [], held, is_a, place > 0)
 
 
 def _loaded(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, is_further: bool) -> LoadedWeight:
-    """This worker's part of one weight: it may have some of B's rows, or of A's columns."""
+    """This worker's part of one weight: all of it, or some of B's rows or A's columns."""
     shared = getattr(base, "tp_size", 1) > 1
     first = 0
     if is_a:

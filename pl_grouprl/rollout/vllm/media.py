@@ -30,7 +30,7 @@ _ELSEWHERE = "sample with HFRolloutEngine"
 
 
 def media_engine_args(model: Any) -> dict[str, Any]:
-    """What vLLM's `EngineArgs` need in addition for a policy that reads images.
+    """Additional arguments of vLLM's `EngineArgs` for a policy that reads images.
 
     vLLM normally asks the model's image processor for the maximum size of images. The architecture named here is vLLM's
     model with a fixed answer: an image has at most as many tokens as a prompt, and at most 16384, or as many as fit the
@@ -110,7 +110,7 @@ def _check_names(config: Any, media: Media) -> None:
     others = sorted(name for name in media if name not in _IMAGES and not is_per_token(name))
     if others:
         raise ValueError(
-            f"media has {others}, which are not supported: after a video vLLM counts positions differently than "
+            f"media has {others}, which are not supported: after a video vLLM counts positions differently from "
             f"transformers; leave videos out, or {_ELSEWHERE}."
         )
     missing = [name for name in _IMAGES if name not in media]
@@ -148,13 +148,13 @@ def _check_types(tokens: list[int], media: Media, placeholder: int) -> None:
 
 
 def image_items(media: Media) -> MultiModalKwargsItems:
-    """Cut what a processor made of a prompt's images into one item for each.
+    """Split a processor's output for a prompt's images into one item per image.
 
     Args:
-        media: `pixel_values`, the patches of all images one after another, and `image_grid_thw`, shape [images, 3].
+        media: `pixel_values`, the patches of all images, concatenated, and `image_grid_thw`, shape [images, 3].
 
     Raises:
-        ValueError: If there are other patches than those of the images, or an image has several frames.
+        ValueError: If the patches do not match the grids, or an image has several frames.
     """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems

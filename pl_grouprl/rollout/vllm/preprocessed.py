@@ -42,10 +42,10 @@ def register(architecture: str, *, images: bool) -> str:
     if name in ModelRegistry.models:
         return name
     kind = ModelRegistry.models[architecture].load_model_cls()
-    own: Any = type(name, (kind,), {"hf_to_vllm_mapper": _SIGLIP | kind.hf_to_vllm_mapper})
+    variant: Any = type(name, (kind,), {"hf_to_vllm_mapper": _SIGLIP | kind.hf_to_vllm_mapper})
     info = _ImageInfo if images else _TextInfo
     ModelRegistry.register_model(
-        name, MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=info, dummy_inputs=_NoDummies)(own)
+        name, MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=info, dummy_inputs=_NoDummies)(variant)
     )
     return name
 

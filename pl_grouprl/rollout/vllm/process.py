@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from pl_grouprl.rollout.vllm.cpu import REPLACED_FUNCTIONS, own_shared_memory
+from pl_grouprl.rollout.vllm.cpu import REPLACED_FUNCTIONS, unique_shared_memory
 from pl_grouprl.utilities.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class EngineProcess:
         self._environment = dict(environment)
         self._state: _State | None = None  # vLLM's, between its calls
         self._inside = False
-        self._own_world = False
+        self._created_group = False
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ class EngineProcess:
     def start(self, build: Callable[[], LLMEngine]) -> LLMEngine:
         """Build an engine. Collective.
 
-        Without a process group, creates one of just this process, since vLLM needs one; `stop` removes it.
+        If there is no process group, creates one with only this process, which vLLM needs; `stop` removes it.
 
         Args:
             build: Imports vLLM and returns the engine.
@@ -76,10 +76,10 @@ class EngineProcess:
         if not torch.distributed.is_initialized():
             backend = "gloo" if self._device.type == "cpu" else f"cpu:gloo,{self._device.type}:nccl"
             torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-            self._own_world = True
+            self._created_group = True
         frozen = gc.get_freeze_count()
         try:
-            with self.inside(), own_shared_memory(self._device):
+            with self.inside(), unique_shared_memory(self._device):
                 engine = build()
                 # Otherwise garbage collection of the engine would destroy the trainer's process group.
                 engine.engine_core._finalizer.detach()  # type: ignore[attr-defined]
@@ -104,9 +104,9 @@ class EngineProcess:
                 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
                 cleanup_dist_env_and_memory()
-        if self._own_world:
+        if self._created_group:
             torch.distributed.destroy_process_group()
-            self._own_world = False
+            self._created_group = False
 
 
 @dataclass
@@ -172,13 +172,13 @@ def _set_precision(precision: str | tuple[str, str]) -> None:
     if isinstance(precision, str):
         torch.set_float32_matmul_precision(precision)
         return
-    for backend, own in zip(_BACKENDS, precision, strict=True):
-        backend.matmul.fp32_precision = own
+    for backend, value in zip(_BACKENDS, precision, strict=True):
+        backend.matmul.fp32_precision = value
 
 
 @contextmanager
 def _default_group_kept() -> Iterator[None]:
-    """Only destroy explicit process groups: vLLM finally destroys the default one, which the trainer needs."""
+    """Keep the default process group, which vLLM would destroy and the trainer needs."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_part(group: Any = None) -> None:

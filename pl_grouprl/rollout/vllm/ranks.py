@@ -15,11 +15,11 @@ import torch
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks, own_rank
 
 
-def check_ranks(tensor_parallel_size: int) -> None:
-    """Refuse an invalid number of ranks per engine.
+def engine_arguments(tensor_parallel_size: int) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` for the ranks.
 
     Raises:
-        ValueError: If it is below 1, or does not divide the number of ranks.
+        ValueError: If the number of ranks per engine is below 1, or does not divide the number of ranks.
     """
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; it must be at least 1.")
@@ -30,15 +30,6 @@ def check_ranks(tensor_parallel_size: int) -> None:
             f"trainer, but it has {ranks}; train with a multiple of {tensor_parallel_size} (Trainer(devices=...)), or "
             "set tensor_parallel_size to a divisor of the number of ranks."
         )
-
-
-def engine_arguments(tensor_parallel_size: int) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs` for the ranks.
-
-    Raises:
-        ValueError: If the number of ranks per engine is invalid.
-    """
-    check_ranks(tensor_parallel_size)
     return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tensor_parallel_size}
 
 

@@ -101,11 +101,6 @@ class Completion:
             self._finish_reason = _finish_reason(output.finish_reason)
         return False
 
-    @property
-    def finished(self) -> bool:
-        """Whether the sequence has ended."""
-        return self._finish_reason is not None
-
     def rollout(self) -> Rollout:
         """The sequence, without text.
 

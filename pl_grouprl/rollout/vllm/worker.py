@@ -1,8 +1,8 @@
 """Runs inside vLLM's workers: loads weights, and computes checksums of those loaded.
 
-Only vLLM imports this, as its `worker_extension_cls`. Loading is vLLM's own layerwise reload, in the phases of its
+Only vLLM imports this, as its `worker_extension_cls`. Loading is vLLM's layerwise reload, in the phases of its
 weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), after which
-`settle_weights` updates what a reload leaves stale.
+`refresh_stale_weights` updates what a reload leaves stale.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 class WeightReceiver:
     """Additional methods of vLLM's workers (`worker_extension_cls`), for `collective_rpc`."""
 
-    # Of the worker.
+    # Attributes of the worker.
     model_runner: Any
     model_config: Any
     _weight_update_active: bool
 
-    def settle_weights(self) -> None:
-        """Complete an update in heads tied to embeddings, and in caches."""
+    def refresh_stale_weights(self) -> None:
+        """Update what a reload leaves stale: heads tied to embeddings, and caches of encoded images."""
         model = self.model_runner.get_model()
         with without_lora(model):
             for head, embedding in _tied_heads(model, self._tied):
@@ -150,7 +150,7 @@ def _tied_heads(model: nn.Module, tied: bool) -> list[tuple[Any, Any]]:
     modules = list(model.modules()) if tied else []
     embeddings = [module for module in modules if type(module) is VocabParallelEmbedding]
     return [
-        (head, next(own for own in embeddings if own.embedding_dim == head.embedding_dim))
+        (head, next(e for e in embeddings if e.embedding_dim == head.embedding_dim))
         for head in modules
         if isinstance(head, ParallelLMHead)
     ]

@@ -61,7 +61,7 @@ def test_logprobs_of_other_families_equal_a_fresh_forward(subject):
 
 
 @on("qwen3")
-def test_long_prompts_with_the_same_beginning(subject):
+def test_long_prompts_with_the_same_prefix(subject):
     """Longer than a block of a prefix cache; asked for twice."""
     beginning = [(7 * place) % 24 for place in range(150)]
     prompts = [beginning, [*beginning, 1, 2, 3], [*beginning, *beginning[:70]], beginning[:-1]]

@@ -67,7 +67,7 @@ def test_requests_that_cannot_be_served(subject, prompts, num_generations, optio
 
 @pytest.mark.parametrize("temperature", [0.005, 2.5])
 @on("qwen3", engines=("vllm",))
-def test_temperatures_that_vllm_does_not_know_are_refused(subject, temperature):
+def test_temperatures_that_vllm_does_not_support_are_refused(subject, temperature):
     message = rf"SamplingConfig\.temperature is {temperature}, which vLLM does not support; set it to 0 \(greedy\)"
     with pytest.raises(ValueError, match=message):
         subject.sample(PROMPTS, 2, max_new_tokens=2, temperature=temperature)

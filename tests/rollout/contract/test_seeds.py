@@ -53,7 +53,7 @@ def test_prompt_indices_name_the_random_numbers(subject):
 
 
 @on("qwen3")
-def test_a_prompt_twice_gives_other_rollouts(subject):
+def test_a_repeated_prompt_gives_different_rollouts(subject):
     groups = subject.sample([PROMPTS[0], PROMPTS[4], PROMPTS[0]], 4, max_new_tokens=30)
     assert len({tuple(tokens) for tokens in ids(groups)[0] + ids(groups)[2]}) == 8
     greedy = subject.sample([PROMPTS[0], PROMPTS[4], PROMPTS[0]], 2, max_new_tokens=30, temperature=0.0)
@@ -81,7 +81,7 @@ def test_global_random_state_is_not_read(subject):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @on("qwen3")
-def test_modes_of_gradients_change_nothing(subject, mode):
+def test_gradient_modes_change_nothing(subject, mode):
     expected = subject.sample(PROMPTS, 2, max_new_tokens=4)
     with mode():
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -132,7 +132,7 @@ def test_no_episodes_give_none(subject):
 
 
 @on("qwen3")
-def test_new_weights_read_the_history_anew(subject):
+def test_new_weights_encode_the_history_again(subject):
     """Keys and values that the old weights made of it are cached no longer."""
     histories = continued(LONG, subject.sample(LONG, max_new_tokens=20))
     assert_sampled_from(subject.model, histories, subject.sample(histories, max_new_tokens=8))

@@ -65,7 +65,7 @@ def _no_long_pauses(monkeypatch):
     monkeypatch.setattr(client_module, "_LONGEST_WAIT", 0.1)
 
 
-def test_rollouts_arrive_in_order_past_signs_of_life():
+def test_rollouts_arrive_in_order_between_heartbeats():
     answer = lines({"version": 3}) + b"\n\n" + lines({"index": [1, 0], **ROLLOUT, "token_ids": [9, 9]})
     answer += lines({"index": [0, 1], **ROLLOUT}) + b"\n" + lines({"index": [0, 0], **ROLLOUT}, {"done": True})
     request = {**REQUEST, "requests": [{"prompt": [1], "seeds": [5, 6]}, {"prompt": [2], "seeds": [7]}]}
@@ -88,14 +88,14 @@ def test_rollouts_arrive_in_order_past_signs_of_life():
         (200, b"what"),
     ],
 )
-def test_what_breaks_off_is_asked_again(failure):
+def test_broken_answers_are_retried(failure):
     with serve(failure, failure, (200, WHOLE)) as (url, asked):
         found = ServerClient(url, timeout=20).generate(REQUEST)
     assert found[0][0]["logprobs"] == ROLLOUT["logprobs"]
     assert len(asked) == 3
 
 
-def test_a_server_that_is_back_in_time_is_found():
+def test_a_server_that_returns_in_time_is_used():
     port = free_port()
     client = ServerClient(f"http://127.0.0.1:{port}", timeout=20)
     found = []
@@ -131,7 +131,7 @@ def test_a_server_that_stays_away_is_named(monkeypatch):
     assert "secret" not in str(error.value)
 
 
-def test_a_server_that_says_nothing_is_not_waited_for_longer(monkeypatch):
+def test_a_silent_server_times_out(monkeypatch):
     import socket
 
     waited, connect = [], ServerClient._connect
@@ -167,7 +167,7 @@ def test_rollouts_may_take_longer_than_the_timeout(monkeypatch):
     assert found[0][0]["token_ids"] == ROLLOUT["token_ids"]
 
 
-def test_rollouts_that_always_break_off_end():
+def test_rollouts_that_always_break_off_end_the_run():
     with (
         serve((200, lines({"version": 3}, {"status": 500, "error": "out of memory"}))) as (url, asked),
         pytest.raises(RuntimeError, match="broke off a rollout 5 times, most recently: out of memory"),
@@ -177,7 +177,7 @@ def test_rollouts_that_always_break_off_end():
 
 
 @pytest.mark.parametrize("status", [302, 400, 401, 409, 413, 422])
-def test_refusals_are_not_asked_again(status):
+def test_refusals_are_not_retried(status):
     with (
         serve((status, {"error": "because", "version": 7})) as (url, asked),
         pytest.raises(RefusedError, match=f"at {url} answers {status}: because") as error,
@@ -210,7 +210,7 @@ def test_rollouts_of_another_version_are_refused(first):
         (lines({"version": 3}, {"pad": "x" * 5000}), "a line has more than 4000 bytes; is this a sampling server"),
     ],
 )
-def test_answers_of_a_lying_server_are_not_taken(answer, message, monkeypatch):
+def test_answers_that_do_not_match_the_request_are_refused(answer, message, monkeypatch):
     monkeypatch.setattr(client_module, "_MAX_LINE", 4000)
     with (
         serve((200, answer)) as (url, asked),
@@ -220,7 +220,7 @@ def test_answers_of_a_lying_server_are_not_taken(answer, message, monkeypatch):
     assert len(asked) == 5
 
 
-def test_answers_have_a_limit(monkeypatch, record_property):
+def test_answers_have_a_size_limit(monkeypatch, record_property):
     """A server that never ends its answer: what is read of it is bounded."""
     monkeypatch.setattr(client_module, "MAX_JSON", 1 << 20)
     sent = 0
@@ -266,7 +266,7 @@ def test_weights_are_sent_as_they_are():
     assert {headers["Authorization"] for *_, headers in asked} == {"Bearer secret"}
 
 
-def test_answers_that_are_none_of_a_sampling_server():
+def test_answers_of_other_kinds_of_servers_are_refused():
     with serve((200, b"hello")) as (url, _), pytest.raises(RuntimeError, match="is this a sampling server"):
         ServerClient(url, timeout=3).info()
 
@@ -278,13 +278,13 @@ def test_answers_that_are_none_of_a_sampling_server():
         *("http://h#a", "http://h:0", "http://h:99999", "http://h:abc"),
     ],
 )
-def test_a_url_must_be_one(url):
+def test_malformed_urls_are_refused(url):
     with pytest.raises(ValueError, match=r"it must be like http://127\.0\.0\.1:8000") as error:
         ServerClient(url)
     assert "word" not in str(error.value)
 
 
-def test_an_address_of_ipv6():
+def test_ipv6_addresses():
     with pytest.raises(RuntimeError, match=r"at http://\[::1\]:9 did not come back within .*--host ::1 --port 9"):
         ServerClient("http://[::1]:9", timeout=0.1).info()
 

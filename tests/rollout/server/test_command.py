@@ -52,8 +52,8 @@ def test_other_machines_need_a_token(capsys, host):
         (["--option", "data_parallel_size=2"], "--option sets data_parallel_size"),
         (["--option", 'speculative_config={"method": "ngram"}'], "--option sets speculative_config"),
         (["--option", "nonsense"], "'nonsense' is not like max_num_batched_tokens=8192"),
-        (["--token", "a b\n"], "--token has characters that are not allowed in a header"),
-        (["--token", ""], "--token has characters that are not allowed in a header"),
+        (["--token", "a b\n"], "--token has characters not allowed in headers"),
+        (["--token", ""], "--token has characters not allowed in headers"),
     ],
 )
 def test_options_are_checked(capsys, arguments, message):

@@ -10,7 +10,7 @@ import pytest
 from pl_grouprl.rollout.server.fleet import map_over_servers
 
 
-def test_tasks_come_back_in_their_places():
+def test_results_keep_the_order_of_tasks():
     assert map_over_servers(lambda server, task: (task, server < 2), 7, 2, 3) == [(task, True) for task in range(7)]
     assert map_over_servers(lambda server, task: task, 0, 2, 3) == []
 

@@ -126,7 +126,7 @@ def test_a_dead_engine_ends_its_server(policy, server):
     server.start().wait()
 
 
-def test_killed_and_not_started_again(policy, server):
+def test_killed_and_not_restarted(policy, server):
     engine = make_engine(policy, server, timeout=2)
     engine.update_weights(weights(policy), version=1)
     thread = kill_soon(server, restart=False)

@@ -220,7 +220,7 @@ def test_refusals_are_answered(service):
     assert answer["error"] == f"the body has {FLOOD} bytes; at most {256 * MIB} are read."
 
 
-def test_what_keeps_to_the_rules_is_served_on_one_connection(service):
+def test_valid_requests_share_a_connection(service):
     with service.connect() as connection:
         for _ in range(3):
             head = f"POST /weights/begin HTTP/1.1\r\nHost: h\r\n{AUTHORIZED}{JSON}Content-Length: 2\r\n\r\n"
@@ -238,7 +238,7 @@ def test_headers_have_a_limit(service, record_property):
     record_property("figure", f"{service.read / MIB:.2f} of {FLOOD // MIB} MiB of headers were read")
 
 
-def test_headers_that_do_not_arrive_are_not_waited_for(service, monkeypatch):
+def test_missing_headers_time_out(service, monkeypatch):
     monkeypatch.setattr(connections, "_REQUEST_SECONDS", 0.4)
     with service.connect() as silent, service.connect() as slow:
         slow.sendall(b"GET /health HTTP/1.1\r\n")
@@ -250,7 +250,7 @@ def test_headers_that_do_not_arrive_are_not_waited_for(service, monkeypatch):
         assert read_answer(silent) == (None, None, True)
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(service, monkeypatch):
+def test_a_missing_body_times_out(service, monkeypatch):
     monkeypatch.setattr(bodies, "_PATIENCE", 0.4)
     head = f"POST /weights/begin HTTP/1.1\r\nHost: h\r\n{AUTHORIZED}{JSON}Content-Length: 20\r\n\r\n"
     with service.connect() as slow:
@@ -267,7 +267,7 @@ def test_connections_have_a_limit(service, monkeypatch):
     assert answers == [200] * 8 + [None] * 32
 
 
-def test_requests_ahead_of_their_answers_are_not_read(service, monkeypatch, record_property):
+def test_pipelined_requests_are_not_read(service, monkeypatch, record_property):
     monkeypatch.setattr(connections, "_STALL_SECONDS", 0.5)
     service.sampler.more = {"pad": "x" * 100_000}
     request = b"GET /info HTTP/1.1\r\nHost: h\r\n" + AUTHORIZED.encode() + b"\r\n"
@@ -289,7 +289,7 @@ def test_rollouts_that_are_not_read_end(service, monkeypatch):
     assert service.sampler.yielded < 500  # 150 KB each: what buffers of the connection hold
 
 
-def test_a_client_that_goes_in_the_middle_of_a_body(service):
+def test_a_client_that_disconnects_mid_body(service):
     head = f"POST /weights/begin HTTP/1.1\r\nHost: h\r\n{AUTHORIZED}{JSON}Content-Length: 20\r\n\r\n"
     with service.connect() as connection:
         connection.sendall(head.encode() + b"{")

@@ -43,7 +43,7 @@ def test_each_update_drops_the_prefix_cache_once_its_weights_are_there():
             engine.calls.clear()
             assert await update(sampler, version) == [["sums"]]
             after = engine.calls[engine.calls.index("finish") :]
-            assert after == ["finish", "settle_weights", "reset_prefix_cache", "weight_checksums"]
+            assert after == ["finish", "refresh_stale_weights", "reset_prefix_cache", "weight_checksums"]
 
     asyncio.run(twice())
 

@@ -82,7 +82,7 @@ def make_engine(policy, *servers, **options):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_samples_from_the_weights_that_it_was_sent_last(servers, tied):
+def test_it_samples_from_the_latest_weights(servers, tied):
     policy = make_policy(tied, seed=3)
     engine = make_engine(policy, servers[2 if tied else 0])
     outputs = []
@@ -206,7 +206,7 @@ def test_weights_that_were_dropped_are_lost(servers):
         engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)
 
 
-def test_rollouts_of_a_client_that_has_gone_are_stopped(servers):
+def test_rollouts_of_a_disconnected_client_are_stopped(servers):
     policy = make_policy(False)
     engine = make_engine(policy, servers[0])
     engine.update_weights(weights(policy), version=1)
@@ -305,7 +305,7 @@ def test_the_engine_says_that_the_token_is_wrong(servers, monkeypatch):
             engine.update_weights(iter(()), version=1)
 
 
-def test_the_token_is_in_no_list_of_processes(servers):
+def test_the_token_is_not_in_the_process_list(servers):
     import psutil
 
     process = psutil.Process(servers[0].process.pid)
@@ -381,7 +381,7 @@ def serving(servers):
     return servers[1], engine
 
 
-def test_bodies_have_a_limit(serving):
+def test_bodies_have_a_size_limit(serving):
     server, _ = serving
     for path, length in [("/generate", (256 << 20) + 1), ("/weights/bucket?update=x&index=0", (8192 << 20) + 1)]:
         connection = connect(server)
@@ -398,7 +398,7 @@ def test_bodies_have_a_limit(serving):
     assert (status, answer["error"]) == (411, expected)
 
 
-def test_pages_in_a_browser_cannot_ask(serving):
+def test_web_pages_are_refused(serving):
     for path in ("/weights/begin", "/weights/bucket?update=x&index=0"):
         status, answer = ask(serving[0], "POST", path, b"{}", headers={**headers(), "Content-Type": "text/plain"})
         assert (status, "Content-Type is not application/" in answer["error"]) == (415, True)

@@ -97,7 +97,7 @@ def test_a_weight_may_change_once_the_next_is_asked_for(policy, servers):
     assert {name: value.tolist() for name, value in server.weights.items()} == {f"w{i}": 4 * [i] for i in range(5)}
 
 
-def test_what_is_asked_for(policy, servers):
+def test_the_request_that_is_sent(policy, servers):
     server = servers()
     engine = make_engine(policy, server)
     engine.update_weights(weights(policy), version=3)
@@ -168,7 +168,7 @@ def test_the_longest_sequence_is_that_of_all_servers(policy, servers):
         engine.generate([[1], [1] * 18], SAMPLING, num_generations=1, seed=0, max_new_tokens=[4, 3])
 
 
-def test_neither_servers_nor_ranks_matter(policy, servers):
+def test_results_do_not_depend_on_servers_or_ranks(policy, servers):
     one = make_engine(policy, servers())
     three = make_engine(policy, *(servers() for _ in range(3)), max_concurrent_requests=1)
     for engine in (one, three):
@@ -209,7 +209,7 @@ def test_text_is_decoded_by_the_tokenizer(policy, servers):
     assert rollout.text == "-".join(map(str, rollout.token_ids))
 
 
-def test_other_ranks_send_nothing_and_sample(policy, servers, monkeypatch):
+def test_other_ranks_sample_but_send_no_weights(policy, servers, monkeypatch):
     server = servers()
     make_engine(policy, server).update_weights(weights(policy), version=4)
     monkeypatch.setattr(engine_module, "own_rank", lambda: 1)
@@ -223,7 +223,7 @@ def test_other_ranks_send_nothing_and_sample(policy, servers, monkeypatch):
         other.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
 
 
-def test_a_restarted_server_is_lost_and_found(policy, servers):
+def test_a_restarted_server_gets_the_weights_again(policy, servers):
     server = servers()
     engine = make_engine(policy, server)
     engine.update_weights(weights(policy), version=1)
@@ -394,7 +394,7 @@ class Broadcaster:
 
 
 @pytest.mark.parametrize("place", ["/weights/broadcast", "/weights/connect"])
-def test_nccl_with_a_server_that_goes_or_says_nothing(policy, servers, monkeypatch, place):
+def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, place):
     from pl_grouprl.rollout.server import fleet as fleet_module
     from pl_grouprl.rollout.server import nccl
 

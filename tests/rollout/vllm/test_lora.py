@@ -173,7 +173,7 @@ def test_bfloat16(start):
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=0.1, rtol=0)
 
 
-def test_what_an_older_adapter_has_left_is_seen(start, monkeypatch):
+def test_leftovers_of_an_older_adapter_are_detected(start, monkeypatch):
     """In a part of a layer that this adapter has not."""
     model = adapted(target_modules=["q_proj", "v_proj"])
     engine = start(model)
@@ -216,7 +216,7 @@ def never():
         ),
     ],
 )
-def test_adapters_that_vllm_would_apply_otherwise_are_refused(options, message):
+def test_adapters_that_vllm_would_apply_differently_are_refused(options, message):
     model = adapted(**options)
     engine = new_engine("vllm", adapter="separate")
     engine.bind(model)
@@ -288,7 +288,7 @@ def test_prompts_with_images(start, family):
         sync(engine, tower, base=True)
 
 
-def test_the_folder_is_private_and_goes():
+def test_the_folder_is_private_and_temporary():
     with adapter_folder({"r": 1, "init_lora_weights": "pissa"}, {"weight": torch.ones(2)}) as folder:
         assert Path(folder).stat().st_mode & 0o777 == 0o700
         assert json.loads(Path(folder, "adapter_config.json").read_text()) == {"r": 1, "init_lora_weights": True}
@@ -362,7 +362,7 @@ def assert_well_again(engine, model):
 
 @pytest.mark.parametrize("layer", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
-def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, layer, part):
+def test_a_flipped_bit_is_detected(running, monkeypatch, layer, part):
     """The last entry of one weight arrives as the number next to it."""
     engine, model = running
     load, changed = engine._vllm.load_adapter, f"layers.1.{'mlp' if layer[0] in 'gud' else 'self_attn'}.{layer}.{part}"
@@ -381,7 +381,7 @@ def test_a_single_bit_on_the_way_is_seen(running, monkeypatch, layer, part):
     assert_well_again(engine, model)
 
 
-def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch):
+def test_a_missing_weight_is_detected(running, monkeypatch):
     engine, model = running
     load = engine._vllm.load_adapter
 
@@ -395,7 +395,7 @@ def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch):
     assert_well_again(engine, model)
 
 
-def test_another_scale_is_seen(running, monkeypatch):
+def test_a_different_scale_is_detected(running, monkeypatch):
     engine, model = running
     load = engine._vllm.load_adapter
     with monkeypatch.context() as patch:
@@ -405,16 +405,16 @@ def test_another_scale_is_seen(running, monkeypatch):
     assert_well_again(engine, model)
 
 
-def test_an_adapter_that_is_not_in_the_layers_is_seen(running, monkeypatch):
+def test_an_unloaded_adapter_is_detected(running, monkeypatch):
     engine, model = running
     with monkeypatch.context() as patch:
         patch.setattr(engine._vllm._engine, "add_lora", lambda request: True)
-        with pytest.raises(WeightsMismatchError, match="was sent, but no parameter is made of it"):
+        with pytest.raises(WeightsMismatchError, match="was sent, but no parameter contains it"):
             sync(engine, model)
     assert_well_again(engine, model)
 
 
-def test_a_base_that_changes_is_seen(running):
+def test_a_changed_base_is_detected(running):
     engine, model = running
     norm = engine._vllm._engine.model_executor.driver_worker.worker.model_runner.get_model().model.norm.weight
     kept = norm.clone()

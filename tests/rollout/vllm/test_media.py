@@ -169,7 +169,7 @@ def test_a_family_of_which_only_text_is_served(start):
         engine_prompt(model, prompts[0], media[0])
 
 
-def test_the_memory_put_aside_for_an_image(start):
+def test_memory_reserved_for_an_image(start):
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     model, (prompts, media) = tiny_model("qwen2_5_vl"), prompts_and_media("qwen2_5_vl")
@@ -182,14 +182,14 @@ def test_the_memory_put_aside_for_an_image(start):
     assert_equal_forwards(model, prompts[3:4], media[3:4], engine.sample(prompts[3:4], media[3:4]))
 
 
-def test_models_of_text_need_nothing():
+def test_text_models_need_nothing():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     assert media_engine_args(Qwen3ForCausalLM(config)) == {}
 
 
-def test_each_image_has_a_name_of_its_own():
+def test_each_image_has_a_unique_name():
     model = tiny_vision_model("qwen3_vl")
     prompts, media = prompts_and_media("qwen3_vl")
     first, other, text, two, again = (engine_prompt(model, p, m) for p, m in zip(prompts, media, strict=True))

@@ -34,7 +34,7 @@ def test_a_rank_alone_shares_nothing():
     assert share_requests([], None) == ([], slice(0, 0))
 
 
-def test_requests_are_dealt_back_by_rank(monkeypatch):
+def test_rollouts_return_to_their_ranks(monkeypatch):
     everyone = [[10, 11], [], [12]]
     monkeypatch.setattr(ranks, "gather_plain", lambda value, group: everyone)
     for rank, own in enumerate(everyone):

@@ -83,7 +83,7 @@ def test_new_weights_are_sampled_from(start, name):
     assert engine.version == 3
 
 
-def test_the_prefix_cache_forgets(start, monkeypatch):
+def test_updates_empty_the_prefix_cache(start, monkeypatch):
     """Were it kept, its old keys and values would be sampled from: so the test above has teeth."""
     model, _ = new_policy("qwen3")
     engine = start(model)
@@ -162,19 +162,19 @@ def test_bfloat16(start, policy_dtype, options):
             torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=0.05, rtol=0)
 
 
-def test_a_head_with_old_weights_is_seen(start, monkeypatch):
+def test_a_stale_head_is_detected(start, monkeypatch):
     """vLLM packs the weights of a head on CPUs; an update of tied embeddings does not reach that copy by itself."""
     from pl_grouprl.rollout.vllm.worker import WeightReceiver
 
     model, _ = new_policy("qwen2_tied")
     engine = start(model)
     renew(model, 1)
-    monkeypatch.setattr(WeightReceiver, "settle_weights", lambda self: None)
+    monkeypatch.setattr(WeightReceiver, "refresh_stale_weights", lambda self: None)
     with pytest.raises(WeightsMismatchError, match=r"lm_head\.weight differs"):
         sync(engine, model)
 
 
-def test_a_policy_that_vllm_builds_otherwise_is_refused(start):
+def test_a_policy_that_vllm_builds_differently_is_refused(start):
     """vLLM's Qwen2 does not read `head_dim`, and its loaders cut weights to what it has room for."""
     model, _ = new_policy("qwen2_tied", head_dim=64)
     with pytest.raises(WeightsMismatchError, match=r"qkv_proj.weight differs from what was sent"):
@@ -212,7 +212,7 @@ def test_another_policy_starts_another_vllm(start):
     assert_greedy(engine, second, PROMPTS)
 
 
-def test_buckets_cut_layers_apart(start, monkeypatch):
+def test_buckets_may_split_layers(start, monkeypatch):
     """One weight to a bucket: layers that are made of several wait for the last."""
     model, _ = new_policy("qwen2_tied")
     engine = start(model)
@@ -251,7 +251,7 @@ def last_name(model, kind):
     return [name for name, _ in checkpoint_weights(model, model.named_parameters()) if name.endswith(kind)][-1]
 
 
-def test_a_single_bit_on_the_way_is_seen(running, monkeypatch):
+def test_a_flipped_bit_is_detected(running, monkeypatch):
     """The last entry of one weight arrives as the number next to it."""
     engine, model, kinds = running
     load = engine._vllm.load
@@ -276,7 +276,7 @@ def test_a_single_bit_on_the_way_is_seen(running, monkeypatch):
     assert_greedy(engine, model, PROMPTS[:1], 4)
 
 
-def test_a_weight_that_does_not_arrive_is_seen(running, monkeypatch):
+def test_a_missing_weight_is_detected(running, monkeypatch):
     """What vLLM computes with then is the old weight, or none."""
     engine, model, kinds = running
     load = engine._vllm.load

@@ -41,7 +41,7 @@ def prompt(groups):
 
 
 @pytest.mark.parametrize("edit", [cut, swap, mask, prompt])
-def test_edited_rollouts_are_laid_out_anew(groups, edit):
+def test_edited_rollouts_are_laid_out_again(groups, edit):
     kept = PackedRowCache()
     kept.get(groups, OPTIONS, lambda: pack(groups))
     edit(groups)
