@@ -12,10 +12,10 @@ from pl_grouprl.types import Prompt
 
 
 class LevelSchedule:
-    """The level of each rollout: 0 at first, then the one given to `change_to`.
+    """The level of each rollout: 0 at first, then as set by `change_to`.
 
-    A change begins with the first rollout whose level nobody has asked for yet, so rollouts that were sampled ahead
-    keep theirs. The state contains all changes, so a resumed run has the same levels.
+    A change takes effect at the first rollout whose level has not been queried yet, so rollouts sampled ahead keep
+    theirs. The state contains all changes, so a resumed run has the same levels.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class LevelSchedule:
 
 
 class LevelPromptLoader(TrainPromptLoader):
-    """Yields batches whose prompts all have the level of their rollout in a schedule.
+    """Yields batches of prompts of a single level, set by a schedule.
 
-    Each pass over the prompts of a level has a new order; those that do not fill a batch are left out of that pass. An
-    epoch is as long as without levels. A resumed run must have the same rows in use.
+    Each pass over the prompts of a level has a new order; prompts that do not fill a batch are left out of that pass.
+    An epoch is as long as without levels. A resumed run must have the same rows in use.
 
     Args:
         prompts: All prompts in use, of every level, the same on every rank.
@@ -75,7 +75,7 @@ class LevelPromptLoader(TrainPromptLoader):
         self._settings |= {"level_column": column, "num_prompts_in_use": len(prompts)}
         levels = [_level(prompt, column) for prompt in prompts]
         self._counts = np.bincount(levels)  # prompts of each level
-        self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 where it is not in use
+        self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 for rows not in use
         self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
         self._check_levels()
 

@@ -1,4 +1,4 @@
-"""The plan of a run: what it holds, what fits, what sharing saves, and how long a step takes at least."""
+"""The plan of a run: memory, what fits, what sharing saves, and the least time of a step."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Figures of a run, by formula; `str` is the page that `cli.py plan` prints.
+    """Estimates for a run, by formula; `str` gives the page that `cli.py plan` prints.
 
     Attributes:
-        algorithm: Class of the module.
-        models: What it loads.
-        workload: Its step.
+        algorithm: The module's class.
+        models: The models that it loads.
+        workload: The workload of a step.
         hardware: Where it runs.
-        passes: Forward passes over a batch of rollouts besides the updates: old scores, reference.
+        passes: Forward passes over a batch of rollouts besides the updates: old and reference log-probabilities.
     """
 
     algorithm: str
@@ -51,12 +51,12 @@ class RunPlan:
 
     @property
     def footprint(self) -> Footprint:
-        """What one device holds under the run's strategy."""
+        """Memory of one device under the run's strategy."""
         return divided(self.models.footprint, self.hardware.strategy, self.hardware.processes)
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of one device by part, at the longest prompts and responses."""
+        """Bytes on one device by part, with the longest prompts and responses."""
         held, tokens, checkpointing = self.footprint, self.workload.longest_micro_batch, self.models.checkpointing
         critic = held.critic
         return {
@@ -74,50 +74,50 @@ class RunPlan:
 
     @property
     def update_bytes(self) -> int:
-        """Peak of an update."""
+        """Peak memory of an update, in bytes."""
         memory = self.memory
         return self.footprint.resident + memory["copies"] + memory["activations"] + memory["logits"]
 
     @property
     def rollout_bytes(self) -> int:
-        """Peak of a rollout."""
+        """Peak memory of a rollout, in bytes."""
         return self.footprint.resident + self.memory["caches"] + self.memory["gathered"]
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of both."""
+        """The larger of the two peaks."""
         return max(self.update_bytes, self.rollout_bytes)
 
     def fits(self, gib: float) -> bool:
-        """Whether the run as configured fits on a device, with a tenth of it left free."""
+        """Whether the run as configured fits on a device with a tenth of its memory left free."""
         return self.peak_bytes <= gib * GIB * USABLE
 
     def budget(self, gib: float) -> int:
-        """Largest `max_tokens_per_micro_batch` with the run's method; below what the data needs it is 0."""
+        """Largest `max_tokens_per_micro_batch` that fits; 0 if that is less than the data needs."""
         return _usable_budget(self.footprint, self.workload, gib, self.models.checkpointing)
 
     def sequences(self, gib: float) -> int:
-        """Sequences that fit into the caches of a rollout; at most those of a step."""
+        """Number of sequences whose KV caches fit in a rollout; at most those of a step."""
         return _sequences(self.footprint, self.workload, gib)
 
     def step_operations(self) -> tuple[float, float]:
         """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
         forward = self.workload.operations(self.models.cost, "shared" if self.workload.shares else "repeated")
         sampled = self.workload.operations(self.models.cost, "shared")
-        # A backward pass takes twice a forward, half of it for gradients of weights, which frozen ones do not have.
+        # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
         update = 1 + (1 if self.models.has_adapter else 2) + self.models.checkpointing
         critic = (1 + update) * self.models.has_critic
         return sampled, forward * (self.passes + update * self.workload.num_iterations + critic)
 
     def step_seconds(self) -> tuple[float, float] | None:
-        """Least seconds of rollouts, and of scoring and updates, at the data sheet's rates; None if those are unknown.
+        """Least seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
 
-        Decoding reads all weights for each token of a wave of sequences, and the caches for each token.
+        A decoding step takes at least the time to read all weights and the KV caches of its sequences.
         """
         if self.hardware.device is None or not self.hardware.precision.startswith(("bf16", "16")):
             return None
         rates, work = DEVICES[self.hardware.device], self.workload
-        sampled, trained = (own / self.hardware.processes / rates.operations for own in self.step_operations())
+        sampled, trained = (total / self.hardware.processes / rates.operations for total in self.step_operations())
         all_sequences = math.ceil(work.batch_size / work.processes) * work.num_generations
         waves = math.ceil(all_sequences / work.sequences)
         prompts = all_sequences / work.num_generations * work.mean_prompt
@@ -126,7 +126,7 @@ class RunPlan:
         return max(sampled, read / rates.bandwidth), trained
 
     def suggestion(self, gib: float) -> str:
-        """What to set on a device of so many GiB so that the run fits."""
+        """What to set so that the run fits on a device with this many GiB."""
         if self.fits(gib):
             return "fits as configured"
         if (budget := self.budget(gib)) and (sequences := self.sequences(gib)):
@@ -136,7 +136,7 @@ class RunPlan:
         return self._more_devices(gib)
 
     def _other_method(self, gib: float) -> str | None:
-        """The first method with more savings that leaves room."""
+        """The first more frugal method that leaves room."""
         beta = self.footprint.reference > 0
         for method in METHODS:
             if method.has_reference:
@@ -150,7 +150,7 @@ class RunPlan:
         return None
 
     def _more_devices(self, gib: float) -> str:
-        """The fewest devices on which the weights can be divided."""
+        """The smallest number of devices over which the weights must be sharded."""
         for devices in (2, 4, 8, 16, 32, 64):
             held = divided(self.models.footprint, "fsdp2", devices)
             work = replace(self.workload, processes=devices)
@@ -172,7 +172,7 @@ def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
         hardware: Where it runs.
 
     Raises:
-        TypeError: If the module or the data is of a kind that cannot be planned.
+        TypeError: If a module or data of this kind cannot be planned.
     """
     if not hasattr(module, "policy_source") or not getattr(data, "prompts", {}).get("train"):
         raise TypeError(
@@ -190,14 +190,14 @@ def _usable_budget(held: Footprint, work: Workload, gib: float, checkpointing: b
 
 
 def _sequences(held: Footprint, work: Workload, gib: float) -> int:
-    """Prompts count once per sequence here, as in a group that is split."""
+    """Counts a prompt once per sequence, as in a group that is split."""
     per_sequence = work.prompt_lengths[-1] + work.response
     everything = math.ceil(work.batch_size / work.processes) * work.num_generations
     return max(0, min(held.cached_tokens(gib) // per_sequence, everything))
 
 
 def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
-    """The budget, if the longest micro-batch exceeds it, and the sequences, if the caches do."""
+    """The options to set: a budget if a micro-batch would be too long, `max_sequences` if the caches would not fit."""
     parts = []
     unlimited = replace(plan.workload, max_tokens=None).longest_micro_batch
     if budget < unlimited:
@@ -208,7 +208,7 @@ def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
 
 
 def rounded(tokens: int) -> int:
-    """Rounded down to two digits."""
+    """Round down to two significant digits."""
     digits = 10 ** max(len(str(tokens)) - 2, 0)
     return tokens // digits * digits
 

@@ -1,4 +1,4 @@
-"""What reward functions return, read into one score per rollout."""
+"""Reads the results of reward functions into one score per rollout."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def fits_float32(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Score:
-    """What a function said of one rollout.
+    """A function's score of one rollout.
 
     Attributes:
-        value: The reward; the sum of those of the tokens if there are any. None: the function does not apply.
-        extras: Further numbers to be logged.
-        failed: True where the function raised.
-        token_rewards: The reward of each token, None for a token without one; None: the reward is of the completion as
-            a whole.
+        value: The reward, or the sum of the token rewards; None if the function does not apply.
+        extras: Further numbers to log.
+        failed: Whether the function raised.
+        token_rewards: The reward of each token, None for a token without one; None if the reward is of the whole
+            completion.
     """
 
     value: float | None = None
@@ -39,9 +39,9 @@ class Score:
 
     @property
     def invalid(self) -> bool:
-        """True where there should be a number and there is none: the function raised, or gave NaN or infinity.
+        """Whether a number is missing: the function raised, or returned NaN or infinity.
 
-        What float32 does not hold, in which advantages are computed, is infinite.
+        Numbers beyond float32, in which advantages are computed, count as infinite.
         """
         return self.failed or (self.value is not None and not fits_float32(self.value))
 
@@ -52,7 +52,7 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
     Args:
         reward: The function.
         result: What it returned.
-        group_of: Which group each rollout of the call is from.
+        group_of: The group of each rollout of the call.
         lengths: Tokens of each completion.
 
     Raises:
@@ -81,10 +81,10 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
 
 
 def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
-    """Check that there is one list per group and one entry per rollout in it; return the entries of all groups.
+    """Return the entries of all groups, which must have one list per group and one entry per rollout.
 
     Raises:
-        ValueError: If not.
+        ValueError: If they have not.
     """
     lists = [own.tolist() if hasattr(own, "tolist") else own for own in result]
     given = [len(own) if isinstance(own, (list, tuple)) else type(own).__name__ for own in lists]
@@ -99,7 +99,7 @@ def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequen
 
 def _read_item(reward: PreparedReward, result: Any, length: int) -> Score:
     """The score of one completion, with the other numbers of a dictionary as extras."""
-    if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
+    if type(result) is float:  # shortcut for what most functions return
         return Score(result)
     if not isinstance(result, Mapping):
         return _read_value(reward, result, length)
@@ -129,7 +129,7 @@ def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
 
 
 def _without_arrays(value: Any, length: int = 0) -> Any:
-    """Turn arrays and tensors into numbers and lists; one with a single element is a number."""
+    """Convert arrays and tensors to numbers and lists; a single element becomes a number."""
     if not hasattr(value, "item"):
         return value
     shape = getattr(value, "shape", ())

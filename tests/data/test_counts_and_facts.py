@@ -165,7 +165,7 @@ def test_the_digest_is_cheap(record_property):
 def test_a_row_that_holds_itself_is_named():
     row = {"prompt": "1"}
     row["extra_info"] = [row]
-    with pytest.raises(ValueError, match="train, row 0: nested too deep or in itself"):
+    with pytest.raises(ValueError, match="train, row 0: nested too deeply, or within itself"):
         loaded([row], batch_size=1)
 
 

@@ -61,7 +61,9 @@ def test_the_models_own_token_without_images_is_refused(prompt):
     full.tokenizer.chat_template = full.chat_template = template
     data = PromptDataModule([{"prompt": "a"}, {"prompt": prompt}], batch_size=1, tokenizer=full.tokenizer)
     data.processor = full
-    with pytest.raises(ValueError, match=r"row 1: the row has 0 (image|video)s, and its rendered text has 1 times the"):
+    with pytest.raises(
+        ValueError, match=r"row 1: the row has 0 (image|video)s, and its rendered text has the .* 1 times"
+    ):
         data.setup("fit")
 
 
