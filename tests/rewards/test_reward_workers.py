@@ -168,7 +168,7 @@ def test_what_cannot_run_in_workers_is_refused_when_they_are_made(make_workers):
 
     for function, message in (
         (local, r"'local' cannot be sent to a worker .*FunctionFromFile.*reward_workers to 0"),
-        (functions.patient, r"reward_workers is 1, but each of \['patient'\] stays in the process"),
+        (functions.patient, r"reward_workers is 1, but each of \['patient'\] stays in this process"),
         (functions.OnlyHere(), r"'OnlyHere' could not be loaded in a worker \(ValueError.*FunctionFromFile"),
         (functions.NeedsAKey(), "NeedsAKey needs a key"),
     ):
