@@ -224,13 +224,13 @@ def _title(plan: RunPlan) -> Iterator[str]:
     devices = "1 device" if where.processes == 1 else f"{where.processes} devices, {where.strategy}"
     count = f"{models.num_parameters / 1e9:.2f}e9" if models.num_parameters >= 1e7 else f"{models.num_parameters:,}"
     yield f"{plan.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}."
-    yield "By formula, before anything is loaded; no GPU has measured these figures."
+    yield "Estimated by formula; nothing is loaded or measured."
     if where.precision != "bf16-mixed":
-        yield f"Activations were counted for bf16-mixed; {where.precision} differs."
+        yield f"The formula for activations is that of bf16-mixed; {where.precision} differs."
     if models.config.model_type != "qwen3":
-        yield f"Activations were counted for layers of Qwen3; those of {models.config.model_type} may differ."
+        yield f"The formula for activations is that of Qwen3 layers; {models.config.model_type} may differ."
     if not plan.workload.caches:
-        yield "The memory of the sampler, another engine than HFRolloutEngine, is not counted."
+        yield "The memory of the sampling engine is not included; only that of HFRolloutEngine is known."
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
@@ -239,24 +239,24 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
     labels = {
         "weights": "weights",
         "gradients": "gradients",
-        "moments": "moments of AdamW",
+        "moments": "AdamW moments",
         "reference": "reference or teacher",
         "critic": "critic: weights, gradients, moments",
-        "copies": "copies of weights in another dtype (updates)",
+        "copies": "weights in another dtype (updates)",
         "activations": f"activations of {work.longest_micro_batch:,} tokens, {checkpointing} (updates)",
-        "logits": "logits, where they peak above the layers (updates)",
-        "caches": f"caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
+        "logits": "logits beyond the peak of the layers (updates)",
+        "caches": f"KV caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
         "gathered": "weights gathered from other devices (rollouts)",
     }
     unit, name = (GIB, "GiB") if plan.peak_bytes >= GIB else (2**20, "MiB")
-    yield f"{'Memory of a device, with the longest prompts and responses':<70}{name:>9}"
+    yield f"{'Memory per device, with the longest prompts and responses':<70}{name:>9}"
     rows = {labels[part]: size for part, size in memory.items() if size}
-    rows |= {"peak of an update": plan.update_bytes, "peak of a rollout": plan.rollout_bytes}
+    rows |= {"peak in updates": plan.update_bytes, "peak in rollouts": plan.rollout_bytes}
     yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
 
 
 def _fit_lines(plan: RunPlan) -> Iterator[str]:
-    yield "What fits, with a tenth of the memory left free"
+    yield "What fits, with 10 % of the memory kept free"
     yield f"  {'device':<9}{'largest budget':>15}{'sequences':>11}   suggestion"
     for gib in GPUS:
         budget, sequences = plan.budget(gib), plan.sequences(gib)
@@ -267,24 +267,24 @@ def _fit_lines(plan: RunPlan) -> Iterator[str]:
 def _sharing_lines(plan: RunPlan) -> Iterator[str]:
     work, lengths = plan.workload, plan.workload.prompt_lengths
     yield f"{len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {work.mean_prompt:.0f} on average"
-    yield f"{work.num_generations} rollouts of a prompt; tokens of a batch of {work.batch_size} prompts, all devices"
+    yield f"tokens of a batch: {work.batch_size} prompts with {work.num_generations} rollouts each, over all devices"
     yield f"  {'response':>8}{'repeated':>12}{'shared':>12}{'token ratio':>13}{'expected speedup':>18}"
     for response in dict.fromkeys(max(1, work.response // part) for part in (1, 2, 4)):
         own = work.with_response(response)
         tokens = f"{own.tokens('repeated'):>12,.0f}{own.tokens('shared'):>12,.0f}{own.token_ratio:>13.2f}"
         yield f"  {response:>8}{tokens}{own.operations_ratio(plan.models.cost):>18.2f}"
-    yield "The speedup is that of scoring and updates, by operations; rollouts encode each prompt once either way."
+    yield "The speedup is for scoring and updates, by operations; rollouts encode each prompt once in any case."
 
 
 def _time_lines(plan: RunPlan) -> Iterator[str]:
     (sampled, trained), seconds = plan.step_operations(), plan.step_seconds()
     updates = plan.workload.num_mini_batches * plan.workload.num_iterations
-    yield f"A batch of rollouts, with responses of {plan.workload.response} tokens, and its updates ({updates})"
-    yield f"  rollouts {sampled:.2e} operations, scoring and updates {trained:.2e}"
+    yield f"One batch of rollouts, with responses of {plan.workload.response} tokens; updates: {updates}"
+    yield f"  {sampled:.2e} operations for rollouts, {trained:.2e} for scoring and updates"
     if seconds is None:
         reason = "this device's rates are not known" if plan.hardware.device is None else "rates are for 16-bit floats"
-        yield f"  no time: {reason}; --device takes {', '.join(DEVICES)}, for a 16-bit precision"
+        yield f"  no time estimate: {reason}; --device takes {', '.join(DEVICES)}, for a 16-bit precision"
         return
     rollout, update = seconds
     yield f"  at least {rollout:.2g} s for rollouts and {update:.2g} s for scoring and updates,"
-    yield f"  at the full rates of {plan.hardware.device}'s data sheet; runs reach a fraction of them"
+    yield f"  at the peak rates in {plan.hardware.device}'s data sheet, of which runs reach a fraction"
