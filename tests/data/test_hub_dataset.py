@@ -213,10 +213,13 @@ def test_what_the_data_set_does_not_have(source, options, text):
     [
         (
             {"extract": {"answer": "#### (7)"}},
-            r"split 'train', row 0: column 'answer' is '0 #### 0.*finds no '#### \(7\)'",
+            r"split 'train', row 0: column 'answer' is '0 #### 0.*does not match with '#### \(7\)'",
         ),
         ({"extract": {"level": "."}}, "row 0: column 'level' is 0, which extract does not match"),
-        ({"extract": {"answer": "(7)?####"}}, "row 0: column 'answer' is '0 #### 0.*finds no"),  # the group is optional
+        (
+            {"extract": {"answer": "(7)?####"}},
+            "row 0: column 'answer' is '0 #### 0.*does not match",
+        ),  # the group is optional
         (
             {"messages": [{"role": "user", "content": "{question:{width}}"}]},
             r"row 0: messages cannot be filled in \('width'",
@@ -246,7 +249,7 @@ def test_a_broken_file_is_named_by_its_error(tmp_path):
 
 
 def test_no_such_data_set(tmp_path):
-    with pytest.raises(ValueError, match=r"Couldn't reach 'no/such'.*no folder 'no/such' in .*load it once with"):
+    with pytest.raises(ValueError, match=r"Couldn't reach 'no/such'.*no folder 'no/such' in .*load it once while"):
         HubDataset("no/such", cache_dir=str(tmp_path)).rows("train")
     with pytest.raises(ValueError, match=r"Couldn't find any data file at .*/missing; check path, name"):
         HubDataset(str(tmp_path / "missing"), cache_dir=str(tmp_path)).rows("train")

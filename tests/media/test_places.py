@@ -116,10 +116,13 @@ def test_what_tools_return_is_not_made_of_parts():
         ),
         ({"prompt": user([TEXT, "what?"]), "images": [tiny_image(0)]}, r"content\[1\] is 'what\?'"),
         ({"prompt": user(None), "images": [tiny_image(0)]}, r"messages\[0\].content is None; write what the user says"),
-        ({"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])}, "the type 'image_url'; put what"),
+        (
+            {"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])},
+            "the type 'image_url'; put its content",
+        ),
         (
             {"prompt": user([{"type": "image", "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]},
-            "a part of type 'image' has 'image', and the row has images in a column too",
+            "a part of type 'image' has 'image', and the row also has images in a column",
         ),
         (
             {"prompt": user([IMAGE, {"type": "text", "text": "<image>what?"}]), "images": [tiny_image(0)]},
