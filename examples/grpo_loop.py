@@ -1,7 +1,7 @@
-"""GRPO in a plain PyTorch loop, without Lightning, from the parts that `pl_grouprl.GRPO` is made of.
+"""GRPO in a plain PyTorch loop, without Lightning, from the building blocks of `pl_grouprl.GRPO`.
 
 Sampling, rewards, packing, shared prefixes and exact loss denominators come from the package; the loop, the advantage
-and the optimizer are here to be read and changed. Trains a tiny random model on short prompts, in seconds:
+and the optimizer are written out here, to read and change. Trains a tiny random model on short prompts, in seconds:
 
     python examples/grpo_loop.py
 """
