@@ -161,9 +161,8 @@ def markdown(summaries: Sequence[Summary], runs: Sequence[Run]) -> str:
             *table(["", *(part.replace("_", " ") for part in summaries[0].seconds), "critic alone"], seconds),
             "",
             "`update` is forward, backward and optimizer of policy and critic. `critic alone` is the critic's forward "
-            "and backward in it, timed by itself after the last step. `rest` is what no other part accounts for, the "
-            "estimate of the advantages among it. Validation, checkpoints and the making of the base policy are in no "
-            "column.",
+            "and backward in it, timed by itself after the last step. `rest` is everything else in a step, such as "
+            "estimating advantages. Validation, checkpoints and creating the base policy are not included.",
             "",
             f"Conditions: {conditions(runs)}.",
             "",

@@ -67,9 +67,7 @@ def test_a_hole_fails_until_it_has_a_note(run):
 
 @pytest.mark.parametrize("notes", ["PYSEC-2018-28\n", "PYSEC-2018-28 ok\n", "A not used here\nA not used here\n"])
 def test_a_note_gives_a_reason(run, notes):
-    with pytest.raises(
-        ValueError, match=r"known_holes\.txt, line [12]: .* must have exactly one line, with a reason"
-    ):
+    with pytest.raises(ValueError, match=r"known_holes\.txt, line [12]: .* must have exactly one line, with a reason"):
         run(json.dumps(report()), notes)
 
 

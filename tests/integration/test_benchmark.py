@@ -222,7 +222,7 @@ def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, 
     monkeypatch.setitem(unattended.PROFILES, "cpu", parts[1:])
     with pytest.raises(SystemExit):
         unattended.main(["--only", "sweep", "--output", str(tmp_path)])
-    assert "--only sweep is no part of --profile cpu" in capsys.readouterr().err
+    assert "--only sweep is not a part of --profile cpu" in capsys.readouterr().err
     monkeypatch.setattr(unattended, "run_limited", lambda *_: {"outcome": "done", "seconds": 1.0, "exit_code": 0})
     unattended.main(["--output", str(tmp_path)])
     assert "done" in capsys.readouterr().out
