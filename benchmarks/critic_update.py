@@ -83,7 +83,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", type=float, default=[0.5, 0.75, 0.9], help="of the compression")
     parser.add_argument("--step-target", type=float, default=0.75, help="the target of the whole steps, one of those")
     parser.add_argument("--max-size", type=positive, default=16, help="most tokens of a token group (default: 16)")
-    parser.add_argument("--mini-batches", type=positive, default=4, help="updates per rollout, beside one (default: 4)")
+    parser.add_argument(
+        "--mini-batches", type=positive, default=4, help="updates per rollout, in addition to one (default: 4)"
+    )
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference is scored too")
     parser.add_argument("--backend", default="cascade", help="of the shared prefix (default: cascade)")
     add_shape(parser, CPU_CASE)

@@ -68,7 +68,7 @@ SETTINGS = [
 
 COLUMNS = {
     "used": "of the rows' budget",
-    "at best": "with as few rows as so many tokens need",
+    "at best": "with the fewest rows that can hold the tokens",
     "rows": "per batch",
     "splits": "groups larger than the budget, per batch",
     "balanced": "largest cost of a rank over the mean",

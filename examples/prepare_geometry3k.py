@@ -5,7 +5,7 @@ r"""Write Geometry3K as parquet files in verl's shape, for `configs/grpo_qwen2.5
 
 The input has the columns `images` (a list of images as bytes), `problem` (with a tag `<image>` for each) and `answer`.
 Each output row has `data_source`, `prompt` (one message), `images`, `reward_model` with the number as `ground_truth`,
-and `extra_info`. Rows whose answer is no number (`4 \sqrt{3}`) are left out, as the reward that fits,
+and `extra_info`. Rows whose answer is not a number (`4 \sqrt{3}`) are left out, as the reward that fits,
 `pl_grouprl.rewards.NumericAnswer`, compares numbers.
 """
 

@@ -2,7 +2,7 @@
 
 The idea here: compare each rollout with the *median* of its group instead of the mean, so that one lucky rollout does
 not push all others below zero. One method says so; rollouts, rewards, shared prefixes, losses, checkpoints and the
-command line (`--model examples.subclass_grpo.MedianGRPO`) stay as they are. The run below trains a tiny random model
+command line (`--model examples.subclass_grpo.MedianGRPO`) stay the same. The run below trains a tiny random model
 on short prompts for a few steps, in seconds:
 
     python examples/subclass_grpo.py

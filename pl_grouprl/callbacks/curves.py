@@ -146,12 +146,12 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
     if len(axes) < len(runs):
         _draw_lines(axes[0], title, title, _line_per_run(title, runs))
         return
-    for own, (run, points) in zip(axes, runs.items(), strict=True):
+    for ax, (run, points) in zip(axes, runs.items(), strict=True):
         heading = f"{title}\n{run}" if len(runs) > 1 else title
         if title == STACKED:
-            _draw_stack(own, heading, points)
+            _draw_stack(ax, heading, points)
         else:
-            _draw_lines(own, title, heading, _line_per_metric(title, points))
+            _draw_lines(ax, title, heading, _line_per_metric(title, points))
 
 
 def _line_per_run(title: str, runs: Mapping[str, Points]) -> list[_Line]:

@@ -166,7 +166,7 @@ class SharedPrefixCallback(Callback):
         rank_zero_warn(
             f"Sharing prefixes makes this run slower: the measured speedup is {speedup:.2f} at a token ratio of "
             f"{metrics['prefix/token_ratio']:.2f}. For models and prompts this small, packing costs "
-            "more than it saves; use sharing='repeated', or leave this callback out of a module of your own."
+            "more than it saves; use sharing='repeated', or, in your own module, leave out this callback."
         )
 
     def _leave(self) -> None:
@@ -195,10 +195,12 @@ class SharedPrefixCallback(Callback):
         counts: dict[SharedPrefix, list[tuple[int, int]]] = {}
         for patch, call in self._trained:
             if (layout := call.layout) is not None:
-                # A slice starts with its prompt; a prompt of its own is followed by an empty rollout.
+                # A slice starts with its prompt; a separate prompt is followed by an empty rollout.
                 groups = 0 if call.part == "slice" else layout.num_groups
                 counts.setdefault(patch, []).append((groups, len(layout.segments) - (call.part is not None)))
-        sums = [(sum(groups for groups, _ in own), sum(segments for _, segments in own)) for own in counts.values()]
+        sums = [
+            (sum(groups for groups, _ in pairs), sum(segments for _, segments in pairs)) for pairs in counts.values()
+        ]
         return max(sums, default=(0, 0))
 
     def _announce(self, calls: list[tuple[SharedPrefix, CallReport]]) -> None:

@@ -87,5 +87,5 @@ def remedy(source: str) -> str:
     names = " or ".join(f"chat_template={name!r}" for name in fitting or _FAMILIES)
     return (
         f"pass {names}{'' if fitting else ' if the model is of that family'}, a built-in training template, or a "
-        "template of your own that renders each message by itself"
+        "template of your own that renders each message independently"
     )

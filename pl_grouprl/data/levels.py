@@ -20,7 +20,7 @@ class LevelSchedule:
 
     def __init__(self) -> None:
         self._changes = [(0, 0)]  # first rollout, level
-        self._last_asked = -1
+        self._last_queried = -1
 
     @property
     def level(self) -> int:
@@ -29,7 +29,7 @@ class LevelSchedule:
 
     def at(self, rollout_number: int) -> tuple[int, int]:
         """The level of a rollout, and how many rollouts before it had the same level."""
-        self._last_asked = max(self._last_asked, rollout_number)
+        self._last_queried = max(self._last_queried, rollout_number)
         stretches = [(first, level) for first, level in self._changes if first <= rollout_number]
         ends = [first for first, _ in stretches[1:]] + [rollout_number]
         current = stretches[-1][1]
@@ -38,18 +38,18 @@ class LevelSchedule:
 
     def change_to(self, level: int) -> int:
         """Change the level; return the number of the first rollout that has the new one."""
-        first = self._last_asked + 1
+        first = self._last_queried + 1
         self._changes.append((first, level))
         return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers."""
-        return {"changes": [list(change) for change in self._changes], "known": self._last_asked}
+        return {"changes": [list(change) for change in self._changes], "known": self._last_queried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._changes = [(int(first), int(level)) for first, level in state["changes"]]
-        self._last_asked = state["known"]
+        self._last_queried = state["known"]
 
 
 class LevelPromptLoader(TrainPromptLoader):

@@ -183,10 +183,10 @@ class TrainPromptLoader:
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
         order = self._eligible(rng.permutation(self._order.num_rows), rollout_number)
         regular = np.isin(order, self._rows_of(rollout_number))
-        dealt = np.concatenate(
+        drawn = np.concatenate(
             [self._own_share_first(order[~regular], attempt), self._own_share_first(order[regular], attempt)]
         )
-        return [self.prompts[index] for index in self._order.prompts(dealt[:count])]
+        return [self.prompts[index] for index in self._order.prompts(drawn[:count])]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, the rows that this epoch has begun, and the settings they depend on."""
@@ -267,9 +267,9 @@ class TrainPromptLoader:
 
     def _own_share_first(self, indices: np.ndarray, attempt: int) -> np.ndarray:
         """Order the indices: this rank's share first, starting at the attempt's offset, then the other ranks'."""
-        own = np.arange(len(indices)) % self.num_replicas == self.rank
+        is_own = np.arange(len(indices)) % self.num_replicas == self.rank
         step = attempt * -(-self._settings["batch_size"] // self.num_replicas)
-        return np.concatenate([np.roll(part, -step) for part in (indices[own], indices[~own])])
+        return np.concatenate([np.roll(part, -step) for part in (indices[is_own], indices[~is_own])])
 
     def _check(self) -> None:
         size, prompts, ranks = self._settings["batch_size"], len(self.prompts), self.num_replicas

@@ -138,11 +138,11 @@ class PromptDataModule(LightningDataModule):
     def _compare_ranks(self, device: Any) -> None:
         """Refuse ranks with different rows, which would deadlock."""
         facts = {split: kept.num_rows for split, kept in self.kept.items()} | self.resume_facts()
-        for rank, own in enumerate(gather_plain(facts, device)):
-            for name in (name for name in facts if own.get(name) != facts[name]):
+        for rank, theirs in enumerate(gather_plain(facts, device)):
+            for name in (name for name in facts if theirs.get(name) != facts[name]):
                 raise ValueError(
-                    f"PromptDataModule: {name} is {facts[name]!r} here and {own.get(name)!r} on rank {rank}; all ranks "
-                    "must read the same rows with the same options."
+                    f"PromptDataModule: {name} is {facts[name]!r} here and {theirs.get(name)!r} on rank {rank}; all "
+                    "ranks must read the same rows with the same options."
                 )
 
     def _set_up(self, stage: str) -> None:

@@ -250,8 +250,8 @@ def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Te
     targets = torch.full_like(input_ids, _IGNORED)
     for i, (prompt, completion, *loss_mask) in enumerate(demonstrations):
         imitated = loss_mask[0] if loss_mask else [1] * len(completion)
-        own = [token if trained else _IGNORED for token, trained in zip(completion, imitated, strict=True)]
-        targets[i, len(prompt) - 1 : len(rows[i]) - 1] = torch.tensor(own, device=device)
+        labels = [token if trained else _IGNORED for token, trained in zip(completion, imitated, strict=True)]
+        targets[i, len(prompt) - 1 : len(rows[i]) - 1] = torch.tensor(labels, device=device)
     first = min(len(prompt) for prompt, *_ in demonstrations) - 1
     kept = torch.arange(first, length - 1, device=device)
     logits = model(input_ids=input_ids, logits_to_keep=kept, use_cache=False).logits
@@ -261,7 +261,7 @@ def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Te
 def _describe(instance: Any) -> Any:
     """An object's class and options, for the cache key; `str` if it has no attributes."""
     if is_dataclass(instance):
-        options = {own.name: getattr(instance, own.name) for own in fields(instance)}
+        options = {field.name: getattr(instance, field.name) for field in fields(instance)}
     elif hasattr(instance, "__dict__"):
         options = {name: value for name, value in vars(instance).items() if not name.startswith("_")}
     else:

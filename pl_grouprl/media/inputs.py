@@ -59,11 +59,11 @@ def check_prompt_media(model: Any, prompts: Sequence[Sequence[int]], media: Sequ
         )
     if not any(media):
         return
-    untaken = _unknown_arguments(model, {name for own in media for name in own})
-    for index, (prompt, own) in enumerate(zip(prompts, media, strict=True)):
-        for name, value in own.items():
+    unknown = _unknown_arguments(model, {name for prompt_media in media for name in prompt_media})
+    for index, (prompt, prompt_media) in enumerate(zip(prompts, media, strict=True)):
+        for name, value in prompt_media.items():
             where = f"media[{index}][{name!r}]"
-            if name in untaken:
+            if name in unknown:
                 raise ValueError(
                     f"{where} is given, but {type(find_backbone(model)).__name__} takes no {name}; use the processor "
                     "that belongs to the model, or a model that reads images and videos."
@@ -83,10 +83,10 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
     Raises:
         ValueError: If the model has no such argument, or a rollout contains a placeholder token.
     """
-    untaken = _unknown_arguments(model, batch.media.keys())
-    if untaken:
+    unknown = _unknown_arguments(model, batch.media.keys())
+    if unknown:
         raise ValueError(
-            f"the prompts have media {untaken}, which {type(find_backbone(model)).__name__} does not take; use the "
+            f"the prompts have media {unknown}, which {type(find_backbone(model)).__name__} does not take; use the "
             "processor that belongs to the model, or a model that reads images and videos."
         )
     for name, token in placeholder_ids(model).items():

@@ -78,11 +78,11 @@ def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Me
     parts = [part for message in placed for part in _own_parts(message["content"])]
     found = {kind: sum(part["type"] == kind for part in parts) for kind in KINDS}
     for part in parts:
-        own = [name for name in _OWN if part["type"] in KINDS and part.get(name) is not None]
-        if own:
+        keys = [name for name in _OWN if part["type"] in KINDS and part.get(name) is not None]
+        if keys:
             raise ValueError(
-                f"{where}: a part of type {part['type']!r} has {own[0]!r}, and the row also has {part['type']}s in a "
-                f"column; put them all in the column, and write {{'type': {part['type']!r}}} in their places."
+                f"{where}: a part of type {part['type']!r} has {keys[0]!r}, and the row also has {part['type']}s in "
+                f"a column; put them all in the column, and write {{'type': {part['type']!r}}} in their places."
             )
     users = [message for message in placed if message["role"] == "user"]
     if not any(found.values()) and users:

@@ -56,7 +56,7 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     else:
         parents = [segment.parent for segment in batch.layout.segments if segment.parent is not None]
         spans = [(row, 0, batch.layout.segments[parent].length) for row, parent in enumerate(parents)]
-        places = [parents.index(place) for place, own in enumerate(batch.layout.segments) if own.parent is None]
+        places = [parents.index(place) for place, segment in enumerate(batch.layout.segments) if segment.parent is None]
 
     def prompts(values: Tensor) -> Tensor:
         return pad_sequence([values[row, start : start + length] for row, start, length in spans], batch_first=True)

@@ -96,8 +96,8 @@ class Held:
 
     def __add__(self, other: Held) -> Held:
         """The sum of two models."""
-        own, others = vars(self), vars(other)
-        return Held(**{name: own[name] + others[name] for name in own})
+        first, second = vars(self), vars(other)
+        return Held(**{name: first[name] + second[name] for name in first})
 
 
 def held_bytes(
@@ -121,11 +121,11 @@ def held_bytes(
     matrices = {module.weight for module in backbone.modules() if isinstance(module, nn.Linear)} - set(known)
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     quantized = {p for p in matrices if four_bits and not p.requires_grad}
-    own = set(model.parameters()) - set(known)
-    trained = [p for p in own if p.requires_grad]
+    counted = set(model.parameters()) - set(known)
+    trained = [p for p in counted if p.requires_grad]
     copied = sum(2 * p.numel() for p in matrices if autocast and p.dtype == torch.float32 and p not in quantized)
     return Held(
-        weights=sum(four_bit_bytes(p.numel()) if p in quantized else p.nbytes for p in own),
+        weights=sum(four_bit_bytes(p.numel()) if p in quantized else p.nbytes for p in counted),
         gradients=sum(p.nbytes for p in trained),
         moments=sum(moment_bytes(p.numel(), state_bits, p in embeddings, p.element_size()) for p in trained),
         copies=copied + max((2 * p.numel() for p in quantized), default=0),
@@ -249,8 +249,10 @@ class Footprint:
         return max(0, tokens * left + self.layers.head - self.activations(tokens, checkpointing))
 
     def _per_token(self, checkpointing: bool) -> tuple[int, int]:
-        own = [layers.activations(checkpointing) for layers in (self.layers, self.critic_layers) if layers is not None]
-        return sum(left for left, _ in own), max(inside for _, inside in own)
+        pairs = [
+            layers.activations(checkpointing) for layers in (self.layers, self.critic_layers) if layers is not None
+        ]
+        return sum(left for left, _ in pairs), max(inside for _, inside in pairs)
 
     def largest_budget(self, gib: float, checkpointing: bool) -> int:
         """Most tokens in a micro-batch on a device with this many GiB; 0 or less if nothing fits."""

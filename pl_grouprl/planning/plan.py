@@ -270,9 +270,9 @@ def _sharing_lines(plan: RunPlan) -> Iterator[str]:
     yield f"tokens of a batch: {work.batch_size} prompts with {work.num_generations} rollouts each, over all devices"
     yield f"  {'response':>8}{'repeated':>12}{'shared':>12}{'token ratio':>13}{'expected speedup':>18}"
     for response in dict.fromkeys(max(1, work.response // part) for part in (1, 2, 4)):
-        own = work.with_response(response)
-        tokens = f"{own.tokens('repeated'):>12,.0f}{own.tokens('shared'):>12,.0f}{own.token_ratio:>13.2f}"
-        yield f"  {response:>8}{tokens}{own.operations_ratio(plan.models.cost):>18.2f}"
+        variant = work.with_response(response)
+        tokens = f"{variant.tokens('repeated'):>12,.0f}{variant.tokens('shared'):>12,.0f}{variant.token_ratio:>13.2f}"
+        yield f"  {response:>8}{tokens}{variant.operations_ratio(plan.models.cost):>18.2f}"
     yield "The speedup is for scoring and updates, by operations; rollouts encode each prompt once in any case."
 
 

@@ -118,13 +118,13 @@ class PendingRewards:
         start = 0
         for group in self._groups:
             end = start + len(group.rollouts)
-            by_function = [_align_steps(own[start:end], group.rollouts) for own in scores]
+            by_function = [_align_steps(per_function[start:end], group.rollouts) for per_function in scores]
             for index, rollout in enumerate(group.rollouts):
-                _write_reward(rollout, self._prepared, [own[index] for own in by_function])
+                _write_reward(rollout, self._prepared, [group_scores[index] for group_scores in by_function])
             start = end
         metrics: dict[str, float] = {}
-        for reward, own in zip(self._prepared, scores, strict=True):
-            metrics |= _metrics(f"rewards/{reward.name}", own)
+        for reward, function_scores in zip(self._prepared, scores, strict=True):
+            metrics |= _metrics(f"rewards/{reward.name}", function_scores)
         return metrics
 
 
@@ -241,7 +241,7 @@ def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: 
     if not applied or any(score.invalid for _, score in counted):
         return
     tokens = _weighted_tokens(applied)
-    steps = [own for own in tokens or () if own is not None]
+    steps = [value for value in tokens or () if value is not None]
     if not all(map(fits_float32, steps)):
         return
     outcome = sum(weight * (score.value or 0.0) for weight, score in applied if score.token_rewards is None)
@@ -253,14 +253,14 @@ def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: 
 def _weighted_tokens(scores: Sequence[tuple[float, Score]]) -> list[float | None] | None:
     """The weighted sum of the rewards per token; None if there are none."""
     rows = [
-        [None if own is None else weight * own for own in score.token_rewards]
+        [None if value is None else weight * value for value in score.token_rewards]
         for weight, score in scores
         if score.token_rewards is not None
     ]
     if not rows:
         return None
     return [
-        None if all(own is None for own in column) else sum(own for own in column if own is not None)
+        None if all(value is None for value in column) else sum(value for value in column if value is not None)
         for column in zip(*rows, strict=True)
     ]
 

@@ -140,8 +140,8 @@ def reward_name(function: RewardFunction) -> str | None:
 
 def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
     """Return an optional method of a reward function, such as `set_up`; looks through `FunctionFromFile`."""
-    own = function.function if isinstance(function, FunctionFromFile) else function
-    found = getattr(own, name, None)
+    target = function.function if isinstance(function, FunctionFromFile) else function
+    found = getattr(target, name, None)
     return found if callable(found) else None
 
 

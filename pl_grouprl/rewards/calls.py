@@ -77,8 +77,8 @@ class PendingScores:
         if workers is not None and inputs.environments is not None:
             check_environments(rewards)
         units = [call_units(reward, inputs, by_group=self._runs_in_workers(reward)) for reward in rewards]
-        self._calls = [self._make_calls(reward, own) for reward, own in zip(rewards, units, strict=True)]
-        self._begun = [self._begin(reward, own, retries) for reward, own in zip(rewards, self._calls, strict=True)]
+        self._calls = [self._make_calls(reward, per_call) for reward, per_call in zip(rewards, units, strict=True)]
+        self._begun = [self._begin(reward, calls, retries) for reward, calls in zip(rewards, self._calls, strict=True)]
 
     def wait(self) -> list[list[Score]]:
         """Run what runs on this thread, and return each function's scores of all rollouts: a list of length B each.
@@ -94,13 +94,13 @@ class PendingScores:
             parts = [
                 [
                     part
-                    for call, outcome in zip(calls, own, strict=True)
+                    for call, outcome in zip(calls, call_outcomes, strict=True)
                     if isinstance(outcome, Failure)
                     for part in self._make_calls(reward, smaller_units(reward, call.unit, self._inputs))
                 ]
-                for reward, calls, own in zip(self._rewards, self._calls, outcomes, strict=True)
+                for reward, calls, call_outcomes in zip(self._rewards, self._calls, outcomes, strict=True)
             ]
-            again = [self._begin(reward, own, retries=0) for reward, own in zip(self._rewards, parts, strict=True)]
+            again = [self._begin(reward, calls, retries=0) for reward, calls in zip(self._rewards, parts, strict=True)]
             outcomes_again = self._finish(again)
         finally:
             for begun in self._begun_elsewhere:
@@ -134,9 +134,9 @@ class PendingScores:
     def _begin(self, reward: PreparedReward, calls: list[Call], retries: int) -> Callable[[], list[Outcome]]:
         """Start calls, or postpone those that run on this thread; returns a function that waits for the outcomes."""
         if reward.is_async:
-            own = AsyncCalls(reward, calls, retries, self._timeout)
-            self._begun_elsewhere.append(own)
-            return own.wait
+            pending = AsyncCalls(reward, calls, retries, self._timeout)
+            self._begun_elsewhere.append(pending)
+            return pending.wait
         if self._workers is not None and not reward.in_process:
             futures = [self._workers.submit(reward.name, call, retries) for call in calls]
             self._begun_elsewhere += futures
@@ -155,7 +155,7 @@ class PendingScores:
             if not (reward.is_async or self._runs_in_workers(reward))
         ]
         outcomes = {index: begun[index]() for index in here}
-        return [outcomes[index] if index in outcomes else own() for index, own in enumerate(begun)]
+        return [outcomes[index] if index in outcomes else wait() for index, wait in enumerate(begun)]
 
     def _join(self, reward: PreparedReward, outcomes: Sequence[tuple[Call, Outcome]]) -> list[Score]:
         """Put a function's scores in the order of the rollouts, and check how many failed."""

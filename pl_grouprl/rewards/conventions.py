@@ -187,7 +187,11 @@ def _completion_masks(rollouts: Sequence[Rollout]) -> list[list[int]] | None:
 
 def _environments(rollouts: Sequence[Rollout]) -> list[LiveObject | None] | None:
     environments = [rollout.environment for rollout in rollouts]
-    return environments if any(own is not None and own.value is not None for own in environments) else None
+    return (
+        environments
+        if any(environment is not None and environment.value is not None for environment in environments)
+        else None
+    )
 
 
 def call_units(reward: PreparedReward, inputs: RewardInputs, *, by_group: bool = False) -> list[list[int]]:

@@ -123,7 +123,7 @@ class CosineLengthReward:
         units: Sequence[Any] = written_ids(completion_ids, completion_mask)
         if self.unit == "character":
             units = [written_text(completion) for completion in completions]
-        return [self._score(value, len(own)) for value, own in zip(correctness, units, strict=True)]
+        return [self._score(value, len(unit)) for value, unit in zip(correctness, units, strict=True)]
 
     def _score(self, correctness: float | None, length: int) -> float | None:
         if correctness is None or math.isnan(correctness):

@@ -224,15 +224,15 @@ def _regroup(sequences: list[list[int]], sizes: list[int]) -> list[RolloutGroup]
     groups: list[RolloutGroup] = []
     start = 0
     for size in sizes:
-        own = sequences[start : start + size]
+        group = sequences[start : start + size]
         start += size
-        if not own:
+        if not group:
             continue
-        shared = _common_length(own)
+        shared = _common_length(group)
         if shared:
-            groups.append(RolloutGroup(own[0][:shared], [Rollout(sequence[shared:]) for sequence in own]))
+            groups.append(RolloutGroup(group[0][:shared], [Rollout(sequence[shared:]) for sequence in group]))
         else:
-            groups += [RolloutGroup(sequence[:1], [Rollout(sequence[1:])]) for sequence in own]
+            groups += [RolloutGroup(sequence[:1], [Rollout(sequence[1:])]) for sequence in group]
     return groups
 
 

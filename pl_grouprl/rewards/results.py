@@ -86,15 +86,15 @@ def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequen
     Raises:
         ValueError: If they have not.
     """
-    lists = [own.tolist() if hasattr(own, "tolist") else own for own in result]
-    given = [len(own) if isinstance(own, (list, tuple)) else type(own).__name__ for own in lists]
+    lists = [item.tolist() if hasattr(item, "tolist") else item for item in result]
+    given = [len(item) if isinstance(item, (list, tuple)) else type(item).__name__ for item in lists]
     expected = list(Counter(group_of).values())
     if given != expected:
         raise ValueError(
             f"Reward function {reward.name!r} returned {given} rewards for groups of {expected} rollouts; return one "
             "list per group, with one number or None per rollout."
         )
-    return [value for own in lists for value in own]
+    return [value for values in lists for value in values]
 
 
 def _read_item(reward: PreparedReward, result: Any, length: int) -> Score:
@@ -122,9 +122,9 @@ def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
             f"Reward function {reward.name!r} returned {len(value)} rewards for a completion of {length} tokens; "
             "return one number or None per token of completion_ids, or one number for all."
         )
-    numbers = [_number(reward, _without_arrays(own), "token") for own in value]
-    tokens = [None if own is None or math.isnan(own) else own for own in numbers]
-    steps = [own for own in tokens if own is not None]
+    numbers = [_number(reward, _without_arrays(number), "token") for number in value]
+    tokens = [None if number is None or math.isnan(number) else number for number in numbers]
+    steps = [number for number in tokens if number is not None]
     return Score(sum(steps) if all(map(fits_float32, steps)) else math.inf, token_rewards=tokens)
 
 

@@ -68,7 +68,7 @@ def read_answer(message: bytes) -> Outcome:
     """Turn a worker's message into the outcome of the call.
 
     Raises:
-        RewardConfigurationError: If the function cannot work as it is configured, or could not be loaded.
+        RewardConfigurationError: If the function raised it, or could not be loaded.
         ValueError: If it returned the wrong type or length.
     """
     answer = json.loads(message)

@@ -107,8 +107,8 @@ def raise_on_all_ranks(
     except Exception as raised:
         error = raised
     is_shared = shared is not None and isinstance(error, shared)
-    own = None if error is None else [is_shared, f"{type(error).__name__}: {error}"]
-    failed = [(rank, *told) for rank, told in enumerate(gather_plain(own, device, group)) if told is not None]
+    failure = None if error is None else [is_shared, f"{type(error).__name__}: {error}"]
+    failed = [(rank, *told) for rank, told in enumerate(gather_plain(failure, device, group)) if told is not None]
     failed.sort(key=lambda failure: failure[1])  # errors that are not shared first
     if error is not None and (not is_shared or failed[0][1]):
         raise error
