@@ -1,9 +1,9 @@
 """Research code that changes one part of GRPO and inherits the rest.
 
 Here, each rollout is compared with the *median* of its group instead of the mean, so one lucky rollout does not push
-all others below zero. That takes one method; rollouts, rewards, shared prefixes, losses, checkpoints and the command line
-(`--model examples.subclass_grpo.MedianGRPO`) stay the same. The run below trains a tiny random model on short prompts
-for a few steps, in seconds:
+all others below zero. That takes one method; rollouts, rewards, shared prefixes, losses, checkpoints and the command
+line (`--model examples.subclass_grpo.MedianGRPO`) stay the same. The run below trains a tiny random model on short
+prompts for a few steps, in seconds:
 
     python examples/subclass_grpo.py
 """
