@@ -253,7 +253,7 @@ def test_a_signal_ends_the_run_as_an_exception_does(load, number):
         ("scoring", ["--group-size", "0"], "'0' is not a positive integer"),
         ("sweep", ["--ratios", "0"], "'0' is not a positive integer"),
         ("update", ["--heads", "3", "--kv-heads", "2"], "--heads 3 is not a multiple of --kv-heads 2"),
-        ("rollouts", ["--prompt-length", "1"], "needs 2 tokens"),
+        ("rollouts", ["--prompt-length", "1"], "needs at least 2 tokens"),
     ],
 )
 def test_wrong_sizes_are_refused(load, capsys, name, options, said):
